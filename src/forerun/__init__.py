@@ -1,0 +1,27 @@
+"""forerun: speculative decoding that is exact.
+
+A small drafter guesses the next tokens of a large language model, the large model checks all guesses in one pass,
+and the answer is exactly what it would have said alone, only sooner.
+"""
+
+from forerun.config import EngineOptions, Speculation
+from forerun.engine.delta import Delta
+from forerun.errors import ForerunError, InvalidRequest
+from forerun.llm import LLM, AsyncLLM, Completion, Result
+from forerun.sampling.params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "Delta",
+    "EngineOptions",
+    "ForerunError",
+    "InvalidRequest",
+    "Result",
+    "SamplingParams",
+    "Speculation",
+    "__version__",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,84 @@
+"""Outcome and Stats: what rounds gave, counted by depth.
+
+Decides what is counted and how the three numbers that are never mixed up are formed. Knows nothing of how guesses
+were made or judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """One sequence's round: guesses in its tree, guesses on offer along its path, guesses accepted.
+
+    `offered` is the number of depths at which the walk had a guess to accept: one more than `accepted` where it
+    stopped at a rejection, the same where the path ended.
+    """
+
+    seq_id: int
+    num_drafted: int
+    offered: int
+    accepted: int
+    num_emitted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One round: its sequences, and where its time went."""
+
+    rows: Sequence[RowOutcome]
+    num_prompt_tokens: int
+    draft_s: float
+    pass_s: float
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters over rounds. Only sequences that drew tokens count; a round of pure prefill is none."""
+
+    num_rounds: int = 0  # sequences x rounds
+    num_passes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    num_prompt_tokens: int = 0
+    draft_s: float = 0.0
+    pass_s: float = 0.0
+    offered_at_depth: list[int] = field(default_factory=list)
+    accepted_at_depth: list[int] = field(default_factory=list)
+
+    def record(self, outcome: Outcome) -> None:
+        """Add one round."""
+        self.num_passes += 1
+        self.num_prompt_tokens += outcome.num_prompt_tokens
+        self.draft_s += outcome.draft_s
+        self.pass_s += outcome.pass_s
+        for row in outcome.rows:
+            self.num_rounds += 1
+            self.num_drafted += row.num_drafted
+            self.num_accepted += row.accepted
+            self.num_emitted += row.num_emitted
+            missing = row.offered - len(self.offered_at_depth)
+            self.offered_at_depth += [0] * missing
+            self.accepted_at_depth += [0] * missing
+            for depth in range(row.offered):
+                self.offered_at_depth[depth] += 1
+                self.accepted_at_depth[depth] += depth < row.accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted; None where nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+    @property
+    def acceptance_at_depth(self) -> tuple[float, ...]:
+        """P(depth j accepted | depth j - 1 accepted, and a guess on offer), from depth 1."""
+        return tuple(a / o for a, o in zip(self.accepted_at_depth, self.offered_at_depth, strict=True))
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Accepted + 1, on average over sequences and rounds, as verified: before a stop cuts the run."""
+        return (self.num_accepted + self.num_rounds) / self.num_rounds if self.num_rounds else None

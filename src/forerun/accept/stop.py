@@ -1,0 +1,173 @@
+"""Where a sequence ends: end-of-sequence ids, stop ids, stop strings and limits, inside an accepted run.
+
+Decides how many tokens of a run belong to the output and which text may be shown. A run of many tokens ends exactly
+where the same tokens, one at a time, would have ended. It knows nothing of drafts, caches or how tokens were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.detokenize import Piece
+from forerun.errors import InvalidRequest
+from forerun.sampling.params import SamplingParams
+from forerun.text import Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What became of a run.
+
+    Its first `num_kept` tokens belong to the output, the one that ends it included. `pieces` is the text that is
+    now certain to be shown. `stop_reason` is the id or the string behind a "stop".
+    """
+
+    num_kept: int
+    pieces: tuple[Piece, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """An occurrence of a stop string, by its offsets in a text."""
+
+    start: int
+    end: int
+    string: str
+
+
+class StopChecker:
+    """One sequence's stop state: its decoder, the text held back, and the count of its output tokens.
+
+    A sequence ends at its first token after which (in this order) the text contains a stop string, the token is an
+    end-of-sequence or stop id, or the limit is reached. Ids and strings count only from the token with ordinal
+    `min_tokens` on, which for a string is the token that completes it. Of several stop strings the one completed
+    first wins, the longer where two end together: that depends on the text alone, not on where tokens begin.
+
+    The text of a special end token is not shown. Text that may begin a stop string is held back until that is
+    decided. `limit` is the room that the context leaves, in tokens; `prompt` is what the text goes on from. Without
+    a tokenizer there are no pieces, and stop strings raise InvalidRequest.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_ids: Collection[int],
+        tokenizer: Tokenizer | None,
+        limit: int,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+        if self._stops and tokenizer is None:
+            raise InvalidRequest("stop", f"{self._stops[0]!r} needs a tokenizer: use stop_token_ids, or load one")
+        self._include_stop = params.include_stop_str_in_output
+        self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        self._silent_ids = self._end_ids & (tokenizer.special_ids if tokenizer else frozenset())
+        self._min_tokens = params.min_tokens
+        self._limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
+        assert self._limit >= 1, f"a sequence with room for {self._limit} new tokens cannot be served"
+        self._decoder = tokenizer.decoder(params.skip_special_tokens, after=prompt) if tokenizer else None
+        self._longest = max(map(len, self._stops), default=0)
+        self._held: list[Piece] = []
+        self._num_tokens = 0
+        self._finished = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return self._num_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens that the limits still allow."""
+        return self._limit - self._num_tokens
+
+    def push(self, tokens: Sequence[int]) -> Stop:
+        """Takes the next tokens of the sequence, up to the one that ends it. After that there is no next."""
+        assert not self._finished, "tokens were pushed to a sequence that has ended"
+        pieces: list[Piece] = []
+        for num_kept, token in enumerate(tokens, start=1):
+            end = self._take(token, pieces)
+            if end.finish_reason is not None:
+                self._finished = True
+                return Stop(num_kept, tuple(pieces), end.finish_reason, end.stop_reason)
+        return Stop(len(tokens), tuple(pieces))
+
+    def _take(self, token: int, pieces: list[Piece]) -> Stop:
+        """One token: appends what can be shown to `pieces` and says whether the sequence ends here."""
+        ends = token in self._end_ids and self._num_tokens >= self._min_tokens
+        self._num_tokens += 1
+        match = None if ends and token in self._silent_ids else self._read(token)
+        if match is not None:
+            pieces += self._cut(match)
+            return Stop(1, finish_reason="stop", stop_reason=match.string)
+        full = self._num_tokens >= self._limit
+        if ends or full:
+            pieces += self._held
+            pieces += self._decoder.close() if self._decoder else ()
+            self._held = []
+            return Stop(1, finish_reason="stop" if ends else "length", stop_reason=token if ends else None)
+        pieces += self._release()
+        return Stop(1)
+
+    def _read(self, token: int) -> _Match | None:
+        """Decodes a token into the held text; the stop string that this completes, if any."""
+        if self._decoder is None:
+            return None
+        self._held += self._decoder.feed(token)
+        if not self._stops:
+            return None
+        # Older undecided text was searched when it came, and a match ends in the newest: the tail is enough.
+        tail = self._decoder.undecided()[-self._longest :]
+        return self._search(self._held + list(tail) if len(tail) < self._longest else tail)
+
+    def _search(self, pieces: Sequence[Piece]) -> _Match | None:
+        text = "".join(piece.text for piece in pieces)
+        early = sum(len(piece.text) for piece in pieces if piece.ordinal < self._min_tokens)
+        found = []
+        for string in self._stops:
+            start = text.find(string, max(0, early - len(string) + 1))
+            if start >= 0:
+                found.append(_Match(start - len(text), start + len(string) - len(text), string))
+        return min(found, key=lambda match: (match.end, match.start), default=None)
+
+    def _cut(self, match: _Match) -> list[Piece]:
+        """All text up to a match, whose offsets count from the end of all text, the undecided included."""
+        assert self._decoder is not None, "only a decoder finds stop strings"
+        pieces = [*self._held, *self._decoder.undecided()]
+        self._held = []
+        length = sum(len(piece.text) for piece in pieces)
+        return _split(pieces, length + (match.end if self._include_stop else match.start))[0]
+
+    def _release(self) -> list[Piece]:
+        """Takes out of the held text what cannot begin a stop string any more."""
+        text = "".join(piece.text for piece in self._held)
+        shown, self._held = _split(self._held, len(text) - self._num_hopeful(text))
+        return shown
+
+    def _num_hopeful(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+def _split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of the first `length` characters, and those of the rest."""
+    before: list[Piece] = []
+    after: list[Piece] = []
+    for piece in pieces:
+        here, rest = piece.text[:length], piece.text[length:]
+        length -= len(here)
+        if here:
+            before.append(Piece(here, piece.ordinal))
+        if rest:
+            after.append(Piece(rest, piece.ordinal))
+    return before, after

@@ -1,0 +1,164 @@
+"""Blocks: which part of the cache belongs to which row. Accounting only: no tensors, no tokens.
+
+Decides where a row's blocks lie. They are one contiguous run, so that attention reads a row as a view and never
+gathers it. The price is that a run may have to move when it grows; the moves are handed back as an ordered list for
+whoever holds the tensors. Runs are placed with room behind them, and when only fragments are left all runs are
+respaced at once, each with an equal share of what is free, so that the next respacing is far away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+class OutOfBlocks(Exception):
+    """Not a user's mistake but a signal: more blocks were asked for than are free. Nothing has changed."""
+
+    def __init__(self, num_asked: int, num_free: int) -> None:
+        super().__init__(f"{num_asked} more blocks asked for, {num_free} free")
+        self.num_asked = num_asked
+        self.num_free = num_free
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The blocks `start` to `end - 1` of a row."""
+
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy `count` blocks from `source` to `target`; the two ranges may overlap."""
+
+    source: int
+    target: int
+    count: int
+
+    def pieces(self) -> Iterator[Move]:
+        """The same move as an ordered list of moves whose own ranges do not overlap: no temporary is needed."""
+        step = min(abs(self.source - self.target), self.count)
+        firsts = range(0, self.count, step)
+        for first in firsts if self.target < self.source else reversed(firsts):
+            yield Move(self.source + first, self.target + first, min(step, self.count - first))
+
+
+class Blocks:
+    """`num_blocks` blocks of `block_size` slots, handed out to rows as contiguous runs. Deterministic.
+
+    A row is any integer; one without blocks is unknown here.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert min(num_blocks + 1, block_size) > 0, f"{num_blocks} blocks of {block_size} slots"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_free = num_blocks
+        self._runs: dict[int, Run] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._runs
+
+    def run(self, row: int) -> Run:
+        """Where a row's blocks lie; a row without blocks has the empty run at 0."""
+        return self._runs.get(row, Run(0, 0))
+
+    def grow(self, wanted: Mapping[int, int]) -> list[Move]:
+        """Give each row of `wanted` at least that many blocks; rows not yet known are placed.
+
+        Returns the moves to carry out, in order, before anything is written. Succeeds whenever enough blocks are
+        free in all, however scattered; else raises OutOfBlocks and changes nothing.
+        """
+        grown = {row: count for row, count in wanted.items() if count > self.run(row).count}
+        num_asked = sum(count - self.run(row).count for row, count in grown.items())
+        if num_asked > self.num_free:
+            raise OutOfBlocks(num_asked, self.num_free)
+        self.num_free -= num_asked
+        moves: list[Move] = []
+        for row, count in grown.items():
+            if self._extend(row, count):
+                continue
+            start = self._room(row, count)
+            if start is None:
+                return moves + self._respace(grown)
+            moves += self._put(row, Run(start, count))
+        return moves
+
+    def shrink(self, row: int, count: int) -> None:
+        """Keep the first `count` blocks of a row and free the rest; with 0 the row is unknown again."""
+        run = self.run(row)
+        assert 0 <= count <= run.count, f"row {row} has {run.count} blocks, not {count} to keep"
+        if count:
+            self._runs[row] = Run(run.start, count)
+        else:
+            self._runs.pop(row, None)
+        self.num_free += run.count - count
+
+    def free(self, row: int) -> None:
+        """Free all blocks of a row; one without blocks has none to free."""
+        self.shrink(row, 0)
+
+    def check(self) -> None:
+        """Assert that runs are not empty, lie inside, do not overlap, and that the free blocks are counted right."""
+        end = 0
+        for row, run in sorted(self._runs.items(), key=lambda item: item[1].start):
+            assert run.count > 0, f"row {row} is known without blocks"
+            assert run.start >= end, f"row {row} starts at {run.start}, within a run that ends at {end}"
+            end = run.end
+        assert end <= self.num_blocks, f"a run ends at {end} of {self.num_blocks} blocks"
+        used = sum(run.count for run in self._runs.values())
+        assert self.num_free == self.num_blocks - used, f"{self.num_free} free, {used} of {self.num_blocks} used"
+
+    def _extend(self, row: int, count: int) -> bool:
+        """Grow a row where it is, if the blocks behind it are free."""
+        run = self._runs.get(row)
+        if run is None:
+            return False
+        end = min((r.start for r in self._runs.values() if r.start >= run.end), default=self.num_blocks)
+        if run.start + count > end:
+            return False
+        self._runs[row] = Run(run.start, count)
+        return True
+
+    def _room(self, row: int, count: int) -> int | None:
+        """Where `count` blocks for a row would lie best: in the largest gap, its own run counted as free.
+
+        The run to the left of the gap will grow too, so half of what is left over stays with it.
+        """
+        best, best_size = None, count - 1
+        end = 0
+        others = [run for other, run in self._runs.items() if other != row]
+        for run in [*sorted(others, key=lambda run: run.start), Run(self.num_blocks, 0)]:
+            size = run.start - end
+            if size > best_size:
+                best, best_size = end + (size - count) // 2 if end else 0, size
+            end = run.end
+        return best
+
+    def _put(self, row: int, run: Run) -> list[Move]:
+        """Record a row's new run and say what has to be copied."""
+        old = self.run(row)
+        self._runs[row] = run
+        return [Move(old.start, run.start, old.count)] if old.count and old.start != run.start else []
+
+    def _respace(self, grown: Mapping[int, int]) -> list[Move]:
+        """Lay out all runs anew in their order, new rows last, with what is free shared out evenly behind them.
+
+        Runs that go left are moved first, leftmost first; then those that go right, rightmost first. As the order
+        of runs stays, no move then overwrites what a later one reads.
+        """
+        new = [row for row in grown if row not in self._runs]
+        rows = [*sorted(self._runs, key=lambda row: self._runs[row].start), *new]
+        moves: list[Move] = []
+        start = 0
+        for i, row in enumerate(rows):
+            count = max(self.run(row).count, grown.get(row, 0))
+            moves += self._put(row, Run(start, count))
+            start += count + self.num_free * (i + 1) // len(rows) - self.num_free * i // len(rows)
+        return [m for m in moves if m.target < m.source] + [m for m in reversed(moves) if m.target > m.source]

@@ -1,0 +1,215 @@
+"""PagedCache: the keys and values of one model, for many sequences of different lengths.
+
+Decides which tokens of a row count: those up to `length` are committed, those behind it are guesses (the *tail*).
+Only `keep` moves `length` on. A rejected guess needs no rollback: it is a tail that was not kept. Where rows lie is
+decided in blocks; what keys mean, who reads them and how guesses form trees is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.cache.blocks import Blocks, Move, OutOfBlocks
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence: its committed tokens, its reserved tail behind them, the tokens its blocks can hold."""
+
+    length: int = 0
+    tail: int = 0
+    room: int = 0
+
+
+class PagedCache:
+    """Keys and values by slot; a sequence's token t lies in slot `start(seq_id) + t`, in every layer.
+
+    All memory is taken at construction and is zeroed, since masked padding must be finite. A view of a row that is
+    rounded up to a multiple of `key_pad` slots stays inside the tensors. Slots that were used before hold stale but
+    finite numbers.
+    """
+
+    keys: Float[Tensor, "layers kv_heads slots head_dim"]
+    values: Float[Tensor, "layers kv_heads slots head_dim"]
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        block_size: int = 64,
+        key_pad: int = 512,
+    ) -> None:
+        self.blocks = Blocks(-(-num_tokens // block_size), block_size)
+        shape = (layers, kv_heads, self.blocks.num_blocks * block_size + key_pad, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._rows: dict[int, Row] = {}
+
+    @staticmethod
+    def bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """What one slot costs: a key and a value in every layer."""
+        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both tensors; constant."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Tokens in free blocks. Rows may have more room in their last blocks."""
+        return self.blocks.num_free * self.blocks.block_size
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._rows
+
+    def start(self, seq_id: int) -> int:
+        """The first slot of a row; may change with every `reserve`. 0 for a row that has no tokens yet."""
+        assert seq_id in self._rows, f"sequence {seq_id} has no row"
+        return self.blocks.run(seq_id).start * self.blocks.block_size
+
+    def length(self, seq_id: int) -> int:
+        """Committed tokens of a row."""
+        return self._row(seq_id).length
+
+    def tail(self, seq_id: int) -> int:
+        """Tokens reserved behind the committed ones."""
+        return self._row(seq_id).tail
+
+    def reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Make room for `counts[i]` more tokens behind the tail of each row; unknown ids become new, empty rows.
+
+        Returns for each row the tail index at which this reservation begins: a repeated call extends the same tail.
+        Any row may have been moved, committed tokens and tail alike, so ask `start` afterwards. OutOfBlocks changes
+        nothing, for none of the rows.
+        """
+        wanted = self._wanted(seq_ids, counts)
+        if wanted:
+            self._move(self.blocks.grow(wanted))
+        begins = []
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            row = self._rows.setdefault(seq_id, Row())
+            begins.append(row.tail)
+            row.tail += count
+        for seq_id, num_blocks in wanted.items():
+            self._rows[seq_id].room = num_blocks * self.blocks.block_size
+        return begins
+
+    def can_reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether `reserve` would find room."""
+        wanted = self._wanted(seq_ids, counts)
+        return sum(n - self.blocks.run(seq_id).count for seq_id, n in wanted.items()) <= self.blocks.num_free
+
+    def keep(self, seq_ids: Sequence[int], rows: Sequence[int], offsets: Sequence[int]) -> None:
+        """Commit a path of each row's tail and drop the rest of it.
+
+        Row `seq_ids[i]` keeps the tail indices `rows[offsets[i]:offsets[i+1]]`, which become its next tokens in this
+        order. Tokens that are in place already (chains, prompt chunks) are not copied. Blocks left over are freed.
+        """
+        assert len(offsets) == len(seq_ids) + 1, f"{len(offsets)} offsets for {len(seq_ids)} rows"
+        sources: list[int] = []
+        targets: list[int] = []
+        for i, seq_id in enumerate(seq_ids):
+            row = self._row(seq_id)
+            path = rows[offsets[i] : offsets[i + 1]]
+            assert len(path) <= row.tail, f"{len(path)} tokens kept of a tail of {row.tail}"
+            assert not path or 0 <= min(path) <= max(path) < row.tail, f"{path} leaves a tail of {row.tail}"
+            first = self.start(seq_id) + row.length
+            astray = [(node, j) for j, node in enumerate(path) if node != j]
+            sources += [first + node for node, _ in astray]
+            targets += [first + j for _, j in astray]
+            self._settle(seq_id, row.length + len(path))
+        if sources:
+            self._gather(sources, targets)
+
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        """Forget the tails of these rows; ids without a row have none."""
+        for seq_id in seq_ids:
+            if seq_id in self._rows:
+                self._settle(seq_id, self._rows[seq_id].length)
+
+    def truncate(self, seq_ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget each row's tail and its tokens from `lengths[i]` on."""
+        for seq_id, length in zip(seq_ids, lengths, strict=True):
+            current = self._row(seq_id).length
+            assert 0 <= length <= current, f"sequence {seq_id} has {current} tokens, not {length} to keep"
+            self._settle(seq_id, length)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Forget these rows altogether; ids without a row are nothing to forget."""
+        for seq_id in seq_ids:
+            if self._rows.pop(seq_id, None) is not None:
+                self.blocks.free(seq_id)
+
+    def check(self) -> None:
+        """Assert that rows and blocks agree, and that blocks agree with themselves."""
+        self.blocks.check()
+        size = self.blocks.block_size
+        for seq_id, row in self._rows.items():
+            held = self.blocks.run(seq_id).count * size
+            assert row.room == held, f"sequence {seq_id} believes in room for {row.room} tokens, it has {held}"
+            assert min(row.length, row.tail) >= 0, f"sequence {seq_id}: {row}"
+            assert held - size < row.length + row.tail <= held, f"sequence {seq_id}: {row} in {held} slots"
+        held_in_all = sum(row.room for row in self._rows.values())
+        free = self.blocks.num_blocks * size - held_in_all
+        assert free == self.num_free_tokens, f"{self.num_free_tokens} tokens free, rows leave {free}"
+
+    def _row(self, seq_id: int) -> Row:
+        assert seq_id in self._rows, f"sequence {seq_id} has no row"
+        return self._rows[seq_id]
+
+    def _wanted(self, seq_ids: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+        """Blocks per row, for those whose last block has no room for `counts[i]` more tokens."""
+        assert len(set(seq_ids)) == len(seq_ids) == len(counts), "a sequence twice, or not one count for each"
+        wanted: dict[int, int] = {}
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            row = self._rows.get(seq_id)
+            used, room = (row.length + row.tail, row.room) if row else (0, 0)
+            assert count >= 0, f"sequence {seq_id}: {count} tokens to reserve"
+            if used + count > room:
+                wanted[seq_id] = -(-(used + count) // self.blocks.block_size)
+        return wanted
+
+    def _settle(self, seq_id: int, length: int) -> None:
+        """A row has `length` committed tokens and no tail; blocks behind them are freed."""
+        row, size = self._rows[seq_id], self.blocks.block_size
+        row.length, row.tail = length, 0
+        if row.room - length >= size:
+            num_blocks = -(-length // size)
+            self.blocks.shrink(seq_id, num_blocks)
+            row.room = num_blocks * size
+
+    @torch.inference_mode()
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Carry out moves of whole blocks, in order, without temporaries."""
+        size = self.blocks.block_size
+        for move in moves:
+            for piece in move.pieces():
+                source, target, count = piece.source * size, piece.target * size, piece.count * size
+                for tensor in (self.keys, self.values):
+                    tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
+
+    @torch.inference_mode()
+    def _gather(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots. All are read before any is written, so their order does not matter."""
+        source = torch.tensor(sources, device=self.keys.device)
+        target = torch.tensor(targets, device=self.keys.device)
+        for tensor in (self.keys, self.values):
+            tensor.index_copy_(2, target, tensor.index_select(2, source))
+
+
+__all__ = ["OutOfBlocks", "PagedCache"]

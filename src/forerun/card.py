@@ -1,0 +1,156 @@
+"""What the command line shows: tokens coloured by origin, a card of the run, a bar while a model loads.
+
+Decides colours and wording only. On anything that is no colour terminal, and with NO_COLOR set, text is plain. It
+knows nothing of options or of how answers come about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.color import ColorSystem
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from forerun.accept.outcome import Stats
+from forerun.engine.sequence import Origin
+
+STYLES = {
+    Origin.DRAFTED: Style(color="green"),
+    Origin.RECOVERED: Style(color="yellow"),
+    Origin.BONUS: Style(color="cyan"),
+    Origin.TARGET: Style(),
+}
+PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long an answer took; `first_s` until its first token, `total_s` until its last."""
+
+    num_tokens: int
+    first_s: float
+    total_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens over the whole time, the reading of the prompt included."""
+        return self.num_tokens / self.total_s if self.total_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What gave an answer, by name."""
+
+    model: str
+    draft: str | None
+    depth: int
+    verification: str
+    seed: int
+
+
+class Painter:
+    """Writes an answer to standard output as it comes: coloured on a colour terminal, as it is anywhere else."""
+
+    def __init__(self, console: Console, plain: bool) -> None:
+        self._console = console
+        self.colours = not plain and console.color_system is not None and not console.no_color
+
+    def write(self, text: str, origin: Origin) -> None:
+        """One piece of text, at once."""
+        if self.colours:
+            text = STYLES[origin].render(text, color_system=ColorSystem.STANDARD)
+        self._console.file.write(text)
+        self._console.file.flush()
+
+    def end(self) -> None:
+        """A line's end behind the answer, where a person reads; a file or a pipe gets the text alone."""
+        if self._console.is_terminal:
+            self._console.file.write("\n")
+
+
+def show_error(error: Exception) -> None:
+    """One line on standard error: what is wrong and what to do."""
+    line = " ".join(str(error).split())
+    Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red"), Text(line, "red"), sep="")
+
+
+def speed_line(timing: Timing, stats: Stats) -> str:
+    """The short form of a card: "12.3 tokens/s, 2.41 tokens per round, 61 % accepted"."""
+    parts = [f"{timing.tokens_per_s:.1f} tokens/s"]
+    if stats.tokens_per_round is not None:
+        parts.append(f"{stats.tokens_per_round:.2f} tokens per round")
+    if stats.acceptance_rate is not None:
+        parts.append(f"{stats.acceptance_rate:.0%} accepted")
+    return ", ".join(parts)
+
+
+def run_card(
+    setting: Setting, timing: Timing, stats: Stats, origins: Sequence[Origin], plan: Sequence[str]
+) -> RenderableType:
+    """All that is worth knowing of a run, as a table of two columns."""
+    card = Table.grid(padding=(0, 2))
+    card.add_column(style="dim", no_wrap=True)
+    card.add_column(overflow="fold")
+    card.add_row("model", setting.model)
+    card.add_row("draft", f"{setting.draft}, depth {setting.depth}" if setting.draft else "none: plain decoding")
+    card.add_row("verification", setting.verification)
+    first = f"first after {timing.first_s:.2f} s" if timing.num_tokens else "no tokens"
+    total = f"{timing.num_tokens} tokens in {timing.total_s:.2f} s"
+    card.add_row("speed", f"{timing.tokens_per_s:.1f} tokens/s ({total}, {first})")
+    card.add_row("tokens", _origin_counts(origins))
+    if stats.tokens_per_round is not None:
+        card.add_row("tokens per round", f"{stats.tokens_per_round:.2f} ({stats.num_rounds} rounds)")
+    if stats.acceptance_rate is not None:
+        share = f"{stats.acceptance_rate:.1%} ({stats.num_accepted} of {stats.num_drafted} drafted)"
+        card.add_row("acceptance", share)
+        card.add_row("  by depth", " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth))
+    for i, line in enumerate(plan):
+        card.add_row("" if i else "plan", line)
+    card.add_row("seed", str(setting.seed))
+    return card
+
+
+def _origin_counts(origins: Sequence[Origin]) -> Text:
+    """How many tokens came from where, each in its colour: the legend of the text above."""
+    counts = Counter(origins)
+    shown = [Text(f"{counts[o]} {o.value}", STYLES[o]) for o in STYLES if counts[o]]
+    return Text(", ").join(shown) if shown else Text("none")
+
+
+class LoadingBar:
+    """A progress callback that shows a bar once the work has taken two seconds, if a person is looking."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started_s = time.monotonic()
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> LoadingBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, what: str, done: float) -> None:
+        """`done` is the fraction of `what` that is finished."""
+        if not self._console.is_terminal or time.monotonic() - self._started_s < PATIENCE_S:
+            return
+        if self._bar is None:
+            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %")
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+            self._bar.start()
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=1.0)
+        self._bar.update(self._tasks[what], completed=done)

@@ -1,0 +1,69 @@
+"""What a user can set, as frozen values: one dataclass per part, composed.
+
+Decides names, defaults and bounds; the command line's options come from here. Knows nothing of how any of it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.errors import InvalidRequest
+
+Verification = Literal["coupled", "token", "block"]
+VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
+DEFAULT_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` guesses where `width` > 1.
+
+    `drafter` names an arm of the engine's drafter; None leaves the choice to the engine.
+    """
+
+    depth: int = DEFAULT_DEPTH
+    width: int = 1
+    nodes: int | None = None
+    drafter: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("depth", 0), ("width", 1), ("nodes", 1)):
+            value = getattr(self, name)
+            if name == "nodes" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidRequest(f"speculation.{name}", f"{value!r} must be a whole number of at least {least}.")
+
+    @classmethod
+    def of(cls, wish: bool | int | Speculation | None, default: Speculation) -> Speculation:
+        """A request's wish as a value: None or True is the default, False or 0 is none at all, k is chains of k."""
+        if wish is None or wish is True:
+            return default
+        if isinstance(wish, Speculation):
+            return wish
+        if not isinstance(wish, int):
+            raise InvalidRequest("speculation", f"{wish!r} must be True, False, a depth, or a Speculation.")
+        return cls(depth=int(wish))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine batches and verifies.
+
+    `max_batch` sequences are read at once, `chunk_tokens` prompt tokens at most in one pass. `verification` is
+    "coupled" (the same seed gives the same tokens as plain decoding), or "token" or "block" (the same law, drawn
+    with rejection; more accepted at high temperatures).
+    """
+
+    max_batch: int = 16
+    chunk_tokens: int = 512
+    verification: Verification = "coupled"
+    speculation: Speculation = Speculation()
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(name, f"{getattr(self, name)} must be at least 1.")
+        if self.verification not in VERIFICATIONS:
+            raise InvalidRequest("verification", f"{self.verification!r} must be one of {', '.join(VERIFICATIONS)}.")

@@ -1,0 +1,282 @@
+"""From token ids to text, one token at a time, never splitting a character.
+
+Decides which text is final after each token, so that everything handed out, joined, is exactly what the tokenizer
+would decode from all ids at once. Three ways of spelling text in tokens are known: bytes (GPT-2, Llama 3, Qwen),
+words with byte fallback (SentencePiece: Llama 2, Mistral, Gemma), and any other, read through a small window.
+It knows nothing of stop strings, prompts or streams.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import tokenizers
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text, and the ordinal of the token that completed it; ordinals count a sequence's output from 0."""
+
+    text: str
+    ordinal: int
+
+
+@runtime_checkable
+class Spelling(Protocol):
+    """The state of one text being decoded."""
+
+    def feed(self, token_id: int, ordinal: int) -> list[Piece]:
+        """The text that this token makes final."""
+        ...
+
+    def undecided(self) -> Sequence[Piece]:
+        """Text that is final only if the next token leaves it so; empty while a character is unfinished."""
+        ...
+
+    def close(self) -> list[Piece]:
+        """What is left when no token follows."""
+        ...
+
+
+class IncrementalDecoder:
+    """Decodes a growing list of ids: all of `push` and then `finish`, joined, is `Tokenizer.decode` of the ids.
+
+    A character whose bytes lie in several tokens is handed out with its last one. Only text that cannot change any
+    more is handed out: a run of byte-fallback tokens is text or replacement characters *as a whole*, so it waits for
+    its end. Work per token does not grow with the text.
+    """
+
+    def __init__(self, spelling: Spelling, hidden: Collection[int]) -> None:
+        self._spelling = spelling
+        self._hidden = hidden
+        self._num_tokens = 0
+
+    def feed(self, token_id: int) -> list[Piece]:
+        """The pieces of text that this token makes final, with the ordinals of the tokens that completed them."""
+        ordinal = self._num_tokens
+        self._num_tokens += 1
+        return [] if token_id in self._hidden else self._spelling.feed(token_id, ordinal)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes final."""
+        return "".join(piece.text for piece in self.feed(token_id))
+
+    def undecided(self) -> Sequence[Piece]:
+        """Whole characters that would be final if the ids ended here; empty while a character is unfinished."""
+        return self._spelling.undecided()
+
+    def close(self) -> list[Piece]:
+        """The pieces that are left, the ids being complete."""
+        return self._spelling.close()
+
+    def finish(self) -> str:
+        """The text that is left, the ids being complete; an unfinished character becomes U+FFFD."""
+        return "".join(piece.text for piece in self.close())
+
+
+def spelling_of(tokenizer: tokenizers.Tokenizer) -> Callable[[Sequence[int]], Spelling]:
+    """How this tokenizer spells text, by its decoder: a maker of fresh states.
+
+    The maker's argument is the last few ids before those that will be decoded: where text precedes, a leading
+    space stays.
+    """
+    chain = _decoder_chain(tokenizer)
+    if [step["type"] for step in chain] == ["ByteLevel"]:
+        return lambda after: ByteSpelling(tokenizer)
+    words = _words_with_fallback(chain)
+    if words is not None:
+        return lambda after: WordSpelling(tokenizer, words, lead=0 if after else words.strip)
+    return lambda after: WindowSpelling(tokenizer, after)
+
+
+def _decoder_chain(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How words are spelled: replacements within a token, then up to `strip` leading `blank`s of the text dropped."""
+
+    replacements: tuple[tuple[str, str], ...]
+    strip: int = 0
+    blank: str = " "
+
+
+def _words_with_fallback(chain: list[dict[str, Any]]) -> Words | None:
+    """Reads `Replace* ByteFallback Fuse Strip?`, the decoder of SentencePiece conversions; None for any other."""
+    replacements = []
+    rest = list(chain)
+    while rest and rest[0]["type"] == "Replace" and rest[0]["pattern"].get("String"):
+        step = rest.pop(0)
+        replacements.append((step["pattern"]["String"], step["content"]))
+    kinds = [step["type"] for step in rest]
+    if kinds == ["ByteFallback", "Fuse"]:
+        return Words(tuple(replacements))
+    if kinds == ["ByteFallback", "Fuse", "Strip"] and rest[-1]["stop"] == 0:
+        return Words(tuple(replacements), rest[-1]["start"], rest[-1]["content"])
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: a printable Latin-1 byte is itself, the others are counted up from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {chr(byte): byte for byte in printable}
+    return stand_ins | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _token_bytes(surface: str) -> bytes:
+    """The bytes that a byte-level token stands for; a token outside the alphabet stands for its own text."""
+    try:
+        return bytes([_BYTE_OF[char] for char in surface])
+    except KeyError:
+        return surface.encode()
+
+
+class ByteSpelling:
+    """Tokens are bytes of UTF-8: text is final once its bytes are."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._last = 0
+
+    def feed(self, token_id: int, ordinal: int) -> list[Piece]:
+        surface = self._tokenizer.id_to_token(token_id)
+        if surface is None:
+            return []
+        self._last = ordinal
+        return _pieces(self._utf8.decode(_token_bytes(surface)), ordinal)
+
+    def undecided(self) -> Sequence[Piece]:
+        return ()
+
+    def close(self) -> list[Piece]:
+        return _pieces(self._utf8.decode(b"", final=True), self._last)
+
+
+@dataclass(slots=True)
+class _ByteRun:
+    """Byte-fallback tokens in a row. All of them are one text if they are UTF-8 together, else each is U+FFFD."""
+
+    utf8: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")())
+    ordinals: list[int] = field(default_factory=list)
+    text: list[Piece] = field(default_factory=list)
+    broken: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return not self.broken and not self.utf8.getstate()[0]
+
+
+class WordSpelling:
+    """Tokens are text or single bytes; bytes in a row are decoded together, as the tokenizer's decoder does."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, words: Words, lead: int) -> None:
+        self._tokenizer = tokenizer
+        self._words = words
+        self._lead = lead  # blanks that may still be dropped from the text's start
+        self._run = _ByteRun()
+
+    def feed(self, token_id: int, ordinal: int) -> list[Piece]:
+        surface = self._tokenizer.id_to_token(token_id)
+        if surface is None:
+            return []
+        for old, new in self._words.replacements:
+            surface = surface.replace(old, new)
+        byte = _BYTE_TOKEN.match(surface)
+        if byte:
+            return self._feed_byte(int(byte[1], 16), ordinal)
+        return [*self.close(), *self._stripped(surface, ordinal)]
+
+    def _feed_byte(self, byte: int, ordinal: int) -> list[Piece]:
+        run = self._run
+        run.ordinals.append(ordinal)
+        if not run.broken:
+            try:
+                run.text += self._stripped(run.utf8.decode(bytes([byte])), ordinal)
+            except UnicodeDecodeError:
+                run.broken = True
+        return self._spoiled() if run.broken else []
+
+    def _spoiled(self) -> list[Piece]:
+        """The run is not UTF-8 and never will be: its bytes so far are replacement characters, each one."""
+        self._lead = 0
+        pieces = [Piece(REPLACEMENT, ordinal) for ordinal in self._run.ordinals]
+        self._run.ordinals.clear()
+        self._run.text.clear()
+        return pieces
+
+    def _stripped(self, text: str, ordinal: int) -> list[Piece]:
+        while self._lead and text:
+            if text[0] != self._words.blank:
+                self._lead = 0
+                break
+            text = text[1:]
+            self._lead -= 1
+        return _pieces(text, ordinal)
+
+    def undecided(self) -> Sequence[Piece]:
+        return self._run.text if self._run.whole else ()
+
+    def close(self) -> list[Piece]:
+        run = self._run
+        if not run.ordinals and not run.broken:
+            return []
+        pieces = run.text if run.whole else self._spoiled()
+        self._run = _ByteRun()
+        return pieces
+
+
+class WindowSpelling:
+    """Any other decoder: the new text is what a token adds to the text of the few tokens before it.
+
+    Exact for decoders in which a token's text depends on its neighbours alone. While the text ends in U+FFFD a
+    character may be unfinished, and the window waits, for as many tokens as a character can have bytes.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, after: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = list(after)
+        self._waiting: list[int] = []
+        self._last = 0
+
+    def feed(self, token_id: int, ordinal: int) -> list[Piece]:
+        if self._tokenizer.id_to_token(token_id) is None:
+            return []
+        self._waiting.append(token_id)
+        self._last = ordinal
+        text = self._text(self._shown + self._waiting)
+        unfinished = text.endswith(REPLACEMENT) and len(self._waiting) < 4
+        return [] if unfinished else self.close()
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def undecided(self) -> Sequence[Piece]:
+        return ()
+
+    def close(self) -> list[Piece]:
+        new = self._text(self._shown + self._waiting)[len(self._text(self._shown)) :]
+        if self._waiting:
+            self._shown = [*self._shown, *self._waiting][-4:]
+        self._waiting = []
+        return _pieces(new, self._last)
+
+
+def _pieces(text: str, ordinal: int) -> list[Piece]:
+    return [Piece(text, ordinal)] if text else []

@@ -1,0 +1,1 @@
+"""① Draft: guess how sequences continue. One file per kind of drafter, all behind `base.Drafter`."""

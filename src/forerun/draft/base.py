@@ -1,0 +1,141 @@
+"""The one seam for drafters.
+
+A drafter is told what became final (`observe`) and asked for guesses (`propose`). It declares its needs as data and
+is never asked what it is. It knows nothing of verification, scheduling, stop conditions or other requests' text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from forerun.config import Speculation
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How far one sequence may be drafted this round; depth 0 means not at all.
+
+    `depth` bounds a path's length, `width` the children of a node, `nodes` the guesses in all (the root not
+    counted). `arm` picks a drafter of a mix; expansion stops where a path's survival falls below `price`.
+    """
+
+    depth: int
+    width: int = 1
+    nodes: int = 0
+    arm: int = 0
+    price: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.depth >= 0, f"a budget's depth is {self.depth}, below 0"
+        if self.nodes == 0:
+            object.__setattr__(self, "nodes", self.depth)
+
+    @classmethod
+    def of(cls, wish: Speculation, depth: int | None = None) -> Budget:
+        """A request's wish, cut to `depth`. Trees without a node count get `width` guesses at every depth."""
+        depth = wish.depth if depth is None else min(depth, wish.depth)
+        if depth <= 0:
+            return NO_DRAFT
+        nodes = depth if wish.width == 1 else max(depth, wish.nodes or depth * wish.width)
+        return cls(depth=depth, width=wish.width, nodes=nodes)
+
+
+NO_DRAFT = Budget(depth=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What the target has just made final, prompt chunks and accepted tokens alike, packed over sequences.
+
+    Sequence `seq_ids[i]` gained `tokens[offsets[i]:offsets[i+1]]`, all read by the target; `roots[i]` is the token
+    after them, final too but not yet read. All `Committed.tokens` of a sequence, joined, and then its last root are
+    the sequence's text. Host lists: they come from the round's one synchronisation.
+    `features[t]` is the target's state after reading `tokens[t]`, at the drafter's declared taps.
+    """
+
+    seq_ids: Sequence[int]
+    tokens: Sequence[int]
+    offsets: Sequence[int]
+    roots: Sequence[int]
+    features: Float[Tensor, "total taps hidden"] | None = None
+
+    def rows(self) -> list[tuple[int, Sequence[int], int]]:
+        """(sequence, its new tokens, its root), one per sequence."""
+        return [
+            (seq, self.tokens[self.offsets[i] : self.offsets[i + 1]], self.roots[i])
+            for i, seq in enumerate(self.seq_ids)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Early exit: the layers below `layer` of these nodes are already computed."""
+
+    layer: int
+    nodes: Int[Tensor, " known"]
+    hidden: Float[Tensor, "known hidden"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What `propose` returns: the guesses, and what the drafter thinks of them."""
+
+    tree: DraftTree
+    survival: Float[Tensor, "batch nodes"] | None = None  # the drafter's P(path accepted); 1 at the root
+    arm: Int[Tensor, "batch nodes"] | None = None
+    resume: Resume | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a drafter can say without computing: host numbers, one per sequence asked for."""
+
+    unread: Sequence[int]  # committed tokens it would have to read first
+    limit: Sequence[int]  # the deepest draft it can give this sequence now (its own context length, its memory)
+    expected: Sequence[float | None] = field(default=())  # expected accepted tokens, None where unknown
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses continuations of sequences. One file per kind, in this folder.
+
+    `taps` names the target states it reads: i is the residual stream entering layer i, num_layers the one before
+    the final norm, -1 the one after it; () none. `arms` names its methods, for metrics: one unless it is a mix.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    @property
+    def arms(self) -> tuple[str, ...]: ...
+
+    def observe(self, news: Committed) -> None:
+        """Learn what became final. The only way in which lasting state grows. New sequences appear here first."""
+        ...
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """Guess, for the sequences of `draws`, in its order, within `budgets` (one per sequence).
+
+        A sequence it was never told of, or whose budget is 0, gets its root alone. `tail` is taken as if observed
+        and forgotten on return. Guesses need not be good, and bad ones harm nothing but speed.
+        """
+        ...
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """What can be said about these sequences now. Host only; no tensor work."""
+        ...
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        """How many tokens of each prefix it can restore without being shown their features."""
+        ...
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop all state of these sequences: finished, preempted, or put to sleep."""
+        ...

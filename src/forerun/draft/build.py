@@ -1,0 +1,122 @@
+"""From a draft specification to a drafter, in two steps: plan what it needs, then load it.
+
+Decides which names exist (one table, `PLANNERS`), what their arguments mean, and that a drafter's tokenizer is the
+target's. Memory is planned between the steps, so planning loads no weights. Knows nothing of how drafters draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from forerun.draft.base import Drafter
+from forerun.draft.model import ModelDrafter
+from forerun.draft.ngram import NgramDrafter
+from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.errors import UnknownDrafter, VocabularyMismatch
+from forerun.models.loading import Blueprint, Progress
+from forerun.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What drafters are fitted to: the target and its tokenizer, and the number format to hold weights in."""
+
+    target: Blueprint
+    tokenizer: Tokenizer
+    dtype: str = "auto"
+
+
+CacheTokens = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """A drafter that was found and checked but not loaded: enough to plan memory.
+
+    `bytes_per_token` has an entry for every cache it wants, by name. `build` loads it, given the tokens that each of
+    these caches may hold; a cache of 0 tokens gives a drafter that never drafts.
+    """
+
+    weights_bytes: int
+    bytes_per_token: Mapping[str, int]
+    build: Callable[[CacheTokens, Progress | None], Drafter | None]
+
+
+def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
+    """The drafter that the specification `text` spells.
+
+    Raises UnknownDrafter for what does not parse, exist or fit together, VocabularyMismatch for a drafter that
+    speaks another vocabulary, and ModelError for a checkpoint that cannot be used.
+    """
+    return plan(parse_spec(text), context)
+
+
+def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """The same for a parsed specification."""
+    planner = PLANNERS.get(spec.name)
+    if planner is None:
+        raise UnknownDrafter(f"there is no drafter {spec.name!r}: choose one of {', '.join(sorted(PLANNERS))}")
+    return planner(spec, context)
+
+
+def plan_ngram(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`ngram[:N]`: prompt lookup with matches of up to N tokens. Needs no memory to speak of."""
+    refuse_members(spec)
+    if spec.argument is None:
+        return DraftPlan(0, {}, lambda _tokens, _progress: NgramDrafter())
+    if not spec.argument.isdecimal() or int(spec.argument) < 1:
+        refuse(spec, "the argument is the longest match in tokens, a whole number of at least 1, as in ngram:5")
+    longest = int(spec.argument)
+    return DraftPlan(0, {}, lambda _tokens, _progress: NgramDrafter(max_n=longest))
+
+
+def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`model:DIR`: a checkpoint with the target's tokenizer, and a cache of its own."""
+    refuse_members(spec)
+    if spec.argument is None:
+        refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
+    drafter, name = Blueprint.of(spec.argument, context.dtype), str(spec)
+    check_vocabulary(context, drafter.folder, drafter.tokenizer())
+    vocab_size = context.target.config.vocab_size
+
+    def build(cache_tokens: CacheTokens, progress: Progress | None) -> Drafter:
+        return ModelDrafter(drafter.load(cache_tokens[name], progress), vocab_size)
+
+    return DraftPlan(drafter.num_bytes, {name: drafter.bytes_per_token}, build)
+
+
+PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
+    "model": plan_model,
+    "ngram": plan_ngram,
+}
+
+
+def check_vocabulary(context: DraftContext, folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise VocabularyMismatch unless both tokenizers give every id the same token.
+
+    The widths of the models' logits may differ: both are padded as their makers saw fit.
+    """
+    own = context.tokenizer
+    if tokenizer.fingerprint() == own.fingerprint():
+        return
+    ids = range(max(own.num_ids, tokenizer.num_ids))
+    differs = next(token_id for token_id in ids if own.surface(token_id) != tokenizer.surface(token_id))
+    raise VocabularyMismatch(
+        f"the drafter {folder} ({tokenizer.vocab_size} tokens) does not share the vocabulary of the target "
+        f"{context.target.folder} ({own.vocab_size} tokens): id {differs} is {tokenizer.surface(differs)!r} there and "
+        f"{own.surface(differs)!r} here. Use a drafter of the same model family, or ngram, which needs no vocabulary"
+    )
+
+
+def refuse_members(spec: DraftSpec) -> None:
+    """For drafters that are not made of others."""
+    if spec.members:
+        refuse(spec, f"it takes no list of drafters; write {spec.name} alone")
+
+
+def refuse(spec: DraftSpec, fix: str) -> NoReturn:
+    """Say what a drafter's argument should be."""
+    raise UnknownDrafter(f"drafter {str(spec)!r}: {fix}")

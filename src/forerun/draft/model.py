@@ -1,0 +1,266 @@
+"""A smaller model as drafter, with a cache of its own, batched.
+
+Decides what the small model reads and when: committed text lazily, when a sequence is drafted again; its own guesses
+one level at a time. The K, V of guesses that turned out right are kept, so that a round usually starts with the
+root and at most one token more. Want of memory makes drafts shallower, never an error. How trees grow is `expand`'s
+business; where tokens lie in the cache is the runner's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.cache.blocks import OutOfBlocks
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.draft.expand import Growth, Place, expand
+from forerun.models.runner import Read, Runner, States
+from forerun.sampling.draws import Draws
+
+CHUNK_TOKENS = 512  # most tokens of committed text in one pass
+TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out their paths behind the kept text
+
+
+@dataclass(slots=True)
+class Following:
+    """One sequence as the drafter knows it; how much of its text the cache holds is the runner's to say.
+
+    `tail` finds what was read behind the kept text, right or wrong: (parent node, token) -> node, numbered as the
+    runner does; parent -1 is the kept text itself.
+    """
+
+    text: list[int] = field(default_factory=list)
+    root: int | None = None
+    highest: int = 0  # the largest token id in the text
+    tail: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, parent: int, token: int) -> int:
+        """Number a tail node that is about to be read."""
+        return self.tail.setdefault((parent, token), len(self.tail))
+
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The tail's nodes that spell the longest possible beginning of `tokens`."""
+        path: list[int] = []
+        for token in tokens:
+            node = self.tail.get((path[-1] if path else -1, token))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A sequence to be drafted: the final tokens that were not observed yet, its root the last, and how far."""
+
+    seq_id: int
+    late: Sequence[int]
+    budget: Budget
+
+
+class ModelDrafter:
+    """Drafts with a model of the target's tokenizer.
+
+    `vocab_size` is the width of the target's logits: the drafter's are cut, or padded with -inf, to it.
+    """
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("model",)
+
+    def __init__(self, runner: Runner, vocab_size: int) -> None:
+        self.runner = runner
+        self.vocab_size = vocab_size
+        self.sequences: dict[int, Following] = {}
+
+    def observe(self, news: Committed) -> None:
+        """Remember what became final; guesses that it confirms stay read."""
+        seq_ids, paths = [], []
+        for seq_id, tokens, root in news.rows():
+            following = self.sequences.setdefault(seq_id, Following())
+            assert not tokens or following.root in (None, tokens[0]), "a sequence's news begin with its last root"
+            following.text.extend(tokens)
+            following.root = root
+            following.highest = max(following.highest, *tokens, root)
+            if following.tail:
+                seq_ids.append(seq_id)
+                paths.append(following.path(self.unread(seq_id)))
+                following.tail.clear()
+        if seq_ids:
+            self.runner.keep(seq_ids, paths)
+
+    @torch.inference_mode()
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
+        wishes = self.wishes(draws.seq_ids, budgets, tail)
+        self.forget_tails([wish.seq_id for wish in wishes])
+        passed = self.read_roots(self.catch_up(wishes))
+        granted = {wish.seq_id: wish.budget for wish in passed.wishes}
+        ends = {wish.seq_id: len(self.sequences[wish.seq_id].tail) - 1 for wish in passed.wishes}
+        reader = LevelReader(self, draws.seq_ids, ends)
+        return expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
+
+    def wishes(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[Wish]:
+        """The sequences to be drafted, their depths cut to what the model's context and the cache allow."""
+        late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
+        wishes = []
+        for seq_id, budget in zip(seq_ids, budgets, strict=True):
+            following = self.sequences.get(seq_id)
+            if following is None or following.root is None:
+                continue
+            new = late.get(seq_id, [following.root])
+            depth = min(budget.depth, self.room(following, new))
+            if depth > 0:
+                wishes.append(Wish(seq_id, new, replace(budget, depth=depth)))
+        return wishes
+
+    def room(self, following: Following, late: Sequence[int]) -> int:
+        """The deepest draft behind the text and `late`; its last guess need not be read."""
+        config, blocks = self.runner.decoder.config, self.runner.cache.blocks
+        if max(following.highest, *late) >= config.vocab_size:  # a padded vocabulary may be smaller than the target's
+            return 0
+        window = min(config.max_positions, blocks.num_blocks * blocks.block_size)
+        return max(0, window + 1 - len(following.text) - len(late))
+
+    def unread(self, seq_id: int) -> list[int]:
+        """The final text, up to its root, that the cache does not hold."""
+        return self.sequences[seq_id].text[self.runner.length(seq_id) :]
+
+    def catch_up(self, wishes: list[Wish]) -> list[Wish]:
+        """Read and keep long stretches of final text, in chunks; returns the wishes for which there was room."""
+        while behind := [w.seq_id for w in wishes if len(self.unread(w.seq_id)) > TAIL_TOKENS]:
+            reads, left = [], CHUNK_TOKENS
+            for seq_id in behind:
+                chunk = self.unread(seq_id)[:left]
+                left -= len(chunk)
+                reads.append(Read(seq_id, chunk))
+            reads = [read for read in reads if read.tokens]
+            passed = self.read_fitting(reads, wishes)
+            if passed.reads:
+                paths = [range(len(read.tokens)) for read in passed.reads]
+                self.runner.keep([read.seq_id for read in passed.reads], paths)
+            wishes = passed.wishes
+        return wishes
+
+    def read_roots(self, wishes: list[Wish]) -> Passed:
+        """Read what is left of the text, and the roots; the wishes that had room, and the logits after their roots."""
+        reads = []
+        for wish in wishes:
+            tokens = [*self.unread(wish.seq_id), *wish.late]
+            deepest = len(tokens) + wish.budget.depth - 1  # the last guess is not read
+            scratch = deepest if wish.budget.width > 1 else 0
+            reads.append(Read(wish.seq_id, tokens, judged=[len(tokens) - 1], scratch=scratch))
+        passed = self.read_fitting(reads, wishes)
+        for read in passed.reads:
+            node = -1
+            for token in read.tokens:
+                node = self.sequences[read.seq_id].add(node, token)
+        return passed
+
+    def read_fitting(self, reads: list[Read], wishes: list[Wish]) -> Passed:
+        """Read as much as there is room for: idle sequences lose their K, V first, then the youngest are left out."""
+        active = {wish.seq_id for wish in wishes}
+        while reads:
+            states = self.read(reads, active)
+            if states is not None:
+                return Passed(reads, [w for w in wishes if w.seq_id in active], self.fit_vocabulary(states.logits))
+            youngest = max(read.seq_id for read in reads)  # ids grow with arrival
+            self.release([youngest])
+            active.discard(youngest)
+            reads = [read for read in reads if read.seq_id != youngest]
+        left = [w for w in wishes if w.seq_id in active]
+        return Passed([], left, torch.empty(0, self.vocab_size, device=self.runner.cache.keys.device))
+
+    def read(self, reads: Sequence[Read], active: Collection[int]) -> States | None:
+        """One pass; None where there is no room even after all sequences outside `active` lost their K, V."""
+        idle = [s for s in self.sequences if s not in active and s in self.runner.cache]
+        while True:
+            try:
+                return self.runner.read(reads)
+            except OutOfBlocks:
+                if not idle:
+                    return None
+                self.release([idle.pop()])
+
+    def fit_vocabulary(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
+        """The logits at the target's width: both vocabularies may be padded, to different sizes."""
+        missing = self.vocab_size - logits.shape[1]
+        return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self.vocab_size]
+
+    def forget_tails(self, seq_ids: Sequence[int]) -> None:
+        """Forget guesses that were neither confirmed nor refuted: these sequences are drafted anew."""
+        self.runner.drop(seq_ids)
+        for seq_id in seq_ids:
+            self.sequences[seq_id].tail.clear()
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Give up these sequences' K, V; their text stays known and is read again when they are drafted again."""
+        self.runner.release(seq_ids)
+        for seq_id in seq_ids:
+            self.sequences[seq_id].tail.clear()
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """Text to be read before the next draft, and how far context and cache reach."""
+        unread, limit = [], []
+        for seq_id in seq_ids:
+            following = self.sequences.get(seq_id, Following())
+            known = following.root is not None
+            unread.append(len(self.unread(seq_id)) + 1 if known else 0)
+            limit.append(self.room(following, [following.root]) if following.root is not None else 0)
+        return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        """All of each prefix: a model that reads tokens needs nothing else."""
+        return [len(prefix) for prefix in prefixes]
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop text and K, V of these sequences; unknown ones are none."""
+        self.runner.release(seq_ids)
+        for seq_id in seq_ids:
+            self.sequences.pop(seq_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A pass as far as there was room: what was read, which wishes are left, and the logits asked for."""
+
+    reads: Sequence[Read]
+    wishes: list[Wish]
+    logits: Float[Tensor, "judged vocab"]
+
+
+class LevelReader:
+    """Reads the nodes of growing trees for `expand`, behind the roots in the drafter's cache.
+
+    `roots[seq_id]` is the root's number in the sequence's tail.
+    """
+
+    def __init__(self, drafter: ModelDrafter, seq_ids: Sequence[int], roots: dict[int, int]) -> None:
+        self.drafter = drafter
+        self.seq_ids = seq_ids
+        self.active = list(roots)
+        self.numbers = {(row, 0): roots[seq_id] for row, seq_id in enumerate(seq_ids) if seq_id in roots}
+
+    def __call__(self, growths: Sequence[Growth], places: Sequence[Place]) -> Tensor | None:
+        """The logits after the nodes, in their order; None where the cache has no room for them."""
+        reads = []
+        for row, group in groupby(places, key=lambda place: place.row):
+            nodes = [place.node for place in group]
+            parents = [self.numbers[row, growths[row].parents[node]] for node in nodes]
+            tokens = [growths[row].tokens[node] for node in nodes]
+            reads.append(Read(self.seq_ids[row], tokens, parents, judged=range(len(tokens))))
+        states = self.drafter.read(reads, self.active)
+        if states is None:
+            return None
+        for place in places:
+            growth = growths[place.row]
+            parent = self.numbers[place.row, growth.parents[place.node]]
+            following = self.drafter.sequences[self.seq_ids[place.row]]
+            self.numbers[place.row, place.node] = following.add(parent, growth.tokens[place.node])
+        return self.drafter.fit_vocabulary(states.logits)

@@ -1,0 +1,101 @@
+"""How drafters are spelled: `name`, `name:argument`, or `name[drafter, drafter, ...]`, nested at will.
+
+Decides the grammar and nothing else: whether a name exists, or takes an argument, is known to `build`. Examples:
+`ngram`, `ngram:5`, `model:path/to/checkpoint`, `cascade[suffix,model:A]`. An argument ends at a comma or a bracket;
+one that holds such a character is put in double quotes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from forerun.errors import UnknownDrafter
+
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+BARE = re.compile(r'[^,\[\]"]+')
+QUOTED = re.compile(r'"([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """A drafter as the user spelled it: its name, its argument if any, and the drafters it is made of."""
+
+    name: str
+    argument: str | None = None
+    members: tuple[DraftSpec, ...] = ()
+
+    def __str__(self) -> str:
+        members = f"[{','.join(map(str, self.members))}]" if self.members else ""
+        if self.argument is None:
+            return self.name + members
+        bare = BARE.fullmatch(self.argument) and self.argument == self.argument.strip()
+        return f"{self.name}:{self.argument}" if bare else f'{self.name}:"{self.argument}"'
+
+
+def parse_spec(text: str) -> DraftSpec:
+    """The drafter that `text` spells; raises UnknownDrafter with the position of what is wrong and the fix."""
+    parser = Parser(text)
+    spec = parser.drafter()
+    if parser.ahead == ",":
+        parser.fail("a list of drafters needs a name and brackets, as in mix[ngram,model:DIR]")
+    if parser.ahead:
+        parser.fail("remove it, or put an argument that holds brackets or commas in double quotes")
+    return spec
+
+
+class Parser:
+    """Reads one specification from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    @property
+    def ahead(self) -> str:
+        """The next character that is not a space; empty at the end."""
+        while self.text[self.at : self.at + 1].isspace():
+            self.at += 1
+        return self.text[self.at : self.at + 1]
+
+    def drafter(self) -> DraftSpec:
+        """One drafter, with everything nested in it."""
+        name = NAME.match(self.text, self.at) if self.ahead else None
+        if name is None:
+            self.fail("write a drafter's name here: small letters, digits and hyphens, as in ngram")
+        self.at = name.end()
+        if self.ahead == ":":
+            self.at += 1
+            return DraftSpec(name.group(), argument=self.argument())
+        return DraftSpec(name.group(), members=self.members() if self.ahead == "[" else ())
+
+    def argument(self) -> str:
+        """What stands after the colon, quotes removed."""
+        if self.ahead == '"':
+            found = QUOTED.match(self.text, self.at)
+            if found is None:
+                self.fail('close the quotation with "')
+            self.at = found.end()
+            return found.group(1)
+        found = BARE.match(self.text, self.at) if self.ahead else None
+        if found is None:
+            self.fail("write the argument after the colon, or leave the colon out")
+        self.at = found.end()
+        return found.group().rstrip()
+
+    def members(self) -> tuple[DraftSpec, ...]:
+        """The drafters between brackets, at least one."""
+        members = []
+        while self.ahead in ("[", ","):
+            self.at += 1
+            members.append(self.drafter())
+            if self.ahead not in (",", "]"):
+                self.fail("separate drafters by a comma and close the list with ]")
+        self.at += 1
+        return tuple(members)
+
+    def fail(self, fix: str) -> NoReturn:
+        """Say what stands where, and what to write."""
+        found = f"{self.ahead!r}" if self.ahead else "the end"
+        raise UnknownDrafter(f"draft specification {self.text!r}: {found} at position {self.at + 1}: {fix}")

@@ -1,0 +1,1 @@
+"""The round: plan, draft, verify, accept."""

@@ -1,0 +1,92 @@
+"""Delta: what a round adds to one sequence, as its reader sees it.
+
+Decides how an accepted run becomes tokens, text and log-probabilities of a sequence. Knows nothing of caches and
+batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.accept.commit import Accepted
+from forerun.engine.reading import Part
+from forerun.engine.sequence import Origin, Sequence
+from forerun.sampling.logprobs import TokenLogprobs, token_logprobs
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of text and where its token came from."""
+
+    text: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one round adds to one sample of a request.
+
+    Text may lag behind tokens: half a character, or what may be the beginning of a stop string, is held back.
+    """
+
+    request_id: int
+    sample: int
+    seq_id: int
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    segments: tuple[Segment, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+    @property
+    def text(self) -> str:
+        """The text that became certain."""
+        return "".join(segment.text for segment in self.segments)
+
+
+def commit(sequence: Sequence, run: Accepted, logits: Float[Tensor, "nodes vocab"]) -> Delta:
+    """Give an accepted run to its sequence, up to the token that ends it."""
+    stop = sequence.stop.push(run.tokens)
+    tokens = run.tokens[: stop.num_kept]
+    origins = run_origins(run)[: stop.num_kept]
+    logprobs: list[TokenLogprobs] = []
+    if sequence.params.logprobs is not None:
+        logprobs = token_logprobs(logits[run.nodes[: len(tokens)]], tokens, sequence.params.logprobs)
+    sequence.tokens += tokens
+    sequence.origins += origins
+    return Delta(
+        request_id=sequence.request_id,
+        sample=sequence.sample,
+        seq_id=sequence.id,
+        token_ids=tuple(tokens),
+        origins=tuple(origins),
+        segments=tuple(Segment(piece.text, sequence.origins[piece.ordinal]) for piece in stop.pieces),
+        logprobs=tuple(logprobs),
+        finish_reason=stop.finish_reason,
+        stop_reason=stop.stop_reason,
+    )
+
+
+def run_origins(run: Accepted) -> list[Origin]:
+    """Accepted guesses, then the token behind them."""
+    drafted = Origin.RECOVERED if run.offered > run.length else Origin.BONUS
+    return [Origin.DRAFTED] * run.length + [drafted if run.num_drafted else Origin.TARGET]
+
+
+def score_prompt(sequence: Sequence, part: Part, logits: Float[Tensor, "judged vocab"]) -> None:
+    """Record the log-probabilities of the prompt tokens behind a scored chunk."""
+    if not part.num_scored:
+        return
+    first = sequence.num_read + 1
+    last = min(first + part.num_scored, sequence.num_prompt)
+    wanted = sequence.params.prompt_logprobs
+    assert wanted is not None, "only sequences that ask for it score their prompt"
+    new = token_logprobs(logits[: last - first], sequence.tokens[first:last], wanted)
+    sequence.prompt_logprobs += new[len(sequence.prompt_logprobs) - first + 1 :]

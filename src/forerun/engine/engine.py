@@ -1,0 +1,199 @@
+"""Engine: the round, draft → verify → accept, over a batch of sequences.
+
+Decides the order of things and nothing else: the scheduler says who is read, the controller how far to draft, the
+drafter what to guess, `verify` what holds, `accept` what is final. Rows join and leave between rounds. Knows nothing
+of text files, prompts or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from forerun.accept.commit import HostTree, accept, host_trees
+from forerun.accept.outcome import Outcome, RowOutcome, Stats
+from forerun.config import EngineOptions
+from forerun.draft.base import Committed, Drafter
+from forerun.engine.controller import Controller, FixedDepth, Load
+from forerun.engine.delta import Delta, commit, score_prompt
+from forerun.engine.reading import Kept, Part, Reading
+from forerun.engine.scheduler import RowPlan, Scheduler
+from forerun.engine.sequence import Sequence
+from forerun.models.runner import Runner
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
+from forerun.verify.rules import Verdict
+from forerun.verify.sanitize import sanitize
+from forerun.verify.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round's plan: all rows that are read, and those of them that draw a token, with their randomness."""
+
+    rows: Seq[RowPlan]
+    drawing: Seq[RowPlan]
+    draws: Draws
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens read without being drawn from."""
+        return sum(row.num_chunk for row in self.rows)
+
+
+class Engine:
+    """Generates many sequences at once. Not thread-safe: one thread steps it, submits and cancels.
+
+    `num_ids` is the number of real token ids; a padded vocabulary's further ones are never emitted.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter | None = None,
+        *,
+        options: EngineOptions | None = None,
+        controller: Controller | None = None,
+        num_ids: int | None = None,
+    ) -> None:
+        self.runner = runner
+        self.drafter = drafter
+        self.options = options or EngineOptions()
+        self.controller = controller or FixedDepth()
+        self.num_ids = num_ids
+        self.scheduler = Scheduler(runner.cache, self.options.max_batch, self.options.chunk_tokens)
+        self.sequences: dict[int, Sequence] = {}
+        self.stats = Stats()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.sequences)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence; its id must be new and larger than all before it."""
+        self.sequences[sequence.id] = sequence
+        self.scheduler.submit(sequence)
+
+    def cancel(self, request_id: int) -> None:
+        """Take a request's sequences out between rounds. Unknown or finished requests are none."""
+        self.leave([s for s in self.sequences.values() if s.request_id == request_id])
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        """One round: what each sequence that drew tokens gained. Empty while only prompts are read."""
+        plan = self.plan()
+        if not plan.rows:
+            return []
+        started = time.perf_counter()
+        tree = self.draft(plan)  # draft
+        drafted = time.perf_counter()
+        reading = self.read(plan, host_trees(tree))  # one target pass
+        passed = time.perf_counter()
+        verdict = verify(tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
+        deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
+        outcome = Outcome(rows, plan.num_prompt_tokens, drafted - started, passed - drafted)
+        self.controller.record(outcome)
+        self.stats.record(outcome)
+        return deltas
+
+    def plan(self) -> Round:
+        """Who is read in this round. Preempted sequences are forgotten by the drafter too."""
+        rows, preempted = self.scheduler.plan()
+        self.forget(preempted)
+        drawing = [row for row in rows if row.draws]
+        draws = Draws(
+            [row.sequence.sampling() for row in drawing],
+            self.runner.decoder.config.vocab_size,
+            rejection=self.options.verification != "coupled",
+            num_ids=self.num_ids,
+        )
+        return Round(rows, drawing, draws)
+
+    def draft(self, plan: Round) -> DraftTree:
+        """Guesses for the drawing rows; their roots alone where none are wanted, possible or affordable."""
+        roots = torch.tensor([row.sequence.tokens[-1] for row in plan.drawing], dtype=torch.long)
+        if self.drafter is None or not plan.drawing:
+            return DraftTree.bare(roots)
+        seq_ids = [row.sequence.id for row in plan.drawing]
+        load = Load(
+            seq_ids=seq_ids,
+            wishes=[row.sequence.speculation for row in plan.drawing],
+            rooms=[0 if row.num_chunk else row.sequence.room - 1 for row in plan.drawing],
+            num_prompt_tokens=plan.num_prompt_tokens,
+        )
+        budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), self.spare_slots(plan))
+        if not any(budget.depth for budget in budgets):
+            return DraftTree.bare(roots)
+        draft = self.drafter.propose(plan.draws, budgets)
+        tree = self.controller.admit(draft, load)
+        return sanitize(tree, roots, budgets, self.runner.decoder.config.vocab_size)
+
+    def spare_slots(self, plan: Round) -> int:
+        """Slots left for guesses: whole blocks behind what is certain, so that rounding can never overdraw them."""
+        cache = self.runner.cache
+        certain = sum(-(-row.num_certain // cache.blocks.block_size) for row in plan.rows)
+        blocks = cache.num_free_tokens // cache.blocks.block_size - certain - len(plan.drawing)
+        return max(0, blocks) * cache.blocks.block_size
+
+    def read(self, plan: Round, trees: Seq[HostTree]) -> Reading:
+        """The target's pass: prompt chunks, roots and guesses side by side."""
+        tree_of = {row.sequence.id: tree for row, tree in zip(plan.drawing, trees, strict=True)}
+        parts = [Part.of(row, tree_of.get(row.sequence.id)) for row in plan.rows]
+        taps = self.drafter.taps if self.drafter else ()
+        return Reading(parts, self.runner.read([part.read() for part in parts], taps))
+
+    def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
+        """Make the verdict final: tokens and stops to the sequences, K and V to the cache, the news to the drafter."""
+        runs = iter(accept(verdict, [part.tree for part in reading.parts if part.tree]))
+        deltas, outcomes, kept = [], [], []
+        for part, logits in zip(reading.parts, reading.logits_by_part(), strict=True):
+            sequence = part.row.sequence
+            score_prompt(sequence, part, logits)
+            run = next(runs) if part.tree else None
+            if run:
+                delta = commit(sequence, run, logits[part.num_scored :])
+                outcomes.append(run.outcome(sequence.id, len(delta.token_ids)))
+                deltas.append(delta)
+            if not run or deltas[-1].finish_reason is None:
+                kept.append(Kept(part, run))
+        self.keep(kept, reading)
+        self.leave([self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None])
+        return deltas, outcomes
+
+    def keep(self, kept: Seq[Kept], reading: Reading) -> None:
+        """Keep the accepted paths in the cache and tell the drafter what was read."""
+        self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
+        tokens: list[int] = []
+        offsets = [0]
+        for k in kept:
+            first = k.sequence.num_read
+            k.sequence.num_read += len(k.path)
+            tokens += k.sequence.tokens[first : k.sequence.num_read]
+            offsets.append(len(tokens))
+        if self.drafter is not None and kept:
+            self.drafter.observe(
+                Committed(
+                    seq_ids=[k.sequence.id for k in kept],
+                    tokens=tokens,
+                    offsets=offsets,
+                    roots=[k.sequence.tokens[k.sequence.num_read] for k in kept],
+                    features=reading.features(kept),
+                )
+            )
+
+    def leave(self, sequences: Seq[Sequence]) -> None:
+        """Take sequences out of the engine and free what was held for them."""
+        for sequence in sequences:
+            self.scheduler.finish(sequence)
+            del self.sequences[sequence.id]
+        self.runner.release([s.id for s in sequences])
+        self.forget(sequences)
+
+    def forget(self, sequences: Seq[Sequence]) -> None:
+        """Tell the drafter that these are gone."""
+        if self.drafter is not None and sequences:
+            self.drafter.forget([s.id for s in sequences])

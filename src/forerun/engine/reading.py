@@ -1,0 +1,98 @@
+"""Reading: one target pass in terms of a round's rows.
+
+Decides how a row's prompt chunk, root and guesses become one read, and finds each one's logits again in what the
+pass gives. Knows nothing of what the logits are used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.accept.commit import Accepted, HostTree
+from forerun.engine.scheduler import RowPlan
+from forerun.engine.sequence import Sequence
+from forerun.models.runner import Read, States
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One row of a round: a chunk of its unread tokens, then its tree where it draws a token.
+
+    `num_scored` of the chunk's tokens, all or none, have their logits wanted for the prompt's log-probabilities.
+    """
+
+    row: RowPlan
+    tree: HostTree | None
+    num_scored: int
+
+    @classmethod
+    def of(cls, row: RowPlan, tree: HostTree | None) -> Part:
+        """The part as it stands before the pass."""
+        return cls(row, tree, row.num_chunk if row.sequence.scores_prompt else 0)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of its tree, the root included."""
+        return len(self.tree.tokens) if self.tree else 0
+
+    def read(self) -> Read:
+        """What the runner is asked for."""
+        num_chunk = self.row.num_chunk
+        tokens = self.row.sequence.unread[:num_chunk] + (self.tree.tokens if self.tree else [])
+        judged = range(num_chunk - self.num_scored, len(tokens))
+        if self.tree is None or not self.tree.branches:
+            return Read(self.row.sequence.id, tokens, judged=judged)
+        assert num_chunk == 0, "a sequence with unread text is not drafted"
+        return Read(self.row.sequence.id, tokens, self.tree.parents, judged, scratch=self.tree.depth() + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of a part is final in the cache: its chunk, and the accepted path of its tree."""
+
+    part: Part
+    run: Accepted | None
+
+    @property
+    def sequence(self) -> Sequence:
+        """Whose it is."""
+        return self.part.row.sequence
+
+    @property
+    def path(self) -> list[int]:
+        """Numbers of the read's tokens that stay, in order."""
+        num_chunk = self.part.row.num_chunk
+        return [*range(num_chunk), *(num_chunk + node for node in (self.run.nodes if self.run else []))]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A pass that was made: its parts, in order, and what came of it."""
+
+    parts: Seq[Part]
+    states: States
+
+    def logits_by_part(self) -> Seq[Float[Tensor, "judged vocab"]]:
+        """For each part the logits of its scored prompt tokens, then of its nodes."""
+        sizes = [part.num_scored + part.num_nodes for part in self.parts]
+        return torch.split(self.states.logits, sizes)
+
+    def node_logits(self) -> Float[Tensor, "nodes vocab"]:
+        """The logits of all trees' nodes, packed."""
+        if not any(part.num_scored for part in self.parts):
+            return self.states.logits
+        parts = zip(self.parts, self.logits_by_part(), strict=True)
+        return torch.cat([logits[part.num_scored :] for part, logits in parts])
+
+    def features(self, kept: Seq[Kept]) -> Float[Tensor, "total taps hidden"] | None:
+        """The tapped states of the tokens that stay, packed."""
+        if self.states.taps is None:
+            return None
+        sizes = [part.row.num_chunk + part.num_nodes for part in self.parts]
+        rows = dict(zip((part.row.sequence.id for part in self.parts), self.states.taps.split(sizes), strict=True))
+        return torch.cat([rows[k.sequence.id][torch.tensor(k.path)] for k in kept])

@@ -1,0 +1,100 @@
+"""Scheduler: which sequences are read in the next round, and how much of each.
+
+Decides admission, prompt chunks and preemption. Only the target's own needs count here: one slot per token that is
+certain to be read. Room for guesses is what is left, so drafting never costs a sequence its place. Knows nothing of
+drafting, sampling or models.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from forerun.cache.paged import PagedCache
+from forerun.engine.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One sequence's part of a round: the first `num_chunk` unread tokens, and its root if it draws a token."""
+
+    sequence: Sequence
+    num_chunk: int
+    draws: bool
+
+    @property
+    def num_certain(self) -> int:
+        """Tokens it is certain to read."""
+        return self.num_chunk + self.draws
+
+
+class Scheduler:
+    """First come, first served. Under want of memory the youngest is preempted and later read anew."""
+
+    def __init__(self, cache: PagedCache, max_batch: int, chunk_tokens: int) -> None:
+        self.cache = cache
+        self.max_batch = max_batch
+        self.chunk_tokens = chunk_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # by arrival
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(sequence)
+
+    def plan(self) -> tuple[list[RowPlan], list[Sequence]]:
+        """The rows of the next round, by arrival, all certain to fit the cache; and who was preempted for them."""
+        self.admit()
+        preempted: list[Sequence] = []
+        rows = self.rows()
+        while not self.fits(rows):
+            assert len(self.running) > 1, "one sequence alone does not fit the cache that was planned for it"
+            preempted.append(self.preempt(self.running[-1]))
+            rows = self.rows()
+        return rows, preempted
+
+    def admit(self) -> None:
+        """Move waiting sequences into the batch while there is a place, and room for all they have to read."""
+        spare = self.cache.num_free_tokens - sum(len(s.unread) + 1 for s in self.running)
+        while self.waiting and len(self.running) < self.max_batch:
+            need = len(self.waiting[0].tokens) + self.cache.blocks.block_size  # rounding, and a first step to grow
+            if self.running and need > spare:
+                return
+            spare -= need
+            sequence = self.waiting.popleft()
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            self.running.sort(key=lambda s: s.id)
+
+    def rows(self) -> list[RowPlan]:
+        """Each running sequence's part, prompt tokens shared out by arrival."""
+        chunk_left, rows = self.chunk_tokens, []
+        for sequence in self.running:
+            num_unread = len(sequence.tokens) - 1 - sequence.num_read
+            num_chunk = min(num_unread, chunk_left)
+            chunk_left -= num_chunk
+            row = RowPlan(sequence, num_chunk, draws=num_chunk == num_unread)
+            if row.num_certain:
+                rows.append(row)
+        return rows
+
+    def fits(self, rows: list[RowPlan]) -> bool:
+        """Whether the cache has room for what these rows are certain to read."""
+        return self.cache.can_reserve([r.sequence.id for r in rows], [r.num_certain for r in rows])
+
+    def preempt(self, sequence: Sequence) -> Sequence:
+        """Send a sequence back to wait; it will be read anew, to the same bits. The caller frees its rows."""
+        self.cache.release([sequence.id])
+        self.running.remove(sequence)
+        sequence.status, sequence.num_read = Status.WAITING, 0
+        sequence.num_preempted += 1
+        self.waiting.appendleft(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED

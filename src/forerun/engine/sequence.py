@@ -1,0 +1,93 @@
+"""Sequence: one text being generated, the owner of its tokens and status.
+
+Decides nothing; holds what is true of one sample of one request. K and V belong to the cache, indexes and head
+states to the drafter, both keyed by the sequence's id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from forerun.accept.stop import StopChecker
+from forerun.config import Speculation
+from forerun.sampling.draws import RowSampling
+from forerun.sampling.logprobs import TokenLogprobs
+from forerun.sampling.params import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # not in the batch: new, or preempted
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Origin(Enum):
+    """Who said a token first: every token is the target's own choice, whatever its origin."""
+
+    TARGET = "target"  # drawn with nothing drafted
+    DRAFTED = "drafted"  # drafted and accepted
+    RECOVERED = "recovered"  # drawn where all guesses were rejected
+    BONUS = "bonus"  # drawn behind a draft that was accepted to its end
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One sample of one request.
+
+    `tokens` is prompt and output, the last one (the root) not yet read by the target; `num_read` of them are in the
+    target's cache. `max_length` is the context limit.
+    """
+
+    id: int
+    request_id: int
+    sample: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    eos_ids: tuple[int, ...]
+    max_length: int
+    speculation: Speculation
+    stop: StopChecker
+    status: Status = Status.WAITING
+    num_read: int = 0
+    origins: list[Origin] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_preempted: int = 0
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def unread(self) -> list[int]:
+        """Tokens before the root that the target has not read: the prompt at first, all of them after preemption."""
+        return self.tokens[self.num_read : -1]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be generated."""
+        asked = self.params.max_tokens
+        limit = self.max_length - len(self.tokens)
+        return limit if asked is None else min(limit, asked - self.num_output)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be recorded."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
+
+    def sampling(self) -> RowSampling:
+        """What a round's draws need of this sequence."""
+        return RowSampling(
+            seq_id=self.id,
+            params=self.params,
+            seed=self.seed,
+            sample=self.sample,
+            tokens=self.tokens,
+            num_prompt=self.num_prompt,
+            eos_ids=self.eos_ids,
+        )

@@ -1,0 +1,80 @@
+"""Every error a user can meet, as one tree.
+
+Each message says the offending value and what to do about it. Broken invariants are not here: they are
+`assert`s where they break. This file knows nothing of the rest of the package.
+
+    ForerunError
+    ├── ModelError
+    │   ├── ModelNotFound           no such folder or hub id
+    │   ├── UnsupportedModel        an architecture or option the decoder does not compute
+    │   ├── MissingWeights          a shard or tensor is not there
+    │   ├── WrongShape              a tensor disagrees with config.json
+    │   └── TokenizerError          tokenizer or chat template missing or damaged
+    ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
+    │   └── PromptTooLong
+    ├── DraftError
+    │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
+    │   └── VocabularyMismatch      the drafter's tokenizer is not the target's
+    ├── NotEnoughMemory             the memory plan does not fit, at start-up
+    └── EngineClosed                work was handed to an engine that has shut down
+"""
+
+
+class ForerunError(Exception):
+    """The root of all errors that forerun raises on purpose."""
+
+
+class ModelError(ForerunError):
+    """A checkpoint cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """Neither a folder with config.json nor a hub id that could be fetched."""
+
+
+class UnsupportedModel(ModelError):
+    """The configuration asks for something the decoder does not compute."""
+
+
+class MissingWeights(ModelError):
+    """A shard or a tensor that the configuration promises is not there."""
+
+
+class WrongShape(ModelError):
+    """A tensor's shape disagrees with config.json."""
+
+
+class TokenizerError(ModelError):
+    """The tokenizer or the chat template is missing, damaged or not usable."""
+
+
+class InvalidRequest(ForerunError, ValueError):
+    """A request that cannot be served as it stands; `field` is the parameter at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no room for a single new token."""
+
+
+class DraftError(ForerunError):
+    """A drafter cannot be built."""
+
+
+class UnknownDrafter(DraftError, ValueError):
+    """The draft specification does not parse, or names a drafter that does not exist."""
+
+
+class VocabularyMismatch(DraftError):
+    """The drafter's tokenizer differs from the target's."""
+
+
+class NotEnoughMemory(ForerunError):
+    """The memory plan does not fit: not even one sequence would."""
+
+
+class EngineClosed(ForerunError):
+    """The engine has shut down; build a new one."""

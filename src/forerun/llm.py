@@ -1,0 +1,367 @@
+"""LLM and AsyncLLM: the offline front doors.
+
+Decides how a model, its drafter, the memory plan and the engine are put together, and how rounds become results.
+Knows nothing of the command line or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from forerun.accept.outcome import Stats
+from forerun.cache.plan import MemoryPlan, plan_memory
+from forerun.config import DEFAULT_DEPTH, EngineOptions, Speculation, Verification
+from forerun.draft.base import Budget, Drafter
+from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
+from forerun.engine.controller import Controller, slots_of
+from forerun.engine.delta import Delta
+from forerun.engine.engine import Engine
+from forerun.engine.request import Requests
+from forerun.engine.sequence import Origin, Sequence
+from forerun.errors import EngineClosed, InvalidRequest, NotEnoughMemory
+from forerun.models.loading import Blueprint, Progress
+from forerun.sampling.logprobs import TokenLogprobs
+from forerun.sampling.params import SamplingParams
+from forerun.text import Tokenizer
+
+Prompt = str | Seq[int]
+LEAST_LEN = 1024  # a context is not cut below this to make it fit unasked
+
+Wish = bool | int | Speculation | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sample's answer. `finish_reason` is "stop" (eos, a stop id or string: `stop_reason`) or "length"."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A request's answer. The same prompt, parameters, `seed` and `fingerprint` give it again, drafted or not."""
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    seed: int
+    fingerprint: str
+
+
+class LLM:
+    """A target model, its drafter and an engine. One thread uses it at a time; see AsyncLLM for many.
+
+    `model` is a Hugging Face folder or hub id. `draft` turns speculation on: a specification such as "ngram" or
+    "model:DIR", or a Drafter. `speculation` is the default of requests: True, a depth, False, or a Speculation.
+    `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes` (by default
+    part of what the machine has free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        draft: str | Drafter | None = None,
+        *,
+        dtype: str = "auto",
+        speculation: bool | int | Speculation = True,
+        verification: Verification = "coupled",
+        max_len: int | None = None,
+        max_batch: int = 16,
+        chunk_tokens: int = 512,
+        memory_bytes: int | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        controller: Controller | None = None,
+    ) -> None:
+        default = Speculation.of(speculation, Speculation(depth=DEFAULT_DEPTH))
+        options = EngineOptions(max_batch, chunk_tokens, verification, default)
+        if threads is not None:
+            if threads < 1:
+                raise InvalidRequest("threads", f"{threads} must be at least 1.")
+            torch.set_num_threads(threads)
+        target = Blueprint.of(str(model), dtype)
+        self.tokenizer: Tokenizer = target.tokenizer()
+        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype))
+        self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
+        runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
+        self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
+        self.fingerprint = target.fingerprint()
+        self.requests = Requests(
+            tokenizer=self.tokenizer,
+            vocab_size=target.config.vocab_size,
+            max_length=self.plan.max_len,
+            eos_ids=target.config.eos_ids,
+            default=default,
+            arms=self.drafter.arms if self.drafter else (),
+        )
+        self.engine = Engine(
+            runner, self.drafter, options=options, controller=controller, num_ids=self.requests.num_ids
+        )
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the start."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        speculation: Wish = None,
+        progress: Progress | None = None,
+    ) -> list[Result]:
+        """Answer all prompts, in order: text or token ids, one or many, with one set of parameters or one each.
+
+        All are checked before any runs. `speculation` overrides the engine's default for these requests.
+        """
+        batch = as_batch(prompts)
+        each = [params or SamplingParams()] * len(batch) if not isinstance(params, Seq) else params
+        if len(each) != len(batch):
+            raise InvalidRequest(
+                "params", f"{len(each)} sets of parameters for {len(batch)} prompts: give one or each."
+            )
+        requests = [self.requests.sequences(p, q, speculation) for p, q in zip(batch, each, strict=True)]
+        answers = {s.id: Answer(s) for request in requests for s in request}
+        num_open = len(answers)
+        for sequence in (s for request in requests for s in request):
+            self.engine.submit(sequence)
+        try:
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    num_open -= answers[delta.seq_id].add(delta)
+                if progress is not None:
+                    progress("generating", 1 - num_open / len(answers))
+        finally:
+            for request in requests:
+                self.engine.cancel(request[0].request_id)
+        return [self.result(request, answers) for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None) -> Iterator[Delta]:
+        """One request's deltas as rounds give them. Closing the iterator cancels the request."""
+        sequences = self.requests.sequences(prompt, params or SamplingParams(), speculation)
+        return self.rounds(sequences)
+
+    def rounds(self, sequences: Seq[Sequence]) -> Iterator[Delta]:
+        """Step the engine for these sequences alone."""
+        for sequence in sequences:
+            self.engine.submit(sequence)
+        try:
+            while self.engine.has_work:
+                yield from self.engine.step()
+        finally:
+            self.engine.cancel(sequences[0].request_id)
+
+    def result(self, request: Seq[Sequence], answers: dict[int, Answer]) -> Result:
+        """What a finished request answers."""
+        first = request[0]
+        return Result(
+            prompt_token_ids=tuple(first.tokens[: first.num_prompt]),
+            completions=tuple(answers[s.id].completion() for s in request),
+            prompt_logprobs=tuple(first.prompt_logprobs),
+            seed=first.seed,
+            fingerprint=self.fingerprint,
+        )
+
+
+def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
+    """The plan of a specification, of a drafter that is there already, or of none."""
+    if isinstance(draft, str):
+        return plan_drafter(draft, context)
+    return DraftPlan(0, {}, lambda _tokens, _progress: draft)
+
+
+def plan_llm(
+    target: Blueprint,
+    drafter: DraftPlan,
+    max_len: int | None,
+    max_batch: int,
+    tail_tokens: int,
+    memory_bytes: int | None,
+) -> MemoryPlan:
+    """Share out memory for texts of `max_len` tokens; where none is asked for, for the longest that fit."""
+    limit = target.config.max_positions
+    if max_len is not None and not 2 <= max_len <= limit:
+        raise InvalidRequest("max_len", f"{max_len} must be from 2 to {limit}, the positions of {target.name}.")
+
+    def plan(length: int) -> MemoryPlan:
+        return plan_memory(
+            weights_bytes=target.num_bytes + drafter.weights_bytes,
+            target_bytes_per_token=target.bytes_per_token,
+            drafter_bytes_per_token=drafter.bytes_per_token,
+            max_len=length,
+            max_batch=max_batch,
+            tail_tokens=tail_tokens,
+            budget_bytes=memory_bytes,
+        )
+
+    length = max_len or limit
+    while max_len is None and length >= 2 * LEAST_LEN:
+        try:
+            return plan(length)
+        except NotEnoughMemory:
+            length //= 2
+    return plan(length)
+
+
+class Answer:
+    """One sample's deltas, put together."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.text: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.last: Delta | None = None
+
+    def add(self, delta: Delta) -> bool:
+        """Take a delta; True if it was the last one."""
+        self.text.append(delta.text)
+        self.logprobs += delta.logprobs
+        self.last = delta
+        return delta.finish_reason is not None
+
+    def completion(self) -> Completion:
+        """The sample's answer, once it is finished."""
+        assert self.last is not None, "a sample without a single round has no answer"
+        assert self.last.finish_reason is not None, "an unfinished sample has no answer"
+        return Completion(
+            index=self.sequence.sample,
+            text="".join(self.text),
+            token_ids=tuple(self.sequence.tokens[self.sequence.num_prompt :]),
+            origins=tuple(self.sequence.origins),
+            logprobs=tuple(self.logprobs),
+            finish_reason=self.last.finish_reason,
+            stop_reason=self.last.stop_reason,
+        )
+
+
+def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
+    """One prompt or many, as many."""
+    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+class AsyncLLM:
+    """Many requests at once from event loops: the engine runs in a thread of its own and batches them.
+
+    Use as `async with AsyncLLM(llm) as front:`, or call `close`; after that, EngineClosed. The LLM must not be used
+    beside it. An error of the engine itself ends it and is raised to every request under way.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.outboxes: dict[int, Outbox] = {}
+        self.closed = False
+        self.gate = threading.Lock()
+        self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
+        self.thread.start()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Stop the engine's thread; requests under way get EngineClosed."""
+        self.inbox.put(None)
+        self.thread.join()
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None
+    ) -> AsyncIterator[Delta]:
+        """One request's deltas as rounds give them, of all its samples. Leaving the loop early cancels it."""
+        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation)
+        async for delta in self.follow(sequences):
+            yield delta
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None) -> Result:
+        """One request's answer, once all its samples are finished."""
+        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation)
+        answers = {s.id: Answer(s) for s in sequences}
+        async for delta in self.follow(sequences):
+            answers[delta.seq_id].add(delta)
+        return self.llm.result(sequences, answers)
+
+    async def follow(self, sequences: Seq[Sequence]) -> AsyncIterator[Delta]:
+        """Hand sequences to the engine's thread and pass on what it says of them."""
+        request_id, num_open = sequences[0].request_id, len(sequences)
+        outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue())
+        with self.gate:
+            if self.closed:
+                raise EngineClosed("this AsyncLLM has shut down; build a new one.")
+            self.inbox.put(lambda: self.join(sequences, outbox))
+        try:
+            while num_open:
+                news = await outbox.news.get()
+                if isinstance(news, BaseException):
+                    raise news
+                num_open -= news.finish_reason is not None
+                yield news
+        finally:
+            self.inbox.put(lambda: self.part(request_id))
+
+    def join(self, sequences: Seq[Sequence], outbox: Outbox) -> None:
+        """A request enters the engine. In its thread."""
+        self.outboxes[sequences[0].request_id] = outbox
+        for sequence in sequences:
+            self.llm.engine.submit(sequence)
+
+    def part(self, request_id: int) -> None:
+        """A request leaves the engine, finished or not. In its thread."""
+        self.outboxes.pop(request_id, None)
+        self.llm.engine.cancel(request_id)
+
+    def run(self) -> None:
+        """The engine's thread: take what came in, step, hand out, until told to stop."""
+        try:
+            while self.take_in():
+                for delta in self.llm.engine.step():
+                    self.outboxes[delta.request_id].put(delta)
+        finally:
+            with self.gate:
+                self.closed = True  # nothing joins from here on
+            end = sys.exc_info()[1] or EngineClosed("this AsyncLLM was closed while the request ran.")
+            while not self.inbox.empty():
+                if (job := self.inbox.get()) is not None:
+                    job()  # what came too late is told of the end with the others
+            for request_id, outbox in list(self.outboxes.items()):
+                self.llm.engine.cancel(request_id)
+                outbox.put(end)
+
+    def take_in(self) -> bool:
+        """Do what was asked for, waiting for it where there is nothing else to do; False to stop."""
+        while not self.inbox.empty() or not self.llm.engine.has_work:
+            job = self.inbox.get()
+            if job is None:
+                return False
+            job()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Outbox:
+    """Where a request's news go: a queue of the event loop that waits for them."""
+
+    loop: asyncio.AbstractEventLoop
+    news: asyncio.Queue[Delta | BaseException]
+
+    def put(self, news: Delta | BaseException) -> None:
+        """Hand over from the engine's thread; a loop that is gone wants no news."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.news.put_nowait, news)

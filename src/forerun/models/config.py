@@ -1,0 +1,320 @@
+"""ModelConfig: what a checkpoint's config.json says, in one spelling.
+
+Decides which checkpoints the decoder can compute and refuses the others by name. Reads both spellings of Hugging
+Face configurations: `rope_theta`, `rope_scaling` and `torch_dtype`, or `rope_parameters` and `dtype`. Absent keys
+mean what they mean to Hugging Face. Knows nothing of tensors beyond their number format.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import ModelError, ModelNotFound, UnsupportedModel
+from forerun.models.families import FAMILIES, Family, Windows
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+SILU = ("silu", "swish")  # two names of one function
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How positions become angles; fields that a kind does not use keep their defaults.
+
+    `original_max_positions` is the context length before scaling. `attention_factor` None: yarn derives it, from
+    `mscale` and `mscale_all_dim` where both are given.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer and how its checkpoint is stored.
+
+    `windows[i]` is how many tokens layer i sees, the token itself included; None is all of them. `dtype` is the
+    checkpoint's. `eos_ids` end a generation, any of them; empty means that none does.
+    """
+
+    family: str
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float
+    rope: RopeConfig
+    tied: bool
+    max_positions: int
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    dtype: torch.dtype
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A JSON object of a checkpoint, with errors that name the file, the key and the value. null is absent."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def refuse(self, key: str, wanted: str) -> UnsupportedModel:
+        """The error for a value that cannot be used; `wanted` says what could, and what to do."""
+        return UnsupportedModel(f"{self.path}: {key} is {self.values.get(key)!r}; {wanted}")
+
+    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number, at least `least`."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            wanted = f"it must be a whole number, at least {least}"
+            raise self.refuse(key, f"{wanted}: correct it or download the file again")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self.refuse(key, "it must be a number above 0: correct it or download the file again")
+        return float(value)
+
+    def optional(self, key: str) -> float | None:
+        """A number above 0, or None where the key is absent or 0."""
+        return self.number(key) if self.values.get(key) else None
+
+    def flag(self, key: str) -> bool:
+        """True or false; absent is false."""
+        value = self.values.get(key) or False
+        if not isinstance(value, bool):
+            raise self.refuse(key, "it must be true or false: correct it or download the file again")
+        return value
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of the checkpoint in `folder`.
+
+    Raises ModelNotFound without config.json, UnsupportedModel for what the decoder does not compute, ModelError for
+    damaged JSON. Warns where no end-of-sequence token is named.
+    """
+    fields = read_fields(folder / "config.json")
+    family = find_family(fields)
+    refuse_options(fields)
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    layers = fields.whole("num_hidden_layers")
+    kv_heads = fields.whole("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads, {heads}: correct it")
+    positions = fields.whole("max_position_embeddings")
+    bos, eos = read_special_ids(folder, fields)
+    return ModelConfig(
+        family=family.name,
+        vocab_size=fields.whole("vocab_size"),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=read_head_dim(fields, family, hidden, heads),
+        intermediate=fields.whole("intermediate_size"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=read_rope(fields, positions),
+        tied=fields.flag("tie_word_embeddings"),
+        max_positions=positions,
+        qkv_bias=has_bias(fields, family.qkv_bias),
+        out_bias=has_bias(fields, family.out_bias),
+        mlp_bias=has_bias(fields, family.mlp_bias),
+        qk_norm=family.qk_norm,
+        windows=read_windows(fields, family, layers),
+        dtype=read_dtype(fields),
+        bos_id=bos,
+        eos_ids=eos,
+    )
+
+
+def read_fields(path: Path) -> Fields:
+    """A JSON file of a checkpoint as Fields."""
+    if not path.is_file():
+        raise ModelNotFound(f"{path} is not there: name the folder that holds the model's {path.name}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged ({error}): download it again") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} is damaged (not a JSON object): download it again")
+    return Fields(path, values)
+
+
+def find_family(fields: Fields) -> Family:
+    """The row of the table for this architecture; model_type decides where no architecture is named."""
+    names = fields.values.get("architectures") or []
+    found = [FAMILIES[name] for name in names if name in FAMILIES]
+    if not names:
+        found = [family for family in FAMILIES.values() if family.name == fields.values.get("model_type")]
+    if found:
+        return found[0]
+    key = "architectures" if names else "model_type"
+    raise fields.refuse(key, f"supported are {', '.join(FAMILIES)}: choose a checkpoint of one of these")
+
+
+def refuse_options(fields: Fields) -> None:
+    """Raise UnsupportedModel for options that change what is computed and that the decoder does not have."""
+    for key in ("quantization_config", "compression_config"):
+        if fields.values.get(key) is not None:
+            raise fields.refuse(key, "quantised checkpoints are not read: use the float16 or bfloat16 original")
+    if fields.values.get("hidden_act", "silu") not in SILU:
+        raise fields.refuse("hidden_act", "supported is silu: choose a checkpoint with it")
+    if fields.values.get("partial_rotary_factor") not in (None, 1):
+        raise fields.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
+
+
+def has_bias(fields: Fields, declared: bool | str) -> bool:
+    """A family's declared bias, looked up in config.json where it is declared by key."""
+    return fields.flag(declared) if isinstance(declared, str) else declared
+
+
+def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
+    """The width of a head: said, the family's, or hidden size over heads."""
+    if fields.values.get("head_dim") is None and family.head_dim is None and hidden % heads:
+        raise fields.refuse("num_attention_heads", f"it must divide hidden_size, {hidden}, or head_dim be given")
+    head_dim = fields.whole("head_dim", family.head_dim or hidden // heads)
+    if head_dim % 2:
+        raise fields.refuse("head_dim", f"rotary embeddings need an even width, not {head_dim}: correct it")
+    return head_dim
+
+
+def read_rope(fields: Fields, positions: int) -> RopeConfig:
+    """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type."""
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    values = fields.values.get(key) or {}
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        raise fields.refuse(key, "one set of parameters for all layers is supported: choose another checkpoint")
+    rope = Fields(Path(f"{fields.path}, {key}"), values)
+    kind_key = "rope_type" if "rope_type" in values else "type"
+    kind = values.get(kind_key) or "default"
+    if kind not in ROPE_KEYS:
+        supported = ", ".join(ROPE_KEYS)
+        raise rope.refuse(kind_key, f"supported are {supported}: choose another checkpoint or remove the scaling")
+    if rope.values.get("partial_rotary_factor") not in (None, 1):
+        raise rope.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    if kind == "default":
+        return RopeConfig(theta)
+    return read_scaling(kind, theta, rope, fields, positions)
+
+
+def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, positions: int) -> RopeConfig:
+    """The fields of a scaled kind; a context length beside the scaling counts before the one inside it."""
+    for key in ROPE_KEYS[kind]:
+        rope.number(key)
+    if kind == "linear":
+        return RopeConfig(theta, kind, rope.number("factor"))
+    original = rope.whole("original_max_position_embeddings", positions)
+    original = fields.whole("original_max_position_embeddings", original)
+    scaling = RopeConfig(
+        theta,
+        kind,
+        factor=rope.number("factor", positions / original),
+        original_max_positions=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.optional("beta_fast") or 32.0,
+        beta_slow=rope.optional("beta_slow") or 1.0,
+        attention_factor=rope.optional("attention_factor"),
+        mscale=rope.optional("mscale"),
+        mscale_all_dim=rope.optional("mscale_all_dim"),
+        truncate=rope.values.get("truncate") is None or rope.flag("truncate"),
+    )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise rope.refuse("high_freq_factor", f"it must exceed low_freq_factor, {scaling.low_freq_factor}")
+    return scaling
+
+
+def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window, by the family's rule. layer_types that say otherwise are refused, not ignored."""
+    on = family.windows is Windows.ALL or (family.windows is Windows.LISTED and fields.flag("use_sliding_window"))
+    on = on and fields.values.get("sliding_window", family.window) is not None
+    window = fields.whole("sliding_window", family.window) if on else None
+    first = layers if window is None else 0
+    if on and family.windows is Windows.LISTED:
+        first = fields.whole("max_window_layers", 28, least=0)
+    full = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    types = fields.values.get("layer_types") or full
+    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise fields.refuse("layer_types", f"it must give full_attention or sliding_attention for {layers} layers")
+    if types != full and (family.windows is not Windows.LISTED or window is None):
+        wanted = f"in {family.name} with sliding_window {window} all layers must be {full[0]}: correct either"
+        raise fields.refuse("layer_types", wanted)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def read_dtype(fields: Fields) -> torch.dtype:
+    """The checkpoint's number format; float32 where it is not said."""
+    key = "dtype" if fields.values.get("dtype") else "torch_dtype"
+    name = str(fields.values.get(key) or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise fields.refuse(key, f"supported are {', '.join(DTYPES)}: choose a checkpoint stored in one of these")
+    return DTYPES[name]
+
+
+def read_special_ids(folder: Path, fields: Fields) -> tuple[int | None, tuple[int, ...]]:
+    """bos and all eos ids; generation_config.json, which may name several, counts before config.json."""
+    path = folder / "generation_config.json"
+    sources = [read_fields(path), fields] if path.is_file() else [fields]
+    bos = next((ids[0] for ids in (token_ids(s, "bos_token_id") for s in sources) if ids), None)
+    eos = next((ids for ids in (token_ids(s, "eos_token_id") for s in sources) if ids), ())
+    if not eos:
+        warnings.warn(
+            f"{folder} names no eos_token_id: generation ends only at max_tokens or a stop string",
+            UserWarning,
+            stacklevel=3,
+        )
+    return bos, eos
+
+
+def token_ids(fields: Fields, key: str) -> tuple[int, ...]:
+    """The ids under `key`, one or several; () where absent."""
+    value = fields.values.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise fields.refuse(key, "it must be a token id or a list of them: correct it")
+    return tuple(ids)

@@ -1,0 +1,89 @@
+"""Loading: from the name of a checkpoint to a model that can run.
+
+Decides the order: find, read the configuration, check every tensor, then stream and pack them. Used alike for the
+target and for drafters that are models. Knows nothing of caches or of what the model will be used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.cache.paged import PagedCache
+from forerun.models.config import ModelConfig, read_config
+from forerun.models.decoder import Decoder
+from forerun.models.runner import Runner
+from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype
+from forerun.text import Tokenizer
+
+Progress = Callable[[str, float], None]  # (what is going on, fraction done)
+
+SAMPLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A checkpoint that was found and understood but not loaded: enough to plan memory."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    dtype: torch.dtype
+    num_bytes: int
+
+    @classmethod
+    def of(cls, model: str, dtype: str = "auto") -> Blueprint:
+        """Find a folder or hub id and read its configuration; every tensor is checked to be there."""
+        folder = find_checkpoint(model)
+        config = read_config(folder)
+        resolved = resolve_dtype(dtype, config)
+        checkpoint = Checkpoint(folder, resolved)
+        return cls(model, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token costs in the cache."""
+        c = self.config
+        return PagedCache.bytes_per_token(layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=self.dtype)
+
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        return Tokenizer.load(self.folder)
+
+    def load(self, num_tokens: int, progress: Progress | None = None, max_len: int | None = None) -> Runner:
+        """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told)."""
+        c = replace(self.config, max_positions=min(max_len or self.config.max_positions, self.config.max_positions))
+        checkpoint, done = Checkpoint(self.folder, self.dtype), 0
+
+        def take(name: str, shape: tuple[int, ...]) -> Tensor:
+            nonlocal done
+            tensor = checkpoint.take(name, shape)
+            done += tensor.numel() * tensor.element_size()
+            if progress is not None:
+                progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
+            return tensor
+
+        decoder = Decoder(c, take, self.dtype)
+        cache = PagedCache(
+            layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, num_tokens=num_tokens, dtype=self.dtype
+        )
+        return Runner(decoder, cache)
+
+    def fingerprint(self) -> str:
+        """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
+
+        Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
+        """
+        digest = sha256(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {self.dtype}".encode())
+        for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"]):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {size}".encode() + file.read(SAMPLE_BYTES))
+                file.seek(max(0, size - SAMPLE_BYTES))
+                digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()[:16]

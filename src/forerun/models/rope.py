@@ -1,0 +1,110 @@
+"""Rotary position embeddings as tables: cosine and sine of every position's angles.
+
+Decides the angles for each supported scaling, in float32 and in the order of operations that checkpoints were
+trained with, so that logits agree with Hugging Face's. Knows nothing of queries and keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.models.config import ModelConfig, RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTables:
+    """Row t belongs to position t. The two halves of a row are equal: element i turns with element i + head_dim/2."""
+
+    cos: Float[Tensor, "positions head_dim"]
+    sin: Float[Tensor, "positions head_dim"]
+
+
+def rope_tables(config: ModelConfig) -> RopeTables:
+    """Tables for positions 0 to max_positions - 1, float32; yarn's attention factor is multiplied in."""
+    frequencies = FREQUENCIES[config.rope.kind](config.rope, config.head_dim)
+    positions = torch.arange(config.max_positions, dtype=torch.float32)
+    angles = positions[:, None] * frequencies  # [positions, head_dim / 2]
+    factor = attention_factor(config.rope)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return RopeTables(torch.cat([cos, cos], dim=1), torch.cat([sin, sin], dim=1))
+
+
+def default_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+    """Radians per position: theta^(-2i/head_dim). Su et al. 2104.09864, section 3.2.2."""
+    return 1.0 / periods(rope, head_dim)
+
+
+def linear_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+    """Positions divided by `factor`. Chen et al. 2306.15595."""
+    frequencies: Tensor = default_frequencies(rope, head_dim) / rope.factor
+    return frequencies
+
+
+def llama3_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+    """Slow rotations divided by `factor`, fast ones kept, those between interpolated. Llama 3.1.
+
+    Slow and fast are told by how often a rotation completes within the original context.
+    """
+    frequencies = default_frequencies(rope, head_dim)
+    wavelengths = 2 * math.pi / frequencies
+    low, high, context = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
+    kept = (context / wavelengths - low) / (high - low)
+    between = (1 - kept) * frequencies / rope.factor + kept * frequencies
+    scaled = torch.where(wavelengths > context / low, frequencies / rope.factor, between)
+    return torch.where(wavelengths < context / high, frequencies, scaled)
+
+
+def yarn_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+    """A ramp from fast rotations, kept, to slow ones, divided by `factor`. Peng et al. 2309.00071, section 3.2."""
+    first, last = (yarn_dimension(rope, head_dim, rotations) for rotations in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp, as trained checkpoints have it
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    slow, fast = 1.0 / (rope.factor * periods(rope, head_dim)), default_frequencies(rope, head_dim)
+    kept = 1 - ramp
+    return slow * (1 - kept) + fast * kept
+
+
+def yarn_dimension(rope: RopeConfig, head_dim: int, rotations: float) -> float:
+    """Where in a head the pairs turn `rotations` times within the original context."""
+    turns = math.log(rope.original_max_positions / (rotations * 2 * math.pi))
+    return head_dim * turns / (2 * math.log(rope.theta))
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """Yarn's multiplier of queries and keys, 1 for other kinds. Peng et al. 2309.00071, equation 22."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale is None or rope.mscale_all_dim is None:
+        return temperature(rope.factor, 1.0)
+    return temperature(rope.factor, rope.mscale) / temperature(rope.factor, rope.mscale_all_dim)
+
+
+def temperature(factor: float, mscale: float) -> float:
+    """1 + mscale ln(factor) / 10 for a stretched context."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def periods(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+    """theta^(2i/head_dim) for each pair i of a head."""
+    exponents: Tensor = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return torch.pow(rope.theta, exponents)
+
+
+FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
+    "default": default_frequencies,
+    "linear": linear_frequencies,
+    "llama3": llama3_frequencies,
+    "yarn": yarn_frequencies,
+}

@@ -1,0 +1,177 @@
+"""Runner: one model and its cache, read in terms of sequences and guesses.
+
+Decides where tokens go: which slots, which positions, which attention paths. A sequence's *tail* is what was read
+behind its committed text since the last `keep`: numbered nodes, a chain or a tree, possibly over several reads.
+`keep` makes a path of the tail final. Used alike for the target and for every drafter that is a model. Knows
+nothing of sampling, verification or scheduling.
+
+A tail that branches starts with `scratch` slots in which each path is laid out as a chain would be; its nodes are
+stored behind them. A chain needs none: its nodes are where they belong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.cache.paged import PagedCache
+from forerun.models.attention import AttentionPath, Copy, make_path
+from forerun.models.decoder import Decoder, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Tokens of one sequence to read in the next pass, behind its committed text and its tail.
+
+    `parents[i]` numbers a node of the tail, these tokens included (they follow the nodes already there); -1 hangs
+    off the committed text. None: a chain behind the tail's last node. `judged` are the indices into `tokens` whose
+    logits are wanted. `scratch`, on the first read of a tail that will branch, is the length of its longest path.
+    """
+
+    seq_id: int
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    judged: Sequence[int] = ()
+    scratch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a pass gives: the logits asked for and the states of all tokens read, packed in the order of the reads."""
+
+    logits: Float[Tensor, "judged vocab"]
+    hidden: Float[Tensor, "total hidden"]
+    taps: Float[Tensor, "total taps hidden"] | None
+
+
+@dataclass(slots=True)
+class Tail:
+    """The nodes read behind a sequence's committed text."""
+
+    scratch: int
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)  # 0 hangs off the committed text
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the committed text down to this one."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+    def grow(self, parents: Sequence[int] | None, count: int) -> range:
+        """Number new nodes and record their parents."""
+        first = len(self.parents)
+        for i in range(count):
+            parent = first + i - 1 if parents is None else parents[i]
+            assert parent < first + i, f"node {first + i} has parent {parent}, which is not before it"
+            self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
+        return range(first, first + count)
+
+
+class Runner:
+    """Reads tokens through a decoder into its cache. One row per sequence; rows appear with their first read."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.tails: dict[int, Tail] = {}
+
+    def length(self, seq_id: int) -> int:
+        """Committed tokens read so far; 0 for an unknown sequence."""
+        return self.cache.length(seq_id) if seq_id in self.cache else 0
+
+    @torch.inference_mode()
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
+        """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room."""
+        counts = [len(r.tokens) + (0 if r.seq_id in self.tails else r.scratch) for r in reads]
+        self.cache.reserve([r.seq_id for r in reads], counts)
+        batch = self.pack(reads)
+        hidden = self.decoder.forward(batch, self.cache, taps=taps)
+        firsts = itertools.accumulate((len(r.tokens) for r in reads), initial=0)
+        judged = [first + i for first, r in zip(firsts, reads, strict=False) for i in r.judged]
+        if not judged:
+            return States(hidden.last.new_empty(0, self.decoder.config.vocab_size), hidden.last, hidden.taps)
+        return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.taps)
+
+    def pack(self, reads: Sequence[Read]) -> TokenBatch:
+        """Lay the reads out side by side; their room is reserved already."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        paths: list[AttentionPath] = []
+        for read in reads:
+            tail = self.tails.setdefault(read.seq_id, Tail(read.scratch))
+            nodes = tail.grow(read.parents, len(read.tokens))
+            length = self.cache.length(read.seq_id)
+            first_slot = self.cache.start(read.seq_id) + length
+            place = Place(first_slot - length, length, len(tokens))
+            paths += chain_paths(tail, nodes, place) if tail.scratch == 0 else tree_paths(tail, nodes, place)
+            tokens += read.tokens
+            positions += [length + tail.depths[n] for n in nodes]
+            slots += [first_slot + tail.scratch + n for n in nodes]
+        return TokenBatch(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), paths)
+
+    @torch.inference_mode()
+    def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Make a path of each sequence's tail final, node numbers in order, and forget the rest of the tail."""
+        rows: list[int] = []
+        offsets = [0]
+        for seq_id, path in zip(seq_ids, paths, strict=True):
+            scratch = self.tails.pop(seq_id).scratch
+            rows += [scratch + node for node in path]
+            offsets.append(len(rows))
+        self.cache.keep(seq_ids, rows, offsets)
+
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        """Forget the tails of these sequences."""
+        for seq_id in seq_ids:
+            self.tails.pop(seq_id, None)
+        self.cache.drop([s for s in seq_ids if s in self.cache])
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Forget these sequences altogether; unknown ones are none."""
+        for seq_id in seq_ids:
+            self.tails.pop(seq_id, None)
+        self.cache.release([s for s in seq_ids if s in self.cache])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a read lies: its row's first slot, the row's committed length, its first packed token."""
+
+    run: int
+    length: int
+    packed: int
+
+
+def chain_paths(tail: Tail, nodes: range, place: Place) -> list[AttentionPath]:
+    """The one path of a chain: its nodes are where a chain's belong."""
+    assert tail.depths[nodes.stop - 1] == nodes.stop - 1, "a branching tail needs scratch slots on its first read"
+    queries = list(range(place.packed, place.packed + len(nodes)))
+    return [make_path(queries, [place.length + n for n in nodes], place.run)]
+
+
+def tree_paths(tail: Tail, nodes: range, place: Place) -> list[AttentionPath]:
+    """One path per new leaf, each query on the first path that holds it."""
+    inner = {tail.parents[n] for n in nodes}
+    seen: set[int] = set()
+    paths = []
+    for leaf in nodes:
+        if leaf in inner:
+            continue
+        path = tail.path(leaf)
+        assert len(path) <= tail.scratch, f"a path of {len(path)} nodes in a scratch of {tail.scratch}"
+        fresh = [n for n in path if n >= nodes.start and n not in seen]
+        seen.update(fresh)
+        chain = place.run + place.length
+        copy = Copy(torch.tensor([chain + tail.scratch + n for n in path]), chain)
+        queries = [place.packed + n - nodes.start for n in fresh]
+        paths.append(make_path(queries, [place.length + tail.depths[n] for n in fresh], place.run, copy))
+    return paths

@@ -1,0 +1,109 @@
+"""The options of the command line, as frozen values, and how a command takes them.
+
+Decides names, defaults and help of options; one dataclass is one group, shared by commands. It knows nothing of what
+commands do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from forerun.card import show_error
+from forerun.config import DEFAULT_DEPTH, VERIFICATIONS
+from forerun.errors import ForerunError
+from forerun.sampling.params import SamplingParams
+
+
+def _known_verification(value: str) -> str:
+    if value not in VERIFICATIONS:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(VERIFICATIONS)}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Options that say what answers."""
+
+    model: Annotated[str, typer.Option("--model", "-m", help="Hugging Face folder or hub id of the target.")]
+    draft: Annotated[
+        str | None, typer.Option("--draft", "-d", help="What guesses ahead: ngram, ngram:3, model:DIR. None: plain.")
+    ] = None
+    depth: Annotated[int, typer.Option(min=0, help="Tokens guessed per round.")] = DEFAULT_DEPTH
+    verification: Annotated[
+        str, typer.Option(callback=_known_verification, help=f"How guesses are judged: {', '.join(VERIFICATIONS)}.")
+    ] = "coupled"
+    dtype: Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")] = "auto"
+    max_len: Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")] = (
+        None
+    )
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """Options that say how to draw an answer, when to stop, and how to show it."""
+
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256
+    stop: Annotated[list[str], typer.Option(help="End where the text holds this; repeatable.")] = field(
+        default_factory=list
+    )
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False
+    raw: Annotated[bool, typer.Option("--raw", help="No colours.")] = False
+
+    def params(self) -> SamplingParams:
+        """The same as sampling parameters, with a seed drawn where none was given, so that it can be reported."""
+        shown = {name: value for name, value in asdict(self).items() if name != "raw"}
+        seed = SamplingParams(**shown).resolve_seed()
+        return SamplingParams(**shown | {"seed": seed})
+
+
+Command = Callable[..., None]
+
+
+def with_options(run: Command) -> Command:
+    """A command whose dataclass parameters stand for the options that are their fields.
+
+    A ForerunError becomes one red line and status 2, Ctrl-C status 130.
+    """
+    hints = get_type_hints(run, include_extras=True)
+    own = inspect.signature(run).parameters.values()
+    groups = {p.name: hints[p.name] for p in own if hasattr(hints[p.name], "__dataclass_fields__")}
+    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name not in groups]
+    for group in groups.values():
+        types = get_type_hints(group, include_extras=True)
+        parameters += [_parameter(option, types[option.name]) for option in fields(group)]
+
+    @functools.wraps(run)
+    def entry(**values: Any) -> None:
+        gathered = {
+            name: group(**{option.name: values.pop(option.name) for option in fields(group)})
+            for name, group in groups.items()
+        }
+        try:
+            run(**values, **gathered)
+        except ForerunError as error:
+            show_error(error)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    entry.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return entry
+
+
+def _parameter(option: Field[Any], kind: Any) -> inspect.Parameter:
+    default = option.default if option.default_factory is MISSING else option.default_factory()
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

@@ -1,0 +1,214 @@
+"""Draws: one round's sampling for all sequences, shared by the target and every drafter.
+
+Decides how logits become a law, and how a law and keyed noise become tokens. All methods are pure: they take packed
+nodes (`PathState`) and give one result per node; nothing drawn changes anything. Knows nothing of how logits were
+computed, of verification, or of when a text ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from forerun.sampling.noise import Purpose, absorb, gumbel, mix, signed, uniform
+from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms, largest
+from forerun.tree import DraftTree
+
+__all__ = ["Children", "Draws", "PathState", "RowSampling"]
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """A drafter's guesses after some nodes: distinct tokens in draw order, -1 where there are fewer.
+
+    `survival` is the drafter's own probability that a child is what the target chooses there, given that its parent
+    was reached; 0 where there is none. `law` are the probabilities the children were drawn from, without
+    replacement (rejection modes only; greedy rows choose, so their DraftLaw.row must be -1).
+    """
+
+    tokens: Int[Tensor, "nodes width"]
+    survival: Float[Tensor, "nodes width"]
+    law: Float[Tensor, "nodes vocab"] | None = None
+
+
+class Draws:
+    """What the sequences of a round ask of sampling, and their noise.
+
+    `num_ids` is the number of ids the tokenizer has: padding ids above are never drawn. `rejection` is for the
+    verification modes `token` and `block`: drafters then draw with noise of their own. `level` tells the levels of
+    a cascade apart, which share no noise in those modes.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowSampling],
+        vocab: int,
+        *,
+        rejection: bool = False,
+        device: torch.device | str = "cpu",
+        num_ids: int | None = None,
+        level: int = 0,
+    ) -> None:
+        self.rows, self.vocab, self.rejection, self.level = rows, vocab, rejection, level
+        self.num_ids = vocab if num_ids is None else min(num_ids, vocab)
+        self.device = torch.device(device)
+        self.seq_ids = [row.seq_id for row in rows]
+        self.roots_tokens = self._column([row.tokens[-1] for row in rows])
+        self._roots = [len(row.tokens) - 1 for row in rows]
+        self.root_positions = self._column(self._roots)
+        self.transforms = Transforms(rows, vocab, self.num_ids, self.device)
+        self._keys: dict[Purpose, Tensor] = {}
+        self._noise: dict[int, Tensor] = {}
+
+    @property
+    def greedy(self) -> Sequence[bool]:
+        """Which sequences are greedy, as host values in batch order."""
+        return [row.params.greedy for row in self.rows]
+
+    def greedy_nodes(self, at: PathState) -> Bool[Tensor, " nodes"]:
+        """Which nodes belong to greedy sequences, whose drafts are chosen and not drawn."""
+        return self.transforms.greedy_nodes(at)[:, 0]
+
+    def after(self, tails: Sequence[Sequence[int]], level: int | None = None) -> Draws:
+        """The same round as it would be with these tokens committed: what a cascade's lower drafter is given."""
+        rows = [
+            replace(row, tokens=[*row.tokens, *tail]) if tail else row
+            for row, tail in zip(self.rows, tails, strict=True)
+        ]
+        level = self.level if level is None else level
+        return Draws(rows, self.vocab, rejection=self.rejection, device=self.device, num_ids=self.num_ids, level=level)
+
+    def roots(self) -> PathState:
+        """The root of every sequence, in batch order."""
+        row = torch.arange(len(self.rows), device=self.device)
+        return PathState(row, row.new_empty(len(self.rows), 0), self.root_positions + 1)
+
+    def nodes(self, tree: DraftTree) -> PathState:
+        """Every valid node of `tree`, batch-major, then in node order."""
+        batch, nodes = tree.tokens.shape
+        assert batch == len(self.rows), f"a tree for {batch} sequences in a round of {len(self.rows)}"
+        if nodes == 1:
+            return self.roots()
+        valid = tree.valid.flatten().nonzero()[:, 0]
+        row = valid // nodes
+        drawn = tree.path_tokens().flatten(0, 1)[valid]
+        return PathState(row, drawn, self.root_positions[row] + 1 + tree.depths().flatten()[valid])
+
+    def advance(self, at: PathState, parents: Int[Tensor, " new"], tokens: Int[Tensor, " new"]) -> PathState:
+        """New nodes: `tokens[i]` drawn after node `parents[i]` of `at`. The old states stay as they are."""
+        row, position, drawn = at.row[parents], at.position[parents], at.drawn[parents]
+        end = position - self.root_positions[row] - 1
+        drawn = torch.cat([drawn, torch.full_like(tokens, -1)[:, None]], dim=1)
+        return PathState(row, drawn.scatter(1, end[:, None], tokens[:, None]), position + 1)
+
+    def law(self, logits: Logits, at: PathState) -> Logits:
+        """The log-law of the token after each node, all transforms applied; float32, or float64 for float64.
+
+        Temperature 0 is the point mass at the largest transformed logit, the lowest id among equals.
+        """
+        shaped, narrowed = self._transformed(logits, at)
+        return self._choose(at, lambda: self._point(shaped, 0.0, -math.inf), lambda: narrowed.log_softmax(1))
+
+    def probs(self, logits: Logits, at: PathState) -> Logits:
+        """The same law as probabilities. By softmax, whose bits do not depend on other rows as those of `exp` do."""
+        return self._probs(*self._transformed(logits, at), at)
+
+    def draw(self, logits: Logits, at: PathState) -> Int[Tensor, " nodes"]:
+        """The target's own token after each node: the largest of transformed logits plus the position's noise.
+
+        A function of logits, path, parameters, seed and position alone: what plain decoding draws there. Exactly
+        law-distributed (the Gumbel-max trick); greedy rows get no noise; ties go to the lowest id.
+        """
+        return self._scores(*self._transformed(logits, at), at, Purpose.COUPLED).argmax(1)
+
+    def recover(self, law: Logits, at: PathState) -> Int[Tensor, " nodes"]:
+        """A token from each log-law (need not be normalised): recovered and bonus tokens of the rejection modes."""
+        return self._perturb(law, at, Purpose.RECOVER).argmax(1)
+
+    def coins(self, at: PathState, tokens: Int[Tensor, " nodes"]) -> Float[Tensor, " nodes"]:
+        """Acceptance coins, uniform in (0, 1): one for each node state and the token judged there."""
+        return uniform(self._keys_at(at, Purpose.ACCEPT), tokens)
+
+    def children(self, logits: Logits, at: PathState, width: int) -> Children:
+        """A drafter's `width` guesses after each node, under the round's noise.
+
+        Coupled: the largest perturbed logits, under the very noise the target will draw with. Rejection modes: drawn
+        without replacement from the drafter's own law, with noise of this round alone. Greedy rows: the largest
+        logits. Logits may be anything, NaN and infinities included; tokens are in range or -1.
+        """
+        shaped, narrowed = self._transformed(logits, at)
+        scores = self._scores(shaped, narrowed, at, Purpose.DRAFT if self.rejection else Purpose.COUPLED)
+        scores = scores.nan_to_num(nan=-math.inf, posinf=torch.finfo(scores.dtype).max, neginf=-math.inf)
+        tokens = largest(scores, width)
+        survival = scores.softmax(1).gather(1, tokens)
+        offered = scores.gather(1, tokens) > -math.inf
+        law = None
+        if self.rejection:
+            law = self._probs(shaped, narrowed, at).nan_to_num(nan=0.0)
+            greedy, drawn = self.transforms.greedy_nodes(at), law.gather(1, tokens)
+            survival = torch.where(greedy, survival, drawn)
+            offered &= greedy | (drawn > 0)  # no law, no draw: a token that q denies would be accepted for free
+        return Children(torch.where(offered, tokens, -1), torch.where(offered, survival, 0.0), law)
+
+    def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:
+        """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
+        shaped = self.transforms.shape(logits, at)
+        return shaped, shaped if self.transforms.all_greedy else self.transforms.narrow(shaped, at)
+
+    def _probs(self, shaped: Logits, narrowed: Logits, at: PathState) -> Logits:
+        return self._choose(at, lambda: self._point(shaped, 1.0, 0.0), lambda: narrowed.softmax(1))
+
+    def _point(self, shaped: Logits, inside: float, outside: float) -> Logits:
+        """The law of greedy rows: all on the largest logit, the lowest id among equals."""
+        return torch.full_like(shaped, outside).scatter_(1, shaped.argmax(1, keepdim=True), inside)
+
+    def _choose(self, at: PathState, greedy: Callable[[], Logits], sampled: Callable[[], Logits]) -> Logits:
+        """One of two by each node's row; what no row wants is not computed."""
+        if not self.transforms.any_greedy:
+            return sampled()
+        if self.transforms.all_greedy:
+            return greedy()
+        return torch.where(self.transforms.greedy_nodes(at), greedy(), sampled())
+
+    def _scores(self, shaped: Logits, narrowed: Logits, at: PathState, purpose: Purpose) -> Logits:
+        """What a draw takes the largest of: perturbed by the purpose's noise where the row is not greedy."""
+        return self._choose(at, lambda: shaped, lambda: self._perturb(narrowed, at, purpose))
+
+    def _keys_at(self, at: PathState, purpose: Purpose) -> Int[Tensor, " nodes"]:
+        """(seed, sample, purpose, level, round) of the row, absorbed once on the host; then the node's position."""
+        if purpose not in self._keys:
+            keys = [self._row_key(row, purpose, root) for row, root in zip(self.rows, self._roots, strict=True)]
+            self._keys[purpose] = self._column([signed(key) for key in keys])
+        return absorb(self._keys[purpose][at.row], at.position)
+
+    def _row_key(self, row: RowSampling, purpose: Purpose, root: int) -> int:
+        """Coupled noise belongs to a position; all other noise to a position in one round at one level.
+
+        A block verdict looks at later draft tokens, so in rejection modes the noise of a position that is drafted
+        again would not be fresh if the round's root did not count.
+        """
+        where = (0, 0) if purpose is Purpose.COUPLED else (self.level, root)
+        return mix((row.seed, row.sample, purpose, *where))
+
+    def _perturb(self, logits: Logits, at: PathState, purpose: Purpose) -> Logits:
+        """Logits plus each node's noise. On CPUs each key's noise is made once per round: siblings, the drafter's
+        steps and the target's pass ask for the same, and over a large vocabulary it is what a draw costs."""
+        keys = self._keys_at(at, purpose)
+        if self.device.type != "cpu":
+            return logits + gumbel(keys, self.vocab)
+        wanted: list[int] = keys.tolist()
+        missing = [key for key in dict.fromkeys(wanted) if key not in self._noise]
+        if missing:
+            self._noise |= zip(missing, gumbel(self._column(missing), self.vocab).unbind(0), strict=True)
+        scores = torch.empty_like(logits)
+        for key, row, perturbed in zip(wanted, logits, scores, strict=True):
+            torch.add(row, self._noise[key], out=perturbed)
+        return scores
+
+    def _column(self, values: Sequence[int]) -> Int[Tensor, " batch"]:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -1,0 +1,145 @@
+"""Counter-based noise: a pure function of (seed, sample, purpose, round, position, token), kept nowhere.
+
+Decides how keys are mixed, how a key and a token id become 32 uniform bits, and how those become Gumbel noise.
+Knows nothing of sequences, laws or batches: a row's bits depend on its key alone, never on the other rows.
+
+A key is 64 bits, absorbed word by word with a 64-bit finaliser (constants of splitmix64). Within a key the token id
+is hashed by two rounds of a 32-bit finaliser (the constants found by C. Wellons' search, bias 0.17): the first
+knows no key and is tabulated once per vocabulary, the second is keyed before and in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_MASK = 2**64 - 1
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MUL1, _MUL2 = 0x7FEB352D, 0x846CA68B - 2**32
+
+# Elements per call of a transcendental function. torch splits a larger tensor over threads at places that depend on
+# its size, and hands what is left over at each end to scalar code that has other bits than the vector code. Blocks
+# below its grain (32768) run on one thread, and multiples of 32 leave nothing over.
+_LANES = 32
+_BLOCK = 32_768 - _LANES
+
+
+class Purpose(IntEnum):
+    """What a draw is for: no two purposes share noise."""
+
+    COUPLED = 0  # the target's own token, and a drafter's guess at it: keyed by position alone
+    DRAFT = 1  # rejection modes from here on: keyed by the round's root position too
+    ACCEPT = 2
+    RECOVER = 3
+    PROBE = 4
+
+
+def mix(words: Sequence[int]) -> int:
+    """A 64-bit key from host integers (each taken modulo 2**64), sensitive to their order and number."""
+    key = 0
+    for word in words:
+        key = ((key ^ (word & _MASK)) + _GOLDEN) & _MASK
+        key = ((key ^ (key >> 30)) * _MIX1) & _MASK
+        key = ((key ^ (key >> 27)) * _MIX2) & _MASK
+        key ^= key >> 31
+    return key
+
+
+def absorb(keys: Int[Tensor, " rows"], words: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """What `mix` would give with one more word, for many keys at once (int64, the same bits read as signed)."""
+    keys = (keys ^ words) + signed(_GOLDEN)
+    keys = (keys ^ _shift64(keys, 30)) * signed(_MIX1)
+    keys = (keys ^ _shift64(keys, 27)) * signed(_MIX2)
+    return keys ^ _shift64(keys, 31)
+
+
+def signed(word: int) -> int:
+    """64 bits as torch's int64 holds them."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def hash_bits(keys: Int[Tensor, " rows"], vocab: int) -> Int[Tensor, "rows vocab"]:
+    """32 uniform bits, as int32, for every token id below `vocab` under every key."""
+    low, high = _halves(keys)
+    return _keyed_round(_scrambled_ids(vocab, str(keys.device)) ^ low[:, None], high[:, None])
+
+
+def uniform(keys: Int[Tensor, " rows"], ids: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+    """One float32 in (0, 1) per key and token id; the bits are those that `hash_bits` has at that id."""
+    low, high = _halves(keys)
+    return -_minus_uniform(_keyed_round(_finalise(ids.to(torch.int32)) ^ low, high))
+
+
+def gumbel(keys: Int[Tensor, " rows"], vocab: int) -> Float[Tensor, "rows vocab"]:
+    """Standard Gumbel noise, float32 and always finite, for every token id below `vocab` under every key.
+
+    -log(E) with E = -log1p(-w) exponential and w uniform from 2**-33 up to 1 - 2**-24: all 32 bits count near w = 0,
+    where the largest noise comes from, so that a token of probability 1e-9 still has its fair chance.
+    """
+    low, high = _halves(keys)
+    width = -(-vocab // _LANES) * _LANES
+    ids = _scrambled_ids(width, str(keys.device))
+    noise = torch.empty(len(keys), width, dtype=torch.float32, device=keys.device)
+    for rows, columns in _blocks(len(keys), width, on_cpu=keys.device.type == "cpu"):
+        bits = _keyed_round(ids[columns] ^ low[rows, None], high[rows, None])
+        noise[rows, columns] = _minus_uniform(bits).log1p_().neg_().log_().neg_()
+    return noise[:, :vocab]
+
+
+def _blocks(rows: int, width: int, *, on_cpu: bool) -> list[tuple[slice, slice]]:
+    """Cut [rows, width] into pieces of at most _BLOCK elements, all multiples of _LANES wide; whole elsewhere."""
+    if not on_cpu:
+        return [(slice(None), slice(None))]
+    if width <= _BLOCK:
+        step = _BLOCK // width
+        return [(slice(row, row + step), slice(None)) for row in range(0, rows, step)]
+    columns = range(0, width, _BLOCK)
+    return [(slice(row, row + 1), slice(start, start + _BLOCK)) for row in range(rows) for start in columns]
+
+
+def _minus_uniform(bits: Int[Tensor, " ..."]) -> Float[Tensor, " ..."]:
+    """-w for w = (bits as unsigned + 0.5) / 2**32, rounded to float32 and kept below 1.
+
+    The conversion reads the bits as signed, which is exact near zero; taking the ceiling off maps the negative half
+    to where unsigned bits would lie. Half a step is added last: it only counts where w is tiny.
+    """
+    minus = bits.to(torch.float32).mul_(-(2.0**-32))
+    minus.sub_(minus.ceil()).sub_(2.0**-33)
+    return minus.clamp_(min=-(1 - 2.0**-24))
+
+
+def _keyed_round(x: Int[Tensor, " ..."], key: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
+    """One 32-bit finaliser round with a key added between its multiplications; owns and overwrites x."""
+    x.bitwise_xor_(_shift32(x, 16)).mul_(_MUL1).add_(key)
+    x.bitwise_xor_(_shift32(x, 15)).mul_(_MUL2)
+    return x.bitwise_xor_(_shift32(x, 16))
+
+
+def _finalise(x: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
+    return _keyed_round(x.clone(), torch.zeros((), dtype=torch.int32, device=x.device))
+
+
+@lru_cache(maxsize=8)
+def _scrambled_ids(vocab: int, device: str) -> Int[Tensor, " vocab"]:
+    """The first, unkeyed round of every token id. A constant table: cached, since every row of every round reads it."""
+    return _finalise(torch.arange(vocab, dtype=torch.int32, device=device))
+
+
+def _halves(keys: Int[Tensor, " rows"]) -> tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]]:
+    """Low and high 32 bits of each key, as int32."""
+    halves = keys.contiguous().view(torch.int32).view(-1, 2)
+    return halves[:, 0], halves[:, 1]
+
+
+def _shift64(x: Int[Tensor, " ..."], by: int) -> Int[Tensor, " ..."]:
+    """Logical right shift: torch's is arithmetic, so the copies of the sign bit are masked off."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _shift32(x: Int[Tensor, " ..."], by: int) -> Int[Tensor, " ..."]:
+    return (x >> by).bitwise_and_((1 << (32 - by)) - 1)

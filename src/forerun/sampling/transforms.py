@@ -1,0 +1,270 @@
+"""Transforms: raw logits to transformed logits, per node of every sequence's tree.
+
+Decides what each sampling parameter does to logits, and in which order (that of vLLM's sampler): banned tokens,
+minimum length, bias, custom processors, penalties; then, except for greedy rows, temperature, min-p, top-k, top-p.
+Everything is row-wise and elementwise: what a row gets does not depend on its batch-mates. A transform that no row
+uses is skipped; one that some row uses leaves the others' values as they are (plus 0, times 1, below -inf).
+Knows nothing of noise or of drawing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from forerun.errors import InvalidRequest
+from forerun.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """What one sequence brings to a round.
+
+    `tokens` is all committed text, prompt and output, the root last; it is the sequence's own list, read only.
+    `seed` is the resolved one (64 bits).
+    """
+
+    seq_id: int
+    params: SamplingParams
+    seed: int
+    sample: int
+    tokens: Sequence[int]
+    num_prompt: int
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PathState:
+    """Packed nodes: where, in which sequence, a law is asked for. Never changed; `Draws.advance` makes new ones.
+
+    `row` is the sequence's place in the batch, `drawn` the guessed tokens from below the root down to the node
+    (-1 after its end), `position` the absolute position of the token that is drawn after the node.
+    """
+
+    row: Int[Tensor, " nodes"]
+    drawn: Int[Tensor, "nodes depth"]
+    position: Int[Tensor, " nodes"]
+
+
+Logits = Float[Tensor, "nodes vocab"]
+_PREFIX = 1024
+
+
+class Transforms:
+    """The transforms that the rows of one round ask for, their tables built at first use."""
+
+    def __init__(self, rows: Sequence[RowSampling], vocab: int, num_ids: int, device: torch.device) -> None:
+        self.rows, self.vocab, self.num_ids, self.device = rows, vocab, num_ids, device
+        params = [row.params for row in rows]
+        self.all_greedy = all(p.greedy for p in params)
+        self.any_greedy = any(p.greedy for p in params)
+        self._sampled = [p for p in params if not p.greedy]
+        self._biased = any(p.banned_tokens or p.logit_bias for p in params)
+        self._short = any(len(r.tokens) - r.num_prompt < r.params.min_tokens for r in rows)
+        self._processed = any(p.logits_processors for p in params)
+        self._repeating = any(p.repetition_penalty != 1 for p in params)
+        self._counting = any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params)
+        self._tables: dict[str, tuple[Tensor, ...]] = {}
+
+    def shape(self, logits: Logits, at: PathState) -> Logits:
+        """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone."""
+        kept = logits
+        logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+        if logits is kept and (self.num_ids < self.vocab or self._biased or self._short):
+            logits = logits.clone()
+        if self.num_ids < self.vocab:
+            logits[:, self.num_ids :] = -math.inf
+        if self._biased:
+            self._add(logits, at, *self._table("bias", self._bias_table))
+        if self._short:
+            ids, values, until = self._table("short", self._short_table)
+            still = at.position[:, None] < until[at.row][:, None]
+            logits.scatter_add_(1, ids[at.row], torch.where(still, values[at.row], 0.0).to(logits.dtype))
+        if self._processed:
+            logits = self._process(logits, at)
+        if self._repeating:
+            logits = self._penalise_repeats(logits, at)
+        if self._counting:
+            logits = self._penalise_counts(logits, at)
+        return logits
+
+    def narrow(self, logits: Logits, at: PathState) -> Logits:
+        """Temperature and the filters, on shaped logits. Greedy rows pass unchanged."""
+        if any(p.temperature != 1 for p in self._sampled):
+            logits = logits / self._column("temperature", lambda p: p.temperature, 1.0, logits)[at.row]
+        if any(p.min_p > 0 for p in self._sampled):
+            reach = self._column("min_p", lambda p: math.log(p.min_p) if p.min_p else -math.inf, -math.inf, logits)
+            logits = mask_below(logits, logits.amax(1, keepdim=True) + reach[at.row])
+        widest = max((p.top_k for p in self._sampled), default=0)
+        if widest > 0:
+            (top_k,) = self._table("top_k", self._top_k_table)
+            logits = mask_below(logits, kth_largest(logits, top_k[at.row], min(widest, self.vocab)))
+        if any(p.top_p < 1 for p in self._sampled):
+            top_p = self._column("top_p", lambda p: p.top_p if p.top_p < 1 else math.inf, math.inf, logits)
+            logits = keep_nucleus(logits, top_p[at.row])
+        return logits
+
+    def greedy_nodes(self, at: PathState) -> Bool[Tensor, "nodes 1"]:
+        """Which nodes belong to greedy sequences."""
+        (greedy,) = self._table("greedy", lambda: (self._tensor([r.params.greedy for r in self.rows], torch.bool),))
+        return greedy[at.row][:, None]
+
+    def _add(self, logits: Logits, at: PathState, ids: Tensor, values: Tensor) -> None:
+        logits.scatter_add_(1, ids[at.row], values[at.row].to(logits.dtype))
+
+    def _process(self, logits: Logits, at: PathState) -> Logits:
+        """Run each row's processors node by node; user code, so this is the one place that reads tensors here."""
+        done = list(logits.unbind(0))
+        nodes = zip(at.row.tolist(), at.drawn.tolist(), strict=True)
+        for node, (index, drawn) in enumerate(nodes):
+            row = self.rows[index]
+            if row.params.logits_processors:
+                text = [*row.tokens, *(token for token in drawn if token >= 0)]
+                done[node] = _run_processors(row, text, logits[node])
+        return torch.stack(done)
+
+    def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:
+        (seen,) = self._table("seen", lambda: (self._counts([row.tokens for row in self.rows]),))
+        seen = _with_path(seen, at) > 0
+        by = self._column("repetition", lambda p: p.repetition_penalty, 1.0, logits, greedy_too=True)[at.row]
+        return torch.where(seen, torch.where(logits > 0, logits / by, logits * by), logits)
+
+    def _penalise_counts(self, logits: Logits, at: PathState) -> Logits:
+        (said,) = self._table("said", lambda: (self._counts([row.tokens[row.num_prompt :] for row in self.rows]),))
+        said = _with_path(said, at)
+        frequency = self._column("frequency", lambda p: p.frequency_penalty, 0.0, logits, greedy_too=True)[at.row]
+        presence = self._column("presence", lambda p: p.presence_penalty, 0.0, logits, greedy_too=True)[at.row]
+        return logits - frequency * said - presence * (said > 0)
+
+    def _bias_table(self) -> tuple[Tensor, ...]:
+        """Sparse additions per row: -inf for what is banned, the request's own numbers otherwise."""
+        entries = [
+            [(token, -math.inf) for token in row.params.banned_tokens] + [*(row.params.logit_bias or {}).items()]
+            for row in self.rows
+        ]
+        return self._sparse(entries)
+
+    def _short_table(self) -> tuple[Tensor, ...]:
+        """Sparse bans of what ends a text, and the position from which they are lifted."""
+        entries = [
+            [(token, -math.inf) for token in {*row.eos_ids, *row.params.stop_token_ids}]
+            if row.params.min_tokens
+            else []
+            for row in self.rows
+        ]
+        until = self._tensor([row.num_prompt + row.params.min_tokens for row in self.rows], torch.int64)
+        return (*self._sparse(entries), until)
+
+    def _sparse(self, entries: list[list[tuple[int, float]]]) -> tuple[Tensor, Tensor]:
+        """(ids, values) per row, padded by adding 0 to token 0."""
+        width = max(len(row) for row in entries)
+        padded = [row + [(0, 0.0)] * (width - len(row)) for row in entries]
+        ids = self._tensor([[token for token, _ in row] for row in padded], torch.int64)
+        return ids, self._tensor([[value for _, value in row] for row in padded], torch.float32)
+
+    def _top_k_table(self) -> tuple[Tensor, ...]:
+        """How many tokens each row keeps; 0 keeps all."""
+        top_k = [0 if r.params.greedy else max(r.params.top_k, 0) for r in self.rows]
+        return (self._tensor([[k if k < self.vocab else 0] for k in top_k], torch.int64),)
+
+    def _column(
+        self, name: str, of: Callable[[SamplingParams], float], off: float, like: Logits, *, greedy_too: bool = False
+    ) -> Float[Tensor, "batch 1"]:
+        """One number per row, in the logits' own precision; `off` for greedy rows unless they want it too."""
+
+        def build() -> tuple[Tensor, ...]:
+            values = [of(r.params) if greedy_too or not r.params.greedy else off for r in self.rows]
+            return (self._tensor(values, like.dtype)[:, None],)
+
+        return self._table(f"{name} {like.dtype}", build)[0]
+
+    def _counts(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "batch vocab"]:
+        """How often each token occurs in each text."""
+        counts = [torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=self.vocab) for text in texts]
+        return torch.stack(counts).to(self.device, torch.float32)
+
+    def _table(self, name: str, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if name not in self._tables:
+            self._tables[name] = build()
+        return self._tables[name]
+
+    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def _run_processors(row: RowSampling, text: list[int], logits: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
+    """One node's processors in turn.
+
+    A dead end (nothing left to draw) ends the text: guessed continuations reach dead ends that the target never
+    would, and must not fail the request. Raises InvalidRequest for a result that is no logits.
+    """
+    field, given = "logits_processors", logits
+    for processor in row.params.logits_processors:
+        logits = processor(text, logits.clone())
+        if not isinstance(logits, Tensor) or logits.shape != given.shape or not logits.is_floating_point():
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise InvalidRequest(field, f"{processor!r} gave {got}; return floating logits of {tuple(given.shape)}")
+    logits = logits.to(given)
+    if logits.isnan().any() and not given.isnan().any():
+        raise InvalidRequest(field, f"the result after {len(text)} tokens has NaN; return finite numbers or -inf")
+    if not logits.isneginf().all() or given.isneginf().all():
+        return logits
+    if not row.eos_ids:
+        raise InvalidRequest(field, f"no token is left after {len(text)} tokens, and the model has no end token")
+    return logits.index_fill(0, torch.tensor(row.eos_ids[0], device=logits.device), 0.0)
+
+
+def _with_path(counts: Float[Tensor, "batch vocab"], at: PathState) -> Float[Tensor, "nodes vocab"]:
+    """The rows' counts with each node's own path counted in."""
+    return counts[at.row].scatter_add_(1, at.drawn.clamp_min(0), (at.drawn >= 0).to(counts.dtype))
+
+
+def mask_below(logits: Logits, least: Float[Tensor, "nodes 1"]) -> Logits:
+    """-inf for what is smaller than `least`; equals stay, so that ties never hang on an order."""
+    return logits.masked_fill(logits < least, -math.inf)
+
+
+def kth_largest(logits: Logits, k: Int[Tensor, "nodes 1"], widest: int) -> Float[Tensor, "nodes 1"]:
+    """The k-th largest value of each row, -inf where k is 0; no k exceeds `widest`."""
+    values = logits.topk(widest, dim=1).values.gather(1, (k - 1).clamp_min(0).clamp_max(widest - 1))
+    return torch.where(k > 0, values, -math.inf)
+
+
+def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
+    """Mask all but the likeliest tokens that together reach `top_p`: one is kept while those above it do not.
+
+    Tokens as likely as the last one kept are kept too; an infinite `top_p` keeps all.
+    """
+    probs = logits.softmax(1)
+    off = top_p.isinf()
+    # Sorting 150,000 tokens takes 10 ms, the largest 1024 half a millisecond, and they nearly always hold the
+    # nucleus. On CPUs the sums over them have the bits of the sums over all (cumsum runs from the left), so that
+    # which way was taken, a matter of batch-mates too, does not show.
+    prefix = _PREFIX if logits.device.type == "cpu" and logits.shape[1] > _PREFIX else logits.shape[1]
+    ranked = probs.topk(prefix, dim=1).values
+    mass = ranked.cumsum(1)
+    if prefix < logits.shape[1] and not (off | (mass[:, -1:] >= top_p)).all():
+        ranked = probs.sort(dim=1, descending=True).values
+        mass = ranked.cumsum(1)
+    kept = (mass[:, :-1] < top_p).sum(1, keepdim=True)  # the first is kept too, at rank 0
+    return logits.masked_fill((probs < ranked.gather(1, kept)) & ~off, -math.inf)
+
+
+def largest(scores: Logits, width: int) -> Int[Tensor, "nodes width"]:
+    """The ids of the `width` largest scores of each row in falling order, ties to the lowest id.
+
+    By repeated argmax: topk does not say which of equals it takes, and a stable sort of a whole vocabulary costs
+    more than a handful of passes over it. Where fewer than `width` are above -inf, ids repeat.
+    """
+    if width <= 1:
+        return scores.argmax(1, keepdim=True)[:, :width]
+    scores, ids = scores.clone(), []
+    for _ in range(width):
+        ids.append(scores.argmax(1, keepdim=True))
+        scores.scatter_(1, ids[-1], -math.inf)
+    return torch.cat(ids, 1)

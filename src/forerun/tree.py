@@ -1,0 +1,116 @@
+"""DraftTree: guessed continuations, the currency of draft, verify and accept.
+
+Decides how guesses are laid out: one token tree per sequence, as two integer tensors. Everything else (masks,
+depths, positions, paths) is derived from them here. Knows nothing of models, caches or sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """The laws that drafted tokens were drawn from, packed.
+
+    `row[b, i]` is the row of `probs` that the *children* of node i were drawn from, without replacement and in
+    sibling order; -1 where they were chosen deterministically. `ids` gives the token ids of the columns where the
+    support is not the whole vocabulary.
+    """
+
+    row: Int[Tensor, "batch nodes"]
+    probs: Float[Tensor, "rows support"]
+    ids: Int[Tensor, "rows support"] | None = None
+
+    def dense(self, vocab: int) -> Float[Tensor, "rows vocab"]:
+        """The same laws over the whole vocabulary."""
+        if self.ids is None:
+            return self.probs
+        return self.probs.new_zeros(len(self.probs), vocab).scatter_(1, self.ids, self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Guessed continuations, one token tree per sequence.
+
+    Node 0 is the root: the sequence's last token (of the prompt, or drawn), not yet read by the target.
+    `parents[:, i] < i`; -1 marks the root and padding, and padding has token -1. Siblings carry distinct tokens, in
+    draw order. A chain of k tokens is parents = [-1, 0, 1, ..., k-1]: chains are not a special case.
+
+    `depth` (longest path, in edges) and `width` (most children of one node) are upper bounds known to the host, so
+    that walking never synchronises. `q` None: the guesses are judged by `follow`, in every verification mode.
+    """
+
+    tokens: Int[Tensor, "batch nodes"]
+    parents: Int[Tensor, "batch nodes"]
+    depth: int
+    width: int = 1
+    q: DraftLaw | None = None
+
+    @classmethod
+    def bare(cls, roots: Int[Tensor, " batch"]) -> DraftTree:
+        """Nothing guessed: roots alone, as in plain decoding."""
+        return cls(tokens=roots[:, None], parents=torch.full_like(roots, -1)[:, None], depth=0)
+
+    @classmethod
+    def chains(
+        cls, roots: Int[Tensor, " batch"], guesses: Int[Tensor, "batch depth"], q: DraftLaw | None = None
+    ) -> DraftTree:
+        """One chain per sequence; a guess of -1 ends its chain."""
+        batch, depth = guesses.shape
+        alive = (guesses >= 0).long().cumprod(1)
+        guesses = torch.where(alive.bool(), guesses, -1)
+        steps = torch.arange(depth, device=guesses.device).expand(batch, depth)
+        parents = torch.where(alive.bool(), steps, -1)
+        tokens = torch.cat([roots[:, None], guesses], dim=1)
+        return cls(tokens, torch.cat([torch.full_like(roots, -1)[:, None], parents], dim=1), depth=depth, q=q)
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch nodes"]:
+        """True for the root and for guesses, False for padding."""
+        return self.tokens >= 0
+
+    def depths(self) -> Int[Tensor, "batch nodes"]:
+        """Edges between a node and its root; 0 for padding."""
+        up, depth = self.parents, torch.zeros_like(self.parents)
+        for _ in range(self.depth):
+            depth = depth + (up >= 0)
+            up = torch.where(up >= 0, self.parents.gather(1, up.clamp_min(0)), up)
+        return depth
+
+    def paths(self) -> Int[Tensor, "batch nodes path"]:
+        """For each node the nodes from its root down to itself, by depth; -1 beyond its own depth."""
+        batch, nodes = self.parents.shape
+        node = torch.arange(nodes, device=self.parents.device).expand(batch, nodes)
+        upward = [node]
+        for _ in range(self.depth):
+            last = upward[-1]
+            upward.append(torch.where(last >= 0, self.parents.gather(1, last.clamp_min(0)), last))
+        climb = torch.stack(upward, dim=2)  # [batch, nodes, depth+1], from the node up to its root, then -1
+        order = self.depths()[:, :, None] - torch.arange(self.depth + 1, device=node.device)
+        return torch.where(order >= 0, climb.gather(2, order.clamp_min(0)), -1)
+
+    def path_tokens(self) -> Int[Tensor, "batch nodes depth"]:
+        """For each node the tokens from below its root down to itself; -1 beyond its own depth."""
+        batch, nodes = self.tokens.shape
+        below = self.paths()[:, :, 1:].reshape(batch, -1)
+        tokens = torch.where(below >= 0, self.tokens.gather(1, below.clamp_min(0)), -1)
+        return tokens.view(batch, nodes, self.depth)
+
+    def children(self) -> Int[Tensor, "batch nodes width"]:
+        """For each node its children in draw order; -1 where there are fewer."""
+        batch, nodes = self.parents.shape
+        siblings = self.parents[:, :, None] == torch.arange(nodes, device=self.parents.device)  # [batch, child, parent]
+        rank = (siblings.long().cumsum(1) - 1).gather(2, self.parents.clamp_min(0)[:, :, None])[:, :, 0]
+        table = self.parents.new_full((batch, nodes * self.width + 1), -1)
+        slot = torch.where(self.parents >= 0, self.parents * self.width + rank, nodes * self.width)
+        table.scatter_(1, slot, torch.arange(nodes, device=table.device).expand(batch, nodes))
+        return table[:, :-1].view(batch, nodes, self.width)
+
+    def without_law(self) -> DraftTree:
+        """The same guesses, to be judged by `follow`: for trees pruned after their tokens were drawn."""
+        return replace(self, q=None)

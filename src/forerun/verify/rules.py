@@ -1,0 +1,234 @@
+"""The three verification rules: follow, token and block.
+
+Decides which guesses are accepted, and the law of the token that follows them. Pure functions of tensors: the drawn
+tokens, the laws `p` and `q`, and the uniforms come in from outside. Nothing here knows of models, caches, noise keys
+or sampling parameters, nothing synchronises with a device, and every function runs in the dtype of `p`, so that the
+exactness proofs enumerate these very functions in float64 while float32 serves.
+
+Laws are packed: `p` has one row per judged node, and `row[b, i]` says which one is node i's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from forerun.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one round makes final: the accepted path and the token after it.
+
+    `path` holds the accepted nodes from the root down, -1 beyond; `length` counts the accepted guesses (the root
+    is not one); `next_token` is the recovered token after a rejection, the bonus token after a full path.
+    """
+
+    path: Int[Tensor, "batch path"]
+    length: Int[Tensor, " batch"]
+    next_token: Int[Tensor, " batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """An accepted path whose next token is still to be drawn: `node` is where it stops."""
+
+    path: Int[Tensor, "batch path"]
+    length: Int[Tensor, " batch"]
+    node: Int[Tensor, " batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptLaw:
+    """With what probability each node is accepted, and what is drawn where the walk stops.
+
+    `accept[b, i]`, by the token rule: P(node i accepted | its parent accepted, its earlier siblings rejected), and the
+    first failure stops the walk. By the block rule: the success probability of node i's own coin, and the deepest
+    success wins (`last_success`), whatever failed before it. 0 for roots and padding, which no coin accepts.
+    `after[row[b, i]]` is the law of the token that follows if the walk stops at node i.
+    """
+
+    accept: Float[Tensor, "batch nodes"]
+    after: Float[Tensor, "rows vocab"]
+    row: Int[Tensor, "batch nodes"]
+    last_success: bool
+
+
+def follow(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Verdict:
+    """Accept the guesses that the target itself has drawn.
+
+    `drawn[b, i]` is the target's own draw after node i, made without looking at the guesses below i. Lossless for any
+    draft and any way to choose its length, since the output is the target's own sample; no `q` is needed.
+    """
+    match = tree.tokens == drawn.gather(1, tree.parents.clamp_min(0))
+    walked = _descend(tree, match)
+    return Verdict(walked.path, walked.length, drawn.gather(1, walked.node[:, None])[:, 0])
+
+
+def token_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> AcceptLaw:
+    """Judge every guess on its own: speculative sampling, and recursive rejection without replacement on trees.
+
+    A child t is accepted with probability min(1, P(t)/Q(t)); a rejection leaves P = norm([P - Q]+), and Q without t.
+    P starts as `p`, Q as `tree.q`. A child that was not drawn at random (`tree.q.row` -1, or no support left) has the
+    point mass at itself for its Q. Lossless if `tree.q` is the law that was drawn from.
+    Leviathan et al. 2211.17192, Chen et al. 2302.01318; trees: RSD, Jeon et al. 2402.14160.
+    """
+    offers = _offers(tree, p, row)
+    left, q = p, offers.q
+    accept = p.new_zeros(tree.tokens.numel() + 1)
+    for rank in range(tree.width):
+        token = offers.token[:, rank, None]
+        chance, rest = _try(left, q, token, offers.drawn)
+        accept.index_copy_(0, offers.child[:, rank], chance)
+        left = torch.where(token >= 0, rest, left)
+        q = _next_draw(q, token) if rank + 1 < tree.width else q
+    return AcceptLaw(accept[:-1].view_as(tree.parents), left, row, last_success=False)
+
+
+def block_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> AcceptLaw:
+    """Judge a chain as a whole, so that a bad guess may be saved by good ones after it.
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the coin of node i succeeds with
+    S_i / (S_i + 1 - w_i), S_i = sum [w_i p_i - q_i]+, or with w_i at the chain's end; the token after node i is drawn
+    from norm([w_i p_i - q_i]+). Chains only. Never accepts less than `token_law`, and lossless under the same
+    condition. Sun et al. 2403.10444, algorithm 2.
+    """
+    assert tree.width == 1, f"block verification judges chains, not a tree of width {tree.width}"
+    offers = _offers(tree, p, row)
+    token = offers.token
+    px, qx = _at(p, token), _at(offers.q, token)
+    point = ~offers.drawn | (qx <= 0)
+    weight = _weights(tree, offers, px, torch.where(point, 1.0, qx))
+    w = _pack(weight, tree, row, len(p))[:, None]
+    scaled = w * p
+    left = torch.where(point, _without(scaled, token), (scaled - offers.q).clamp_min(0))
+    mass = _total(left)
+    enough = mass + 1 - w
+    success = torch.where(enough > 0, mass / torch.where(enough > 0, enough, 1.0), 1.0)
+    success = torch.where(token >= 0, success, w)
+    after = torch.where(token >= 0, _normalised(left, mass, p), p)
+    accept = torch.where(tree.parents >= 0, success[:, 0][row.clamp_min(0)], 0.0)
+    return AcceptLaw(accept, after, row, last_success=True)
+
+
+def walk(tree: DraftTree, law: AcceptLaw, uniform: Float[Tensor, "batch nodes"]) -> Walk:
+    """Toss every node's coin and go down as far as the rule allows.
+
+    `uniform` lies in [0, 1): a chance of 0 is never taken, a chance of 1 always. Siblings are tried in draw order.
+    """
+    success = (uniform < law.accept) & (tree.parents >= 0)
+    if law.last_success:  # on a chain an accepted node accepts all nodes before it
+        success = success.flip(1).long().cumsum(1).flip(1) > 0
+    return _descend(tree, success)
+
+
+def _descend(tree: DraftTree, chosen: Bool[Tensor, "batch nodes"]) -> Walk:
+    """From each root down along the first chosen child."""
+    batch, nodes = tree.parents.shape
+    node = torch.arange(nodes, device=tree.parents.device).expand(batch, nodes)
+    below = node.new_full((batch, nodes + 1), nodes)  # column `nodes` stands for "no further"
+    above = torch.where(chosen & (tree.parents >= 0), tree.parents, nodes)
+    below.scatter_reduce_(1, above, node, "amin")
+    below[:, nodes] = nodes
+    reached = [node.new_zeros(batch, 1)]
+    for _ in range(tree.depth):
+        reached.append(below.gather(1, reached[-1]))
+    path = torch.cat(reached, dim=1)
+    length = (path < nodes).sum(1) - 1
+    stop = path.gather(1, length[:, None])[:, 0]
+    return Walk(torch.where(path < nodes, path, -1), length, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offers:
+    """What each packed row offers: its children, by draw order, and the law they were drawn from."""
+
+    child: Int[Tensor, "rows width"]  # index into the flattened nodes; one past the end where there are fewer
+    token: Int[Tensor, "rows width"]  # -1 where there are fewer
+    q: Float[Tensor, "rows vocab"]
+    drawn: Bool[Tensor, "rows 1"]  # False: chosen without chance
+
+
+def _offers(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> _Offers:
+    batch, nodes = tree.parents.shape
+    rows, vocab = p.shape
+    first = torch.arange(batch, device=row.device)[:, None, None] * nodes
+    children = tree.children()
+    child = _pack(torch.where(children >= 0, children + first, -1), tree, row, rows)
+    token = torch.where(child >= 0, tree.tokens.flatten()[child.clamp_min(0)], -1)
+    child = torch.where(child >= 0, child, batch * nodes)
+    if tree.q is None or len(tree.q.probs) == 0:
+        return _Offers(child, token, torch.zeros_like(p), torch.zeros_like(child[:, :1], dtype=torch.bool))
+    source = _pack(tree.q.row, tree, row, rows)
+    q = tree.q.dense(vocab).to(p.dtype)[source.clamp_min(0)]
+    return _Offers(child, token, q, source[:, None] >= 0)
+
+
+def _pack(values: Tensor, tree: DraftTree, row: Int[Tensor, "batch nodes"], rows: int) -> Tensor:
+    """Values of nodes [batch, nodes, ...] moved to their packed rows [rows, ...]; -1 in rows without a node."""
+    home = torch.where(tree.valid, row, rows).flatten()
+    packed = values.new_full((rows + 1, *values.shape[2:]), -1)
+    return packed.index_copy_(0, home, values.flatten(0, 1))[:rows]
+
+
+def _try(
+    p: Float[Tensor, "rows vocab"],
+    q: Float[Tensor, "rows vocab"],
+    token: Int[Tensor, "rows 1"],
+    drawn: Bool[Tensor, "rows 1"],
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
+    """P(token accepted), and the law left once it is rejected."""
+    px, qx = _at(p, token), _at(q, token)
+    point = ~drawn | (qx <= 0)
+    chance = (px / torch.where(point, 1.0, qx)).clamp_max(1)
+    left = torch.where(point, _without(p, token), (p - q).clamp_min(0))
+    return chance[:, 0], _normalised(left, _total(left), p)
+
+
+def _weights(
+    tree: DraftTree, offers: _Offers, px: Float[Tensor, "rows 1"], qx: Float[Tensor, "rows 1"]
+) -> Float[Tensor, "batch nodes"]:
+    """The block rule's w of every node; min is taken at each step, not of the joint ratio."""
+    child, empty = offers.child[:, 0], px.new_ones(tree.parents.numel() + 1)
+    own_p = empty.index_copy(0, child, px[:, 0])[:-1].view_as(tree.parents)  # p of node i's own token
+    own_q = empty.index_copy(0, child, qx[:, 0])[:-1].view_as(tree.parents)
+    weight = torch.ones_like(own_p)
+    for _ in range(tree.depth):
+        above = weight.gather(1, tree.parents.clamp_min(0))
+        weight = torch.where(tree.parents >= 0, _carry(above * own_p, own_q), 1.0)
+    return weight
+
+
+def _carry(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return (numerator / denominator).clamp_max(1)
+
+
+def _at(law: Float[Tensor, "rows vocab"], token: Int[Tensor, "rows 1"]) -> Float[Tensor, "rows 1"]:
+    return law.gather(1, token.clamp_min(0))
+
+
+def _without(law: Float[Tensor, "rows vocab"], token: Int[Tensor, "rows 1"]) -> Float[Tensor, "rows vocab"]:
+    """The law with the token struck out; not normalised."""
+    return law.scatter(1, token.clamp_min(0), torch.where(token >= 0, 0.0, _at(law, token)).to(law.dtype))
+
+
+def _next_draw(q: Float[Tensor, "rows vocab"], token: Int[Tensor, "rows 1"]) -> Float[Tensor, "rows vocab"]:
+    """The law of the next sibling, drawn without replacement; all zero where no support is left."""
+    rest = _without(q, token)
+    return _normalised(rest, _total(rest), rest)
+
+
+def _total(left: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
+    # A running sum gives each row the same bits whatever rows stand beside it; torch.sum does not.
+    return left.cumsum(1)[:, -1:]
+
+
+def _normalised(
+    left: Float[Tensor, "rows vocab"], mass: Float[Tensor, "rows 1"], fallback: Float[Tensor, "rows vocab"]
+) -> Float[Tensor, "rows vocab"]:
+    """`left` as a law; the fallback where float error has emptied it, which happens only where nothing is rejected."""
+    full = mass > 0
+    return torch.where(full, left / torch.where(full, mass, 1.0), fallback)

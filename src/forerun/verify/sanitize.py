@@ -1,0 +1,157 @@
+"""sanitize: makes any draft, however hostile, a tree that cannot harm the round.
+
+Decides which guesses stay and whether the declared `q` is still believed. It knows nothing of drafters: whatever they
+hand over, no later step meets a bad index, a NaN or a tree beyond its limits. Nothing synchronises with a device.
+
+Where `q` is no longer believed, `q.row` is set to -1 in the whole sequence: every child then has the point mass at
+itself for its law, and the rules are lossless for each draft taken as fixed, hence for any way in which it came about
+(`follow`, in law). Kept and dropped guesses must not differ in whether their q is believed by their own value, so:
+
+- cut by depth, by width, or (chains) by number: the limit was known before the drawing; `q` stays.
+- cut by number in a tree: which siblings are late may depend on what they are; `q` goes.
+- a token out of range, a repeated sibling, a bad parent, a wrong root: under an honest `q` none of these can happen,
+  so what was declared is not what was drawn; `q` goes.
+- `q` with NaN, negative or not normalised rows, or rows that do not exist: `q` goes.
+
+A false `q` that looks like a law cannot be noticed here, nor anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from forerun.tree import DraftLaw, DraftTree
+
+MASS_TOLERANCE = 1e-3  # float32 sums over 150 000 tokens stay well inside
+
+
+class Limit(Protocol):
+    """What one sequence may be offered: `draft.base.Budget` is one."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def nodes(self) -> int: ...
+
+
+def sanitize(tree: DraftTree, roots: Int[Tensor, " batch"], limits: Sequence[Limit], vocab: int) -> DraftTree:
+    """The harmless part of a draft: all invariants of DraftTree hold, and each sequence is within its limit.
+
+    A guess that cannot stay becomes padding, together with all below it; the others keep their node indices. Columns
+    beyond the largest limit are cut off. Declared depth and width are held to, not trusted: what exceeds them goes.
+    Tensors of the wrong kind, shape or batch leave the roots alone. A clean draft comes back with the same values.
+    """
+    assert len(limits) == len(roots), f"{len(limits)} limits for {len(roots)} sequences"
+    if not _well_formed(tree, roots):
+        return DraftTree.bare(roots)
+    bounds = [(limit.depth, limit.width, limit.nodes if limit.depth > 0 else 0) for limit in limits]
+    deepest, widest, most = (max(column) for column in zip(*bounds, strict=True))
+    columns = min(1 + most, tree.tokens.shape[1])
+    depth, width = min(tree.depth, deepest, columns - 1), max(1, min(tree.width, widest, columns - 1))
+    if depth <= 0:
+        return DraftTree.bare(roots)
+    tokens = torch.cat([roots[:, None], tree.tokens[:, 1:columns]], dim=1)
+    parents = tree.parents[:, :columns]
+    sound = _sound(tokens, parents, vocab)
+    keep, late = _within(sound, parents, torch.tensor(bounds, device=tokens.device), depth, width)
+    doubted = (tree.tokens[:, 0] != roots) | (~sound & ((tokens != -1) | (parents != -1)))[:, 1:].any(1)
+    if width > 1:
+        doubted = doubted | late.any(1) | (tree.tokens[:, columns:] >= 0).any(1)
+    tokens = torch.where(keep, tokens, -1)
+    parents = torch.where(keep & sound, parents, -1)
+    q = None if tree.q is None else _believed(tree.q, parents, doubted, vocab)
+    return DraftTree(tokens, parents, depth, width, q)
+
+
+def _well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:
+    """Two integer matrices of one shape, a row per sequence and a root in each. Host knowledge only."""
+    tokens, parents = tree.tokens, tree.parents
+    kinds = tokens.dtype == parents.dtype == roots.dtype
+    places = tokens.device == parents.device == roots.device
+    shapes = tokens.ndim == 2 and tokens.shape == parents.shape and tokens.shape[0] == roots.shape[0]
+    return kinds and places and shapes and tokens.shape[1] > 0
+
+
+def _sound(
+    tokens: Int[Tensor, "batch nodes"], parents: Int[Tensor, "batch nodes"], vocab: int
+) -> Bool[Tensor, "batch nodes"]:
+    """Guesses with nothing wrong of their own: a token in range, a parent that is earlier and no padding, no twin."""
+    node = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    sound = (tokens >= 0) & (tokens < vocab) & (parents >= 0) & (parents < node)
+    above = torch.where(sound, parents, 0)
+    sound &= (above == 0) | (tokens.gather(1, above) >= 0)
+    return sound & (_num_equal_before(torch.where(sound, above * vocab + tokens, -1 - node)) == 0)
+
+
+def _within(
+    sound: Bool[Tensor, "batch nodes"],
+    parents: Int[Tensor, "batch nodes"],
+    bounds: Int[Tensor, "batch 3"],
+    depth: int,
+    width: int,
+) -> tuple[Bool[Tensor, "batch nodes"], Bool[Tensor, "batch nodes"]]:
+    """(what stays, root included; what would but for the number of nodes)."""
+    node = torch.arange(sound.shape[1], device=sound.device).expand_as(sound)
+    deepest, widest, most = bounds.unbind(1)
+    rank = _num_equal_before(torch.where(sound, parents, -1 - node))
+    above = torch.where(sound & (rank < widest.clamp_max(width)[:, None]), parents, node)  # the rest never climbs
+    at, level = node, torch.zeros_like(node)
+    for _ in range(depth):
+        level = level + (at > 0)
+        at = above.gather(1, at)
+    keep = (at == 0) & (level <= deepest[:, None])
+    late = keep & (keep.long().cumsum(1) > 1 + most[:, None])
+    return keep & ~late, late
+
+
+def _num_equal_before(keys: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch nodes"]:
+    """How many earlier entries of the row have the same key."""
+    ordered, order = keys.sort(dim=1, stable=True)
+    place = torch.arange(keys.shape[1], device=keys.device).expand_as(keys)
+    new = torch.ones_like(keys, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    first = torch.where(new, place, 0).cummax(1).values
+    return torch.empty_like(keys).scatter_(1, order, place - first)
+
+
+def _believed(
+    q: DraftLaw, parents: Int[Tensor, "batch nodes"], doubted: Bool[Tensor, " batch"], vocab: int
+) -> DraftLaw | None:
+    """The declared law, taken back where it cannot be the one that was drawn from; None if it is no law at all."""
+    columns = parents.shape[1]
+    if not _well_formed_law(q, parents, vocab):
+        return None
+    num_rows, ids, row = len(q.probs), q.ids, q.row[:, :columns]
+    mass = q.probs.sum(1)  # NaN and infinity pass on to the sum
+    good = (q.probs >= 0).all(1) & ((mass - 1).abs() <= MASS_TOLERANCE)
+    if ids is not None:
+        ordered = ids.sort(1).values
+        good &= ((ids >= 0) & (ids < vocab)).all(1) & (ordered[:, 1:] != ordered[:, :-1]).all(1)
+        ids = ids.clamp(0, vocab - 1)
+    parent = torch.zeros(len(parents), columns + 1, dtype=torch.bool, device=parents.device)
+    parent.scatter_(1, torch.where(parents >= 0, parents, columns), True)
+    known = (row >= -1) & (row < num_rows)
+    wrong = ~known | ((row >= 0) & ~good[row.clamp(0, num_rows - 1)])
+    doubted = doubted | (wrong & parent[:, :columns]).any(1)
+    return DraftLaw(torch.where(doubted[:, None] | ~known, -1, row), q.probs, ids)
+
+
+def _well_formed_law(q: DraftLaw, parents: Int[Tensor, "batch nodes"], vocab: int) -> bool:
+    """Shapes and kinds that `DraftLaw.dense` can read. Host knowledge only."""
+    row, probs, ids = q.row, q.probs, q.ids
+    rows_fit = row.ndim == 2 and row.shape[0] == parents.shape[0] and row.shape[1] >= parents.shape[1]
+    probs_fit = probs.ndim == 2 and probs.is_floating_point() and probs.shape[0] > 0
+    if not (rows_fit and probs_fit and row.dtype == parents.dtype and row.device == probs.device == parents.device):
+        return False
+    if ids is None:
+        return probs.shape[1] == vocab
+    return ids.shape == probs.shape and ids.dtype == parents.dtype and ids.device == probs.device

@@ -1,0 +1,215 @@
+"""A run ends exactly where the same tokens, one at a time, end; and where a search of the whole decoded text says."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from forerun.accept.stop import Piece, StopChecker
+from forerun.errors import InvalidRequest
+from forerun.sampling.params import SamplingParams
+from forerun.text import Tokenizer
+
+STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories260k")
+EOS = 2
+
+
+def letters() -> Tokenizer:
+    """Few letters, so that stop strings are met often: a b c, two- and three-letter tokens, halves of "é", <s>."""
+    words = ["<s>", "a", "b", "c", "ab", "ba", "abc", "aab", "Ã", "©", "<e>"]  # "Ã", "©": the two bytes of "é"
+    backend = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend)
+
+
+LETTERS = letters()
+LETTER_EOS = 0  # <s> is special; <e>, the last, is not
+STOPS = st.lists(st.text("abcé", min_size=1, max_size=5), max_size=3)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """All that is seen of a sequence from outside."""
+
+    num_tokens: int
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+def play(checker: StopChecker, runs: Iterator[Sequence[int]]) -> tuple[Ending, list[Piece]]:
+    pieces: list[Piece] = []
+    kept = 0
+    for run in runs:
+        stop = checker.push(run)
+        pieces += stop.pieces
+        kept += stop.num_kept
+        assert stop.finish_reason is not None or stop.num_kept == len(run)
+        if stop.finish_reason is not None:
+            break
+    assert kept == checker.num_tokens
+    text = "".join(piece.text for piece in pieces)
+    return Ending(kept, text, stop.finish_reason, stop.stop_reason), pieces
+
+
+def oracle(ids: Sequence[int], params: SamplingParams, eos: int, limit: int, tokenizer: Tokenizer) -> Ending:
+    """By the definition, from scratch for every number of tokens: decode all, search all."""
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else (eos,))}
+
+    def decoded(count: int) -> str:
+        shown = ids[:count]
+        if count and ids[count - 1] in ends & tokenizer.special_ids and count > params.min_tokens:
+            shown = shown[:-1]
+        return tokenizer.decode(list(shown), params.skip_special_tokens)
+
+    for count in range(1, min(limit, len(ids)) + 1):
+        text = decoded(count)
+        early = len(decoded(params.min_tokens).rstrip("\ufffd")) if params.min_tokens < count else len(text)
+        found = [
+            (at + len(stop), at, stop)
+            for stop in params.stop
+            for at in range(len(text))
+            if text.startswith(stop, at) and at + len(stop) > early
+        ]
+        if found:
+            end, start, stop = min(found)
+            text = text[: end if params.include_stop_str_in_output else start]
+            return Ending(count, text, "stop", stop)
+        if ids[count - 1] in ends and count > params.min_tokens:
+            return Ending(count, text, "stop", ids[count - 1])
+    return Ending(limit, decoded(limit), "length", None)
+
+
+@given(data=st.data())
+@settings(max_examples=600, deadline=None)
+def test_any_runs_end_where_the_definition_says(data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=14))
+    max_tokens = data.draw(st.integers(1, len(ids)))
+    params = SamplingParams(
+        stop=data.draw(STOPS),
+        stop_token_ids=data.draw(st.sampled_from([(), (10,), (3, 10), (0,)])),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        ignore_eos=data.draw(st.booleans()),
+        min_tokens=data.draw(st.integers(0, max_tokens)),
+        max_tokens=max_tokens,
+        skip_special_tokens=data.draw(st.booleans()),
+    )
+    limit = data.draw(st.integers(max_tokens, 20))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(ids)))) | {0, len(ids)})
+    runs = [ids[a:b] for a, b in itertools.pairwise(cuts)]
+    expected = oracle(ids, params, LETTER_EOS, max_tokens, LETTERS)
+    in_runs, pieces = play(StopChecker(params, [LETTER_EOS], LETTERS, limit), iter(runs))
+    one_by_one, single = play(StopChecker(params, [LETTER_EOS], LETTERS, limit), iter([[i] for i in ids]))
+    assert in_runs == expected
+    assert one_by_one == expected
+    assert pieces == single
+    assert all(piece.text for piece in pieces)
+    ordinals = [piece.ordinal for piece in pieces]
+    assert ordinals == sorted(ordinals)
+
+
+BYTES = st.sampled_from([3 + byte for byte in "\n é€".encode()])
+
+
+@given(ids=st.lists(BYTES | st.sampled_from([1, 410, 403, 429, 448]) | st.just(3 + 0xFF), min_size=1, max_size=12))
+@example(ids=[3 + 10, 3 + 0xFF, 403])
+@settings(max_examples=300, deadline=None)
+def test_byte_tokens_end_a_text_as_soon_as_the_whole_would_hold_the_stop_string(ids: list[int]) -> None:
+    """The run's text may still turn into U+FFFD by what follows, but ending there it is the text."""
+    params = SamplingParams(stop=["\n", "é\u20ac", "  "], max_tokens=len(ids))
+    ending, _ = play(StopChecker(params, [EOS], STORIES, 99), iter([ids]))
+    for count in range(1, len(ids) + 1):
+        text = STORIES.decode(ids[:count])
+        hits = [(text.find(s) + len(s), text.find(s), s) for s in ("\n", "é\u20ac", "  ") if s in text]
+        if hits:
+            assert ending == Ending(count, text[: min(hits)[1]], "stop", min(hits)[2])
+            return
+    assert ending == Ending(len(ids), STORIES.decode(ids), "length", None)
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back_and_then_released() -> None:
+    checker = StopChecker(SamplingParams(stop="abcab", max_tokens=50), [], LETTERS, 50)
+    a, b, c, abc = 1, 2, 3, 6
+    assert checker.push([a, b]).pieces == ()
+    assert checker.push([c]).pieces == ()
+    stop = checker.push([c])
+    assert stop.pieces == (Piece("a", 0), Piece("b", 1), Piece("c", 2), Piece("c", 3))
+    stop = checker.push([c, abc, abc])  # completed in the middle of the third token
+    assert (stop.num_kept, stop.finish_reason, stop.stop_reason) == (3, "stop", "abcab")
+    assert stop.pieces == (Piece("c", 4),)
+
+
+def test_a_stop_string_spans_runs_and_tokens() -> None:
+    """Accepted in one round, completed by the bonus token of a later one."""
+    for include, shown in ((False, "c"), (True, "caab")):
+        params = SamplingParams(stop=["aab"], include_stop_str_in_output=include)
+        checker = StopChecker(params, [], LETTERS, 50)
+        pieces = [*checker.push([3, 1]).pieces, *checker.push([1]).pieces]
+        assert "".join(piece.text for piece in pieces) == "c"
+        stop = checker.push([2, 3])
+        assert (stop.num_kept, stop.stop_reason) == (1, "aab")
+        assert "".join(piece.text for piece in [*pieces, *stop.pieces]) == shown
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_eos_at_any_place_of_a_run_ends_it(at: int) -> None:
+    run = [403, 407, 261, 378]
+    run[at] = EOS
+    stop = StopChecker(SamplingParams(), [EOS, 500], STORIES, 99).push(run)
+    assert (stop.num_kept, stop.finish_reason, stop.stop_reason) == (at + 1, "stop", EOS)
+    assert "".join(piece.text for piece in stop.pieces) == STORIES.decode(run[:at])
+
+
+def test_eos_at_the_limit_is_a_stop_and_anything_else_a_length() -> None:
+    assert StopChecker(SamplingParams(max_tokens=2), [EOS], STORIES, 99).push([403, EOS]).finish_reason == "stop"
+    assert StopChecker(SamplingParams(max_tokens=2), [EOS], STORIES, 99).push([403, 407, EOS]).num_kept == 2
+    stop = StopChecker(SamplingParams(max_tokens=99), [EOS], STORIES, 2).push([403, 407, EOS])
+    assert (stop.num_kept, stop.finish_reason, stop.stop_reason) == (2, "length", None)
+    stop = StopChecker(SamplingParams(max_tokens=None), [EOS], STORIES, 3).push([403, 407, EOS])
+    assert (stop.num_kept, stop.finish_reason) == (3, "stop")
+
+
+def test_special_end_tokens_are_kept_as_ids_and_never_shown() -> None:
+    for skip in (True, False):
+        params = SamplingParams(skip_special_tokens=skip, stop_token_ids=[378])
+        assert StopChecker(params, [EOS], STORIES, 9).push([403, EOS]).pieces == (Piece("Once", 0),)
+        stop = StopChecker(params, [EOS], STORIES, 9).push([403, 378])  # an ordinary word as the stop id
+        assert stop.stop_reason == 378
+        assert "".join(piece.text for piece in stop.pieces) == "Once time"
+    params = SamplingParams(skip_special_tokens=False, ignore_eos=True)
+    stop = StopChecker(params, [EOS], STORIES, 9).push([403, EOS])
+    assert (stop.num_kept, stop.finish_reason) == (2, None)
+    assert "".join(piece.text for piece in stop.pieces) == " Once</s>".lstrip()
+
+
+def test_text_goes_on_from_the_prompt() -> None:
+    """A leading space belongs to the text where words precede it, and not at the start of all text."""
+    assert StopChecker(SamplingParams(), [EOS], STORIES, 9, prompt=[1]).push([407]).pieces[0].text == "upon"
+    assert StopChecker(SamplingParams(), [EOS], STORIES, 9, prompt=[1, 403]).push([407]).pieces[0].text == " upon"
+
+
+def test_without_a_tokenizer_ids_and_limits_still_end_a_sequence() -> None:
+    stop = StopChecker(SamplingParams(stop_token_ids=[7]), [EOS], None, 99).push([5, 6, 7, 8])
+    assert (stop.num_kept, stop.stop_reason, stop.pieces) == (3, 7, ())
+    checker = StopChecker(SamplingParams(min_tokens=2, max_tokens=5), [EOS], None, 4)
+    assert checker.push([EOS, EOS]).finish_reason is None
+    assert checker.remaining == 2
+    assert checker.push([5, 5]).finish_reason == "length"
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        StopChecker(SamplingParams(stop="x"), [EOS], None, 99)
+
+
+def test_an_ended_sequence_takes_no_more() -> None:
+    checker = StopChecker(SamplingParams(), [EOS], STORIES, 99)
+    assert checker.push([]).num_kept == 0
+    checker.push([EOS])
+    with pytest.raises(AssertionError, match="has ended"):
+        checker.push([403])

@@ -1,0 +1,192 @@
+"""Blocks hand out contiguous runs, never lose a block's contents, and refuse only what cannot fit."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.cache.blocks import Blocks, Move, OutOfBlocks
+
+NUM_BLOCKS = 16
+ROWS = st.integers(0, 5)
+GROW = st.tuples(st.just("grow"), st.dictionaries(ROWS, st.integers(1, 6), min_size=1, max_size=3))
+SHRINK = st.tuples(st.just("shrink"), st.tuples(ROWS, st.integers(0, 5)))
+FREE = st.tuples(st.just("free"), ROWS)
+
+
+class Memory:
+    """Blocks with labels in them, moved about as Blocks says."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = Blocks(num_blocks, block_size=4)
+        self.labels = [0] * num_blocks
+        self.written = 0
+        self.rows: dict[int, list[int]] = {}  # what each row should hold
+
+    def grow(self, wanted: dict[int, int]) -> list[Move]:
+        moves = self.blocks.grow(wanted)
+        for piece in [piece for move in moves for piece in move.pieces()]:
+            assert abs(piece.source - piece.target) >= piece.count > 0, f"{piece} overlaps itself"
+            for i in range(piece.count):
+                self.labels[piece.target + i] = self.labels[piece.source + i]
+        for row, count in wanted.items():
+            held = self.rows.setdefault(row, [])
+            while len(held) < count:
+                self.written += 1
+                self.labels[self.blocks.run(row).start + len(held)] = self.written
+                held.append(self.written)
+        return moves
+
+    def shrink(self, row: int, count: int) -> None:
+        self.blocks.shrink(row, count)
+        self.rows[row] = self.rows[row][:count]
+
+    def check(self) -> None:
+        self.blocks.check()
+        for row, held in self.rows.items():
+            run = self.blocks.run(row)
+            assert run.count == len(held)
+            assert self.labels[run.start : run.end] == held
+            assert (row in self.blocks) == bool(held)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(GROW, GROW, SHRINK, FREE), max_size=30))
+def test_contents_survive_any_history(history):
+    memory = Memory(NUM_BLOCKS)
+    for kind, what in history:
+        if kind == "grow":
+            asked = sum(max(0, count - len(memory.rows.get(row, []))) for row, count in what.items())
+            before = {row: memory.blocks.run(row) for row in range(6)}
+            free = memory.blocks.num_free
+            if asked > free:
+                with pytest.raises(OutOfBlocks) as refused:
+                    memory.grow(what)
+                assert (refused.value.num_asked, refused.value.num_free) == (asked, free)
+                assert before == {row: memory.blocks.run(row) for row in range(6)}
+            else:
+                memory.grow(what)
+                assert memory.blocks.num_free == free - asked
+        elif kind == "shrink":
+            row, count = what
+            if row in memory.rows:
+                memory.shrink(row, min(count, len(memory.rows[row])))
+        else:
+            memory.blocks.free(what)
+            memory.rows[what] = []
+        memory.check()
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(1, 20))
+def test_pieces_of_a_move_equal_the_move(source, target, count):
+    if source == target:
+        target += 1
+    labels = list(range(60))
+    expected = labels.copy()
+    expected[target : target + count] = labels[source : source + count]
+    for piece in Move(source, target, count).pieces():
+        labels[piece.target : piece.target + piece.count] = labels[piece.source : piece.source + piece.count]
+    assert labels == expected
+
+
+def test_a_run_with_room_behind_it_grows_in_place():
+    memory = Memory(16)
+    memory.grow({1: 2})
+    assert memory.grow({1: 16}) == []
+    memory.check()
+
+
+def test_new_runs_leave_room_to_those_before_them():
+    memory = Memory(64)
+    for row in range(4):
+        memory.grow({row: 1})
+    assert memory.grow(dict.fromkeys(range(4), 12)) == []  # of 16 that an even division would give
+
+
+def test_a_run_that_is_hemmed_in_moves_to_a_gap_once():
+    memory = Memory(16)
+    memory.grow({1: 4, 2: 4, 3: 8})
+    memory.blocks.free(3)
+    del memory.rows[3]
+    hemmed, free = sorted((1, 2), key=lambda row: memory.blocks.run(row).start)
+    assert memory.blocks.run(hemmed).end == memory.blocks.run(free).start
+    assert [move.count for move in memory.grow({hemmed: 6})] == [4]
+    memory.check()
+
+
+def test_a_run_slides_into_the_gap_before_it_and_leaves_the_others_alone():
+    memory = Memory(12)
+    memory.grow({1: 4, 2: 4, 3: 4})
+    memory.blocks.free(1)
+    del memory.rows[1]
+    assert memory.grow({2: 6}) == [Move(4, 0, 4)]
+    memory.check()
+
+
+def fragmented() -> Memory:
+    """Six runs of 2 in 16 blocks, of which every second is freed: 10 free, in gaps of 2 and at the end."""
+    memory = Memory(16)
+    memory.grow(dict.fromkeys(range(8), 2))
+    for row in (0, 2, 5, 7):
+        memory.blocks.free(row)
+        del memory.rows[row]
+    return memory
+
+
+def test_scattered_free_blocks_are_brought_together():
+    memory = fragmented()
+    moves = memory.grow({9: 8})
+    assert {move.target < move.source for move in moves} == {True}
+    memory.check()
+    assert memory.blocks.num_free == 0
+
+
+def test_runs_are_respaced_to_both_sides():
+    memory = fragmented()
+    order = sorted(memory.rows, key=lambda row: memory.blocks.run(row).start)
+    moves = memory.grow({order[1]: 9})
+    assert {move.target < move.source for move in moves} == {True, False}
+    memory.check()
+
+
+def test_several_rows_grow_at_once_or_not_at_all():
+    memory = fragmented()
+    order = sorted(memory.rows, key=lambda row: memory.blocks.run(row).start)
+    before = [memory.blocks.run(row) for row in order]
+    with pytest.raises(OutOfBlocks, match="9 more blocks asked for, 8 free"):
+        memory.grow({order[0]: 5, order[2]: 6, 9: 2})
+    assert before == [memory.blocks.run(row) for row in order]
+    memory.grow({order[0]: 5, order[2]: 5, 9: 2})
+    memory.check()
+
+
+def test_rows_that_grow_unevenly_are_seldom_moved():
+    """Rows grow a block at a time, some four times as fast as others, until memory is full to the last block.
+
+    A handful of blocks moved per block written is nothing: attention reads the row's blocks once per token.
+    """
+    rng = random.Random(1)
+    memory = Memory(256)
+    moved = 0
+    while memory.blocks.num_free:
+        row = rng.choices(range(8), weights=[1, 1, 2, 2, 3, 3, 4, 4])[0]
+        moved += sum(move.count for move in memory.grow({row: memory.blocks.run(row).count + 1}))
+    memory.check()
+    assert 0 < moved <= 6 * 256
+
+
+def test_the_same_history_gives_the_same_places():
+    def places():
+        memory = fragmented()
+        memory.grow({9: 3, 10: 2})
+        return [memory.blocks.run(row) for row in range(11)]
+
+    assert places() == places()
+
+
+def test_a_lost_block_is_noticed():
+    memory = fragmented()
+    memory.blocks.num_free += 1
+    with pytest.raises(AssertionError, match="9 free"):
+        memory.blocks.check()

@@ -1,0 +1,289 @@
+"""The cache against a plain-Python oracle: every committed token is where `start` and `length` say, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from forerun.cache.blocks import OutOfBlocks
+from forerun.cache.paged import PagedCache
+
+LAYERS, KV_HEADS, HEAD_DIM, BLOCK, KEY_PAD = 2, 2, 3, 4, 8
+IDS = st.integers(0, 5)
+
+
+def make_cache(num_tokens: int) -> PagedCache:
+    return PagedCache(
+        layers=LAYERS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_tokens=num_tokens,
+        dtype=torch.float64,
+        block_size=BLOCK,
+        key_pad=KEY_PAD,
+    )
+
+
+def marks(tokens: list[int]) -> torch.Tensor:
+    """Recognisable numbers [layers, kv_heads, tokens, head_dim]: another one for every element of every token."""
+    element = torch.arange(LAYERS * KV_HEADS * HEAD_DIM, dtype=torch.float64).view(LAYERS, KV_HEADS, 1, HEAD_DIM)
+    return torch.tensor(tokens, dtype=torch.float64)[:, None] * 100 + element
+
+
+class Oracle:
+    """A cache, and per row the plain lists of what it should hold."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.cache = make_cache(num_tokens)
+        self.committed: dict[int, list[int]] = {}
+        self.tails: dict[int, list[int]] = {}
+        self.written = 0
+
+    def reserve(self, counts: dict[int, int]) -> None:
+        """Reserve and write a fresh number into every new slot."""
+        begins = self.cache.reserve(list(counts), list(counts.values()))
+        for (seq_id, count), begin in zip(counts.items(), begins, strict=True):
+            self.committed.setdefault(seq_id, [])
+            tail = self.tails.setdefault(seq_id, [])
+            assert begin == len(tail)
+            tokens = list(range(self.written + 1, self.written + 1 + count))
+            self.written += count
+            first = self.cache.start(seq_id) + self.cache.length(seq_id) + begin
+            self.cache.keys[:, :, first : first + count] = marks(tokens)
+            self.cache.values[:, :, first : first + count] = -marks(tokens)
+            tail += tokens
+
+    def keep(self, paths: dict[int, list[int]]) -> None:
+        rows = [node for path in paths.values() for node in path]
+        offsets = [0]
+        for path in paths.values():
+            offsets.append(offsets[-1] + len(path))
+        self.cache.keep(list(paths), rows, offsets)
+        for seq_id, path in paths.items():
+            self.committed[seq_id] += [self.tails[seq_id][node] for node in path]
+            self.tails[seq_id] = []
+
+    def blocks_used(self, more: dict[int, int]) -> int:
+        """Blocks needed if `more` tokens were reserved."""
+        rows = self.committed.keys() | more.keys()
+        sizes = (len(self.committed.get(r, [])) + len(self.tails.get(r, [])) + more.get(r, 0) for r in rows)
+        return sum(-(-size // BLOCK) for size in sizes)
+
+    def check(self) -> None:
+        cache = self.cache
+        cache.check()
+        assert cache.num_rows == len(self.committed)
+        assert cache.num_free_tokens == (cache.blocks.num_blocks - self.blocks_used({})) * BLOCK
+        for seq_id, committed in self.committed.items():
+            assert seq_id in cache
+            tokens = committed + self.tails[seq_id]
+            assert (cache.length(seq_id), cache.tail(seq_id)) == (len(committed), len(self.tails[seq_id]))
+            start = cache.start(seq_id)
+            view = slice(start, start + len(tokens))
+            assert torch.equal(cache.keys[:, :, view], marks(tokens))
+            assert torch.equal(cache.values[:, :, view], -marks(tokens))
+            padded = -(-len(tokens) // KEY_PAD) * KEY_PAD
+            assert cache.keys[:, :, start : start + padded].shape[2] == padded
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Any interleaving of calls, rows of all lengths, in a cache that is nearly always too small."""
+
+    @initialize(num_tokens=st.integers(1, 60))
+    def build(self, num_tokens):
+        self.oracle = Oracle(num_tokens)
+
+    @rule(counts=st.dictionaries(IDS, st.integers(0, 13), min_size=1, max_size=4))
+    def reserve(self, counts):
+        cache = self.oracle.cache
+        fits = self.oracle.blocks_used(counts) <= cache.blocks.num_blocks
+        assert cache.can_reserve(list(counts), list(counts.values())) == fits
+        if fits:
+            self.oracle.reserve(counts)
+            return
+        before = cache.keys.clone(), cache.values.clone(), [cache.start(s) for s in self.oracle.committed]
+        with pytest.raises(OutOfBlocks):
+            self.oracle.reserve(counts)
+        assert torch.equal(before[0], cache.keys)
+        assert torch.equal(before[1], cache.values)
+        assert before[2] == [cache.start(s) for s in self.oracle.committed]
+
+    @precondition(lambda self: self.oracle.committed)
+    @rule(data=st.data(), share=st.sampled_from(["some", "none", "all"]))
+    def keep(self, data, share):
+        chosen = data.draw(st.sets(st.sampled_from(sorted(self.oracle.committed)), min_size=1))
+        paths = {}
+        for seq_id in sorted(chosen):
+            nodes = list(range(len(self.oracle.tails[seq_id])))
+            if share == "some":
+                nodes = data.draw(st.permutations(nodes))[: data.draw(st.integers(0, len(nodes)))]
+            paths[seq_id] = [] if share == "none" else nodes
+        self.oracle.keep(paths)
+
+    @rule(seq_ids=st.sets(IDS))
+    def drop(self, seq_ids):
+        self.oracle.cache.drop(sorted(seq_ids))
+        self.oracle.tails |= {s: [] for s in seq_ids if s in self.oracle.tails}
+
+    @precondition(lambda self: self.oracle.committed)
+    @rule(data=st.data())
+    def truncate(self, data):
+        seq_id = data.draw(st.sampled_from(sorted(self.oracle.committed)))
+        length = data.draw(st.integers(0, len(self.oracle.committed[seq_id])))
+        self.oracle.cache.truncate([seq_id], [length])
+        self.oracle.committed[seq_id] = self.oracle.committed[seq_id][:length]
+        self.oracle.tails[seq_id] = []
+
+    @rule(seq_ids=st.sets(IDS, max_size=2))
+    def release(self, seq_ids):
+        self.oracle.cache.release(sorted(seq_ids))
+        for seq_id in seq_ids:
+            self.oracle.committed.pop(seq_id, None)
+            self.oracle.tails.pop(seq_id, None)
+            assert seq_id not in self.oracle.cache
+
+    @invariant()
+    def everything_is_where_it_belongs(self):
+        if hasattr(self, "oracle"):
+            self.oracle.check()
+            assert torch.isfinite(self.oracle.cache.keys).all()
+
+
+CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+test_any_interleaving = CacheMachine.TestCase
+
+
+def test_a_new_cache_is_zero_and_padded():
+    cache = make_cache(10)
+    assert cache.keys.shape == cache.values.shape == (LAYERS, KV_HEADS, 12 + KEY_PAD, HEAD_DIM)
+    assert not cache.keys.any()
+    assert not cache.values.any()
+    assert cache.num_free_tokens == 12
+
+
+def test_bytes_are_those_of_the_tensors():
+    cache = make_cache(64)
+    each = PagedCache.bytes_per_token(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float64)
+    assert cache.num_bytes == each * (64 + KEY_PAD) == cache.keys.nbytes + cache.values.nbytes
+
+
+def test_rows_with_tails_move_to_both_sides():
+    """Every second row is gone, no gap is large enough: the row that grows and its neighbours make room."""
+    oracle = Oracle(16 * BLOCK)
+    oracle.reserve(dict.fromkeys(range(8), 2 * BLOCK))
+    oracle.keep({s: list(range(2 * BLOCK - 3)) for s in range(8)})
+    oracle.reserve(dict.fromkeys(range(8), 2))
+    starts = {s: oracle.cache.start(s) for s in range(8)}
+    gone = sorted(starts, key=starts.__getitem__)[1::2]
+    oracle.cache.release(gone)
+    for seq_id in gone:
+        del oracle.committed[seq_id], oracle.tails[seq_id], starts[seq_id]
+    oracle.check()
+    grower = sorted(starts, key=starts.__getitem__)[1]
+    oracle.reserve({grower: 7 * BLOCK})
+    oracle.check()
+    went = {(oracle.cache.start(s) > starts[s]) - (oracle.cache.start(s) < starts[s]) for s in starts}
+    assert {-1, 1} <= went
+
+
+def test_memory_is_constant():
+    oracle = Oracle(40 * BLOCK)
+    places = oracle.cache.keys.data_ptr(), oracle.cache.values.data_ptr(), oracle.cache.num_bytes
+    for step in range(60):
+        oracle.reserve({step % 5: 17, 9 + step % 3: 6})
+        oracle.keep({step % 5: [3, 0, 16], 9 + step % 3: [0, 1]})
+        if step % 7 == 6:
+            for seq_id in (step % 5, 9 + step % 3):
+                oracle.cache.release([seq_id])
+                del oracle.committed[seq_id], oracle.tails[seq_id]
+        oracle.check()
+        now = oracle.cache.keys.data_ptr(), oracle.cache.values.data_ptr(), oracle.cache.num_bytes
+        assert now == places
+    oracle.cache.release(range(12))
+    assert oracle.cache.num_free_tokens == 40 * BLOCK
+    assert oracle.cache.num_rows == 0
+
+
+def test_random_tree_paths_are_compacted():
+    generator = torch.Generator().manual_seed(0)
+    oracle = Oracle(200)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (), generator=generator))
+
+    for _ in range(100):
+        oracle.reserve({s: 1 + draw(20) for s in range(3)})
+        paths = {}
+        for seq_id in range(3):
+            nodes = len(oracle.tails[seq_id])
+            parents = [-1] + [draw(i) for i in range(1, nodes)]
+            node, path = draw(nodes), []
+            while node >= 0:
+                path.append(node)
+                node = parents[node]
+            paths[seq_id] = path[::-1]
+        oracle.keep(paths)
+        oracle.check()
+        for seq_id in range(3):
+            if len(oracle.committed[seq_id]) > 40:
+                oracle.cache.truncate([seq_id], [5])
+                del oracle.committed[seq_id][5:]
+
+
+def test_a_chain_is_not_copied(monkeypatch):
+    oracle = Oracle(64)
+    oracle.reserve({1: 9, 2: 3})
+    monkeypatch.setattr(oracle.cache, "_gather", lambda *_: pytest.fail("a chain was copied"))
+    oracle.keep({1: [0, 1, 2, 3], 2: [0, 1, 2]})
+    oracle.check()
+
+
+def test_room_in_the_last_block_costs_no_accounting(monkeypatch):
+    oracle = Oracle(64)
+    oracle.reserve({1: 1, 2: BLOCK + 1})
+    monkeypatch.setattr(oracle.cache.blocks, "grow", lambda _: pytest.fail("blocks were asked for"))
+    for _ in range(BLOCK - 1):
+        oracle.reserve({1: 1, 2: 1})
+    oracle.check()
+
+
+def test_a_scratch_behind_which_a_tree_lies_is_overwritten_in_any_order():
+    oracle = Oracle(64)
+    oracle.reserve({1: 4})
+    oracle.keep({1: [0, 1]})
+    oracle.reserve({1: 3})
+    oracle.reserve({1: 5})
+    oracle.keep({1: [7, 0, 1, 6]})
+    oracle.check()
+    assert oracle.committed[1] == [1, 2, 12, 5, 6, 11]
+
+
+def test_a_row_without_tokens_is_a_row():
+    cache = make_cache(8)
+    assert cache.reserve([3], [0]) == [0]
+    assert (3 in cache, cache.start(3), cache.length(3), cache.num_free_tokens) == (True, 0, 0, 8)
+    cache.reserve([4], [8])
+    cache.check()
+
+
+def test_misuse_is_noticed():
+    cache = make_cache(16)
+    cache.reserve([1], [4])
+    with pytest.raises(AssertionError, match="sequence 2 has no row"):
+        cache.length(2)
+    with pytest.raises(AssertionError, match="leaves a tail of 4"):
+        cache.keep([1], [4], [0, 1])
+    with pytest.raises(AssertionError, match="has 0 tokens, not 1"):
+        cache.truncate([1], [1])
+    with pytest.raises(AssertionError, match="twice"):
+        cache.reserve([1, 1], [1, 1])
+
+
+def test_calls_inside_and_outside_of_inference_mode_mix():
+    with torch.inference_mode():
+        cache = make_cache(32)
+        cache.reserve([1, 2], [8, 8])
+    cache.reserve([1], [16])
+    cache.keep([1], [5, 2], [0, 2])
+    cache.check()

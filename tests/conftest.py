@@ -1,0 +1,40 @@
+"""What every test shares: shapes checked at run time, the models in the repository, long proofs set apart.
+
+Must not import forerun: the import hook below has to come first. FORERUN_TYPECHECK=0 switches the hook off.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+
+if find_spec("forerun") is None:
+    sys.path.insert(0, str(ROOT / "src"))
+if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
+    install_import_hook("forerun", "beartype.beartype")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `full` out of every run that does not ask for them with `-m full`."""
+    if "full" in config.option.markexpr:
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture(scope="session")
+def target_dir() -> Path:
+    """stories260k: a Llama of 260 k parameters, the target of most tests."""
+    return DATA / "stories260k"
+
+
+@pytest.fixture(scope="session")
+def draft_dir() -> Path:
+    """stories280k: trained apart from the target on the same tokenizer; 256 positions, the target has 512."""
+    return DATA / "stories280k"

@@ -1,0 +1,58 @@
+"""Hand-made rounds for tests of drafters: rows of text, told in any chunks, and the draws of a round."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.draft.base import Committed
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence and all of its text, the root last."""
+
+    seq_id: int
+    text: Sequence[int]
+
+
+def committed(rows: Sequence[Row], starts: Sequence[int] | None = None) -> Committed:
+    """News of each row's text from `starts` on (what was told before, roots not counted)."""
+    tokens: list[int] = []
+    offsets = [0]
+    for row, start in zip(rows, starts or [0] * len(rows), strict=True):
+        tokens += row.text[start:-1]
+        offsets.append(len(tokens))
+    return Committed([r.seq_id for r in rows], tokens, offsets, [r.text[-1] for r in rows])
+
+
+def chunked(rows: Sequence[Row], seed: int) -> list[Committed]:
+    """The same news in random pieces: each row is told in its own steps, some of which bring nothing new."""
+    rng = random.Random(seed)
+    told = dict.fromkeys(range(len(rows)), 0)  # tokens told, the root not counted
+    pieces = []
+    while any(told[i] < len(row.text) - 1 for i, row in enumerate(rows)) or not pieces:
+        chosen = sorted(rng.sample(range(len(rows)), rng.randint(1, len(rows))), key=lambda _: rng.random())
+        if not pieces:
+            chosen = list(range(len(rows)))
+        ends = {i: min(len(rows[i].text) - 1, told[i] + rng.randint(0, 6)) for i in chosen}
+        pieces.append(
+            committed([Row(rows[i].seq_id, rows[i].text[: ends[i] + 1]) for i in chosen], [told[i] for i in chosen])
+        )
+        told |= ends
+    return pieces
+
+
+def draws_of(
+    rows: Sequence[Row],
+    vocab: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 7,
+    rejection: bool = False,
+) -> Draws:
+    """The draws of a round in which these rows are drafted."""
+    params = SamplingParams(temperature=temperature)
+    samplings = [RowSampling(r.seq_id, params, seed + r.seq_id, 0, list(r.text), num_prompt=1) for r in rows]
+    return Draws(samplings, vocab, rejection=rejection)

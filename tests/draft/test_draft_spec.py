@@ -1,0 +1,129 @@
+"""How drafters are spelled, and what is said of misspellings."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.draft.build import PLANNERS, DraftContext, plan_drafter
+from forerun.draft.model import ModelDrafter
+from forerun.draft.ngram import NgramDrafter
+from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.errors import ModelNotFound, UnknownDrafter, VocabularyMismatch
+from forerun.models.loading import Blueprint
+
+NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}(-[a-z0-9]{1,4})?", fullmatch=True)
+ARGUMENTS = st.text(st.characters(exclude_characters='"', exclude_categories=("C",)), min_size=1, max_size=12)
+SPECS = st.recursive(
+    st.builds(DraftSpec, NAMES, st.none() | ARGUMENTS),
+    lambda inner: st.builds(DraftSpec, NAMES, st.none(), st.lists(inner, min_size=1, max_size=3).map(tuple)),
+    max_leaves=6,
+)
+
+
+@given(SPECS)
+@settings(max_examples=200, deadline=None)
+def test_what_is_written_is_read_back(spec: DraftSpec) -> None:
+    assert parse_spec(str(spec)) == spec
+
+
+def test_spellings() -> None:
+    cascade = parse_spec(" cascade[ suffix , model: /a b/c ,mix[ngram:5]] ")
+    members = (DraftSpec("suffix"), DraftSpec("model", "/a b/c"), DraftSpec("mix", members=(DraftSpec("ngram", "5"),)))
+    assert cascade == DraftSpec("cascade", members=members)
+    assert parse_spec('model:"C:\\[a],b"') == DraftSpec("model", "C:\\[a],b")
+    assert parse_spec("early-exit:8") == DraftSpec("early-exit", "8")
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "fix"),
+    [
+        ("", 1, "name"),
+        ("  ", 3, "name"),
+        ("Ngram", 1, "small letters"),
+        ("ngram:", 7, "after the colon"),
+        ("ngram:,", 7, "after the colon"),
+        ("ngram,model:A", 6, "brackets"),
+        ("ngram]", 6, "remove"),
+        ("model:a[b]", 8, "double quotes"),
+        ("cascade[ngram", 14, "close the list"),
+        ("cascade[]", 9, "name"),
+        ("cascade[ngram,]", 15, "name"),
+        ("cascade[ngram[", 15, "name"),
+        ('model:"a', 7, "close the quotation"),
+        ("ngram 5", 7, "remove"),
+    ],
+)
+def test_a_misspelling_is_located_and_its_fix_named(text: str, position: int, fix: str) -> None:
+    with pytest.raises(UnknownDrafter, match=rf"at position {position}: .*{fix}"):
+        parse_spec(text)
+
+
+@given(st.text('ab:[]," 5-', max_size=12))
+@settings(max_examples=300, deadline=None)
+def test_any_text_parses_or_is_refused_with_a_position(text: str) -> None:
+    try:
+        parse_spec(text)
+    except UnknownDrafter as error:
+        assert "at position" in str(error)
+
+
+@pytest.fixture(scope="module")
+def context(target_dir: Path) -> DraftContext:
+    target = Blueprint.of(str(target_dir), "float32")
+    return DraftContext(target, target.tokenizer(), "float32")
+
+
+def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
+    ngram = plan_drafter("ngram:6", context).build({}, None)
+    assert isinstance(ngram, NgramDrafter)
+    assert ngram.max_n == 6
+    assert isinstance(plan_drafter("ngram", context).build({}, None), NgramDrafter)
+    name, said = f"model:{draft_dir}", []
+    plan = plan_drafter(name, context)
+    assert plan.bytes_per_token == {name: 5 * 2 * 4 * 8 * 4}  # layers, K and V, heads, their width, float32
+    assert plan.weights_bytes > 250_000 * 4
+    model = plan.build({name: 256}, lambda what, done: said.append((what, done)))
+    assert isinstance(model, ModelDrafter)
+    assert model.vocab_size == context.target.config.vocab_size
+    assert said[-1][1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cascade[ngram]", "no drafter 'cascade': choose one of " + ", ".join(sorted(PLANNERS))),
+        ("ngram:x", "whole number"),
+        ("ngram:0", "whole number"),
+        ("ngram[ngram]", "no list"),
+        ("model", "model:DIR"),
+        ("model[ngram]", "no list"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(context: DraftContext, text: str, said: str) -> None:
+    with pytest.raises(UnknownDrafter, match=said):
+        plan_drafter(text, context)
+
+
+def test_a_drafter_that_is_nowhere(context: DraftContext) -> None:
+    with pytest.raises(ModelNotFound, match="/no/such/folder"):
+        plan_drafter("model:/no/such/folder", context)
+
+
+def test_another_vocabulary_is_refused_by_its_first_difference(
+    context: DraftContext, draft_dir: Path, tmp_path: Path
+) -> None:
+    for file in draft_dir.iterdir():
+        shutil.copy(file, tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = (token for token, token_id in vocab.items() if token_id in (300, 301))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(VocabularyMismatch) as error:
+        plan_drafter(f"model:{tmp_path}", context)
+    for part in (str(tmp_path), str(context.target.folder), "512 tokens", "id 300 ", repr(first), repr(second)):
+        assert part in str(error.value)

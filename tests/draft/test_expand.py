@@ -1,0 +1,166 @@
+"""Tree growing against a model that is a function of the path, so that every node can be asked for anew."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draft.rounds import Row, draws_of
+from forerun.draft.base import Budget, Draft
+from forerun.draft.expand import Growth, Place, expand
+from forerun.sampling.draws import Draws
+
+VOCAB = 32
+BUDGETS = st.builds(
+    lambda depth, width, extra, price: Budget(depth, width, depth + extra if depth else 0, price=price),
+    st.integers(0, 4),
+    st.integers(1, 4),
+    st.integers(0, 12),
+    st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+)
+MODES = st.tuples(st.sampled_from([0.0, 1.0]), st.booleans())
+
+
+def logits_after(path: Sequence[int]) -> Tensor:
+    """The logits of a made-up model: any numbers, as long as they depend on the whole path."""
+    rng = random.Random(str(list(path)))
+    return torch.tensor([rng.gauss(0, 3) for _ in range(VOCAB)])
+
+
+class PathModel:
+    """Reads what `expand` asks for, checking that parents come before their children and rows lie together."""
+
+    def __init__(self, rows: Sequence[Row], levels: int = 99) -> None:
+        self.rows = rows
+        self.levels = levels  # how many levels there is room for
+        self.read: set[tuple[int, int]] = {(row, 0) for row in range(len(rows))}
+
+    def __call__(self, growths: Sequence[Growth], places: Sequence[Place]) -> Tensor | None:
+        if self.levels == 0:
+            return None
+        self.levels -= 1
+        assert [place.row for place in places] == sorted(place.row for place in places)
+        found = []
+        for place in places:
+            growth, node, path = growths[place.row], place.node, []
+            assert (place.row, node) not in self.read
+            assert (place.row, growth.parents[node]) in self.read
+            while node:
+                path.append(growth.tokens[node])
+                node = growth.parents[node]
+            found.append(logits_after([*self.rows[place.row].text, *path[::-1]]))
+        self.read |= {(place.row, place.node) for place in places}
+        return torch.stack(found)
+
+
+def grow(rows: Sequence[Row], budgets: Sequence[Budget], draws: Draws, levels: int = 99) -> Draft:
+    """A draft of these rows."""
+    drafted = [row for row, budget in zip(rows, budgets, strict=True) if budget.depth]
+    logits = torch.stack([logits_after(row.text) for row in drafted]) if drafted else torch.empty(0, VOCAB)
+    return expand(draws, budgets, logits, PathModel(rows, levels))
+
+
+def make_rows(count: int) -> list[Row]:
+    """Short texts of different lengths."""
+    return [Row(10 + i, [1, 2, 3, 4, 5][: 1 + (i * 3) % 5]) for i in range(count)]
+
+
+@given(budgets=st.lists(BUDGETS, min_size=1, max_size=4), mode=MODES)
+@settings(max_examples=150, deadline=None)
+def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget], mode: tuple[float, bool]) -> None:
+    temperature, rejection = mode
+    rows = make_rows(len(budgets))
+    draws = draws_of(rows, VOCAB, temperature=temperature, rejection=rejection)
+    draft = grow(rows, budgets, draws)
+    tree, survival = draft.tree, draft.survival
+    assert survival is not None
+    children, paths, depths = tree.children().tolist(), tree.path_tokens().tolist(), tree.depths()
+    assert tree.tokens[:, 0].tolist() == [row.text[-1] for row in rows]
+    for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+        assert int(tree.valid[b].sum()) - 1 <= budget.nodes
+        assert int(depths[b].max()) <= min(budget.depth, tree.depth)
+        for node in tree.valid[b].nonzero()[:, 0].tolist():
+            path = [token for token in paths[b][node] if token >= 0]
+            below = [c for c in children[b][node] if c >= 0]
+            assert len(below) <= budget.width
+            if not below:
+                continue
+            assert survival[b, node] >= budget.price
+            at = draws.roots()
+            for token in path:  # every row takes the same steps; only row b is looked at
+                at = draws.advance(at, torch.arange(len(rows)), torch.full((len(rows),), token))
+            logits = logits_after([*row.text, *path]).expand(len(rows), VOCAB)
+            drawn = draws.children(logits, at, budget.width)
+            assert [int(tree.tokens[b, c]) for c in below] == drawn.tokens[b, : len(below)].tolist()
+            expected = survival[b, node] * drawn.survival[b, : len(below)]
+            torch.testing.assert_close(survival[b, below], expected, rtol=1e-5, atol=1e-7)
+            if rejection and temperature:
+                assert tree.q is not None
+                assert drawn.law is not None
+                assert torch.equal(tree.q.probs[tree.q.row[b, node]], drawn.law[b])
+    assert (tree.q is not None) == (rejection and any(b.depth for b in budgets))
+    if tree.q is not None:
+        told = (tree.q.row >= 0).sum().item()
+        inner = sum(any(c >= 0 for c in below) for row_children in children for below in row_children)
+        assert told == (inner if temperature else 0)
+
+
+@given(budgets=st.lists(BUDGETS, min_size=2, max_size=4), mode=MODES)
+@settings(max_examples=50, deadline=None)
+def test_a_row_does_not_depend_on_its_batch_mates(budgets: list[Budget], mode: tuple[float, bool]) -> None:
+    temperature, rejection = mode
+    rows = make_rows(len(budgets))
+    together = grow(rows, budgets, draws_of(rows, VOCAB, temperature=temperature, rejection=rejection))
+    for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+        alone = grow([row], [budget], draws_of([row], VOCAB, temperature=temperature, rejection=rejection))
+        nodes = alone.tree.tokens.shape[1]
+        assert torch.equal(together.tree.tokens[b, :nodes], alone.tree.tokens[0])
+        assert torch.equal(together.tree.parents[b, :nodes], alone.tree.parents[0])
+        assert not together.tree.valid[b, nodes:].any()
+
+
+@given(depth=st.integers(1, 6), width=st.integers(1, 4), extra=st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_without_a_price_the_depth_is_reached_and_guesses_are_spread(depth: int, width: int, extra: int) -> None:
+    rows = make_rows(1)
+    draft = grow(rows, [Budget(depth, width, depth + extra)], draws_of(rows, VOCAB, temperature=1.0))
+    per_level = torch.bincount(draft.tree.depths()[0])[1:].tolist()
+    assert len(per_level) == depth
+    assert per_level[0] == min(width, -(-(depth + extra) // depth))
+    if width == 1 or extra == 0:
+        assert per_level == [1] * depth
+
+
+def test_a_width_of_one_gives_chains() -> None:
+    rows = make_rows(3)
+    budgets = [Budget(4), Budget(2), Budget(0)]
+    tree = grow(rows, budgets, draws_of(rows, VOCAB, temperature=1.0)).tree
+    assert tree.width == 1
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3], [-1, 0, 1, -1, -1], [-1, -1, -1, -1, -1]]
+
+
+def test_fewer_nodes_than_depth_stop_the_chain() -> None:
+    rows = make_rows(1)
+    tree = grow(rows, [Budget(5, nodes=2)], draws_of(rows, VOCAB)).tree
+    assert tree.parents.tolist() == [[-1, 0, 1]]
+
+
+def test_where_the_cache_is_full_the_tree_keeps_what_was_drawn() -> None:
+    rows = make_rows(2)
+    budgets = [Budget(4, 2, 8), Budget(3)]
+    full = grow(rows, budgets, draws_of(rows, VOCAB))
+    for levels in range(4):
+        cut = grow(rows, budgets, draws_of(rows, VOCAB), levels).tree
+        assert cut.depth == levels + 1
+        kept = full.tree.depths() <= cut.depth
+        assert torch.equal(cut.tokens, torch.where(kept, full.tree.tokens, -1)[:, : cut.tokens.shape[1]])
+
+
+def test_nobody_to_draft_gives_roots_alone() -> None:
+    rows = make_rows(2)
+    draft = grow(rows, [Budget(0), Budget(0)], draws_of(rows, VOCAB))
+    assert draft.tree.tokens.tolist() == [[1], [4]]
+    assert draft.tree.depth == 0

@@ -1,0 +1,263 @@
+"""The model drafter against plain reading of its checkpoint, after any history and in any want of memory."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft.rounds import Row, committed, draws_of
+from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.model import CHUNK_TOKENS, TAIL_TOKENS, ModelDrafter
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read, Runner, States
+
+VOCAB = 512
+CONTEXT = 256
+
+
+class CountingRunner(Runner):
+    """Counts the tokens it reads."""
+
+    num_read = 0
+
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
+        states = super().read(reads, taps)
+        self.num_read += sum(len(read.tokens) for read in reads)
+        return states
+
+
+@pytest.fixture(scope="module")
+def blueprint(draft_dir: Path) -> Blueprint:
+    return Blueprint.of(str(draft_dir), "float32")
+
+
+def make(blueprint: Blueprint, num_tokens: int = 2048, vocab: int = VOCAB) -> ModelDrafter:
+    """A drafter with a cache of its own."""
+    runner = blueprint.load(num_tokens)
+    return ModelDrafter(CountingRunner(runner.decoder, runner.cache), vocab)
+
+
+def random_text(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [1, *(rng.randrange(3, VOCAB) for _ in range(length - 1))]
+
+
+def propose(
+    drafter: ModelDrafter,
+    rows: Sequence[Row],
+    budgets: Sequence[Budget],
+    temperature: float = 1.0,
+    tail: Committed | None = None,
+) -> Draft:
+    return drafter.propose(draws_of(rows, VOCAB, temperature=temperature), budgets, tail)
+
+
+def fresh(blueprint: Blueprint, rows: Sequence[Row], budgets: Sequence[Budget], temperature: float = 1.0) -> Draft:
+    """What a drafter proposes that was told everything at once."""
+    drafter = make(blueprint)
+    drafter.observe(committed(rows))
+    return propose(drafter, rows, budgets, temperature)
+
+
+def assert_same(found: Draft, expected: Draft) -> None:
+    """Equal to the bit, confidence included."""
+    assert torch.equal(found.tree.tokens, expected.tree.tokens)
+    assert torch.equal(found.tree.parents, expected.tree.parents)
+    assert found.survival is not None
+    assert expected.survival is not None
+    assert torch.equal(found.survival, expected.survival)
+
+
+def kept_text(drafter: ModelDrafter, seq_id: int) -> Tensor:
+    """K and V of the kept text."""
+    cache, length = drafter.runner.cache, drafter.runner.length(seq_id)
+    start = cache.start(seq_id)
+    return torch.stack([cache.keys, cache.values])[:, :, :, start : start + length].clone()
+
+
+def plain_greedy(blueprint: Blueprint, text: Sequence[int], count: int) -> list[int]:
+    """Greedy continuation, one token at a time."""
+    runner, text, out = blueprint.load(512), list(text), []
+    for _ in range(count):
+        logits = runner.read([Read(0, text, judged=[len(text) - 1])]).logits
+        runner.keep([0], [range(len(text))])
+        text = [int(logits.argmax())]
+        out += text
+    return out
+
+
+@pytest.mark.parametrize("length", [1, 2, TAIL_TOKENS + 1, TAIL_TOKENS + 2, 60])
+def test_a_chain_at_temperature_0_is_the_models_greedy_text(blueprint: Blueprint, length: int) -> None:
+    row = Row(3, random_text(length, length))
+    tree = fresh(blueprint, [row], [Budget(7)], temperature=0.0).tree
+    assert tree.tokens[0].tolist() == [row.text[-1], *plain_greedy(blueprint, row.text, 7)]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_any_history_it_is_as_if_told_at_once(blueprint: Blueprint, temperature: float, width: int) -> None:
+    """Random rounds: of each tree a random path is accepted, as far as chance will have it, then another token."""
+    rng = random.Random(width)
+    drafter = make(blueprint)
+    texts = {seq_id: random_text(5 + 9 * seq_id, seq_id) for seq_id in range(4)}
+    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
+    for _ in range(6):
+        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
+        budgets = [Budget(rng.randint(0, 4), width, rng.randint(4, 9)) for _ in rows]
+        draft = propose(drafter, rows, budgets, temperature)
+        assert_same(draft, fresh(blueprint, rows, budgets, temperature))
+        news = []
+        for b, row in enumerate(rows):
+            node, children = 0, draft.tree.children()[b].tolist()
+            while rng.random() < 0.7 and (below := [c for c in children[node] if c >= 0]):
+                node = rng.choice(below)
+                texts[row.seq_id].append(int(draft.tree.tokens[b, node]))
+            texts[row.seq_id].append(rng.randrange(3, VOCAB))
+            news.append(Row(row.seq_id, texts[row.seq_id]))
+        drafter.observe(committed(news, [len(row.text) - 1 for row in rows]))
+        for seq_id, text in texts.items():
+            length = drafter.runner.length(seq_id)
+            if length:
+                runner = blueprint.load(512)
+                runner.read([Read(0, text[:length])])
+                runner.keep([0], [range(length)])
+                other = torch.stack([runner.cache.keys, runner.cache.values])[:, :, :, :length]
+                assert torch.equal(kept_text(drafter, seq_id), other)
+        drafter.runner.cache.check()
+
+
+def test_guesses_that_were_confirmed_are_not_read_again(blueprint: Blueprint) -> None:
+    drafter, text = make(blueprint), random_text(30, 0)
+    drafter.observe(committed([Row(0, text)]))
+    chain = propose(drafter, [Row(0, text)], [Budget(4)]).tree.tokens[0, 1:].tolist()
+    for accepted, reread in ((4, 1), (2, 0), (0, 0)):
+        more = [*text, *chain[:accepted], 77]
+        before = drafter.runner.num_read
+        drafter.observe(committed([Row(0, more)], [len(text) - 1]))
+        chain = propose(drafter, [Row(0, more)], [Budget(4)]).tree.tokens[0, 1:].tolist()
+        assert drafter.runner.num_read - before == reread + 1 + 3  # the last guess, the root, guesses but the last
+        text = more
+
+
+def test_asking_again_gives_the_same(blueprint: Blueprint) -> None:
+    rows, budgets = [Row(0, random_text(20, 0)), Row(1, random_text(3, 1))], [Budget(3, 2, 6), Budget(5)]
+    drafter = make(blueprint)
+    drafter.observe(committed(rows))
+    first = propose(drafter, rows, budgets)
+    assert_same(propose(drafter, rows, budgets), first)
+    assert_same(propose(drafter, rows[::-1], budgets[::-1]), fresh(blueprint, rows[::-1], budgets[::-1]))
+
+
+@pytest.mark.parametrize("budget", [Budget(4), Budget(3, 2, 7)])
+def test_a_tail_counts_as_text_and_is_forgotten(blueprint: Blueprint, budget: Budget) -> None:
+    text, more = random_text(20, 0), random_text(6, 1)
+    rows, longer = [Row(0, text), Row(1, text)], [Row(0, text + more), Row(1, text)]
+    drafter = make(blueprint)
+    drafter.observe(committed(rows))
+    tail = committed([Row(0, text + more)], [len(text) - 1])
+    assert_same(propose(drafter, longer, [budget] * 2, tail=tail), fresh(blueprint, longer, [budget] * 2))
+    assert_same(propose(drafter, rows, [budget] * 2), fresh(blueprint, rows, [budget] * 2))
+    drafter.observe(committed([Row(0, [*text, *more[:3], 9])], [len(text) - 1]))
+    now = [Row(0, [*text, *more[:3], 9]), rows[1]]
+    assert_same(propose(drafter, now, [budget] * 2), fresh(blueprint, now, [budget] * 2))
+
+
+def test_a_row_does_not_depend_on_its_batch_mates(blueprint: Blueprint) -> None:
+    rows = [Row(s, random_text(3 + 11 * s, s)) for s in range(5)]
+    budgets = [Budget(4), Budget(3, 3, 8), Budget(0), Budget(5, 2, 9), Budget(1)]
+    together = fresh(blueprint, rows, budgets)
+    for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+        alone = fresh(blueprint, [row], [budget])
+        nodes = alone.tree.tokens.shape[1]
+        assert torch.equal(together.tree.tokens[b, :nodes], alone.tree.tokens[0])
+        assert torch.equal(together.tree.parents[b, :nodes], alone.tree.parents[0])
+
+
+def test_long_prompts_are_read_in_chunks_to_the_same_bits(
+    blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [Row(s, random_text(120 + 20 * s, s)) for s in range(3)]
+    budgets = [Budget(3)] * 3
+    at_once = fresh(blueprint, rows, budgets)
+    assert sum(len(row.text) for row in rows) <= CHUNK_TOKENS
+    monkeypatch.setattr("forerun.draft.model.CHUNK_TOKENS", 50)
+    assert_same(fresh(blueprint, rows, budgets), at_once)
+
+
+def test_beyond_its_context_it_does_not_draft(blueprint: Blueprint) -> None:
+    drafter = make(blueprint)
+    for length, limit in ((CONTEXT - 2, 3), (CONTEXT - 1, 2), (CONTEXT, 1), (CONTEXT + 1, 0), (CONTEXT + 9, 0)):
+        row = Row(length, random_text(length, length))
+        drafter.observe(committed([row]))
+        assert drafter.outlook([length]).limit == [limit]
+        for budget in (Budget(5), Budget(5, 2, 10)):
+            tree = propose(drafter, [row], [budget]).tree
+            assert tree.depth == limit
+            assert int(tree.depths().max()) == limit
+        drafter.forget([length])
+
+
+def test_want_of_memory_makes_drafts_shallower_the_youngest_first(blueprint: Blueprint) -> None:
+    rows = [Row(s, random_text(100, s)) for s in range(4)]
+    drafter = make(blueprint, num_tokens=256)  # two rows of two blocks
+    drafter.observe(committed(rows))
+    tree = propose(drafter, rows[::-1], [Budget(3)] * 4).tree
+    assert (tree.valid.sum(1) - 1).tolist() == [0, 0, 3, 3]
+    drafter.runner.cache.check()
+    tree = propose(drafter, rows[2:], [Budget(3)] * 2).tree  # the idle ones make room
+    assert (tree.valid.sum(1) - 1).tolist() == [3, 3]
+    expected = fresh(blueprint, rows[2:], [Budget(3)] * 2)
+    assert torch.equal(tree.tokens, expected.tree.tokens)
+    assert propose(drafter, rows, [Budget(3, 2, 8)] * 4).tree.valid.sum() > 4
+    drafter.runner.cache.check()
+    for length in (255, 256, 200):
+        row = Row(9, random_text(length, 9))
+        drafter.observe(committed([row]))
+        tree = propose(drafter, [row], [Budget(40, 3, 60)]).tree
+        assert tree.depth <= drafter.outlook([9]).limit[0]
+        drafter.forget([9])
+    drafter.forget([row.seq_id for row in rows])
+    assert drafter.runner.cache.num_rows == 0
+    assert drafter.runner.cache.num_free_tokens == 256
+
+
+def test_a_cache_without_tokens_never_drafts(blueprint: Blueprint) -> None:
+    drafter, row = make(blueprint, num_tokens=0), Row(0, [1, 5, 6])
+    drafter.observe(committed([row]))
+    assert drafter.outlook([0]).limit == [0]
+    assert propose(drafter, [row], [Budget(4)]).tree.tokens.tolist() == [[6]]
+
+
+def test_unknown_sequences_get_a_root_alone(blueprint: Blueprint) -> None:
+    drafter, row = make(blueprint), Row(0, [1, 5, 6])
+    assert drafter.outlook([0]) == type(drafter.outlook([0]))([0], [0], [None])
+    assert propose(drafter, [row], [Budget(4)]).tree.tokens.tolist() == [[6]]
+
+
+def test_forget_leaves_nothing(blueprint: Blueprint) -> None:
+    drafter, rows = make(blueprint), [Row(s, random_text(40, s)) for s in range(2)]
+    drafter.observe(committed(rows))
+    propose(drafter, rows, [Budget(3, 2, 6), Budget(4)])
+    drafter.forget([0, 1, 55])
+    assert drafter.sequences == {}
+    assert drafter.runner.tails == {}
+    assert drafter.runner.cache.num_rows == 0
+    drafter.observe(committed(rows))
+    assert drafter.outlook([0]).unread == [40]
+
+
+@pytest.mark.parametrize("vocab", [600, 450])
+def test_vocabularies_padded_to_other_widths_are_cut_or_filled(blueprint: Blueprint, vocab: int) -> None:
+    drafter, row = make(blueprint, vocab=vocab), Row(0, random_text(20, 3))
+    row = Row(0, [t % 450 for t in row.text])
+    drafter.observe(committed([row]))
+    tree = drafter.propose(draws_of([row], vocab, temperature=1.0), [Budget(4, 3, 12)]).tree
+    assert int(tree.tokens.max()) < min(vocab, VOCAB)
+    if vocab > VOCAB:
+        assert torch.equal(tree.tokens[0, :4], fresh(blueprint, [row], [Budget(4, 3, 12)]).tree.tokens[0, :4])
+        drafter.observe(committed([Row(0, [*row.text, 580, 4])], [len(row.text) - 1]))
+        assert drafter.outlook([0]).limit == [0]  # a token that it has no embedding for
+        assert drafter.propose(draws_of([Row(0, [580, 4])], vocab), [Budget(2)]).tree.depth == 0

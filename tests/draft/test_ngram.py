@@ -1,0 +1,105 @@
+"""Prompt lookup against a brute-force search, and its state against one rebuilt from the text."""
+
+import sys
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft.rounds import Row, chunked, committed, draws_of
+from forerun.draft.base import Budget, Committed
+from forerun.draft.ngram import NgramDrafter
+
+LETTERS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+LENGTHS = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda t: (t[0], t[0] + t[1]))
+VOCAB = 16
+
+
+def brute_force(text: list[int], min_n: int, max_n: int, depth: int) -> list[int]:
+    """What prompt lookup should guess, by looking at every earlier place, longest suffix and latest place first."""
+    for n in range(max_n, min_n - 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                longer = list(text)
+                for i in range(depth):
+                    longer.append(longer[end + i])
+                return longer[len(text) :]
+    return []
+
+
+def guesses(
+    drafter: NgramDrafter, rows: list[Row], budgets: list[Budget], tail: Committed | None = None
+) -> list[list[int]]:
+    """The guessed chains as lists."""
+    tree = drafter.propose(draws_of(rows, VOCAB), budgets, tail).tree
+    assert tree.tokens[:, 0].tolist() == [row.text[-1] for row in rows]
+    return [[t for t in row if t >= 0] for row in tree.tokens[:, 1:].tolist()]
+
+
+@given(text=LETTERS, lengths=LENGTHS, depth=st.integers(1, 9), seed=st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
+def test_it_copies_from_the_latest_place_of_the_longest_suffix(
+    text: list[int], lengths: tuple[int, int], depth: int, seed: int
+) -> None:
+    min_n, max_n = lengths
+    drafter, row = NgramDrafter(max_n, min_n), Row(5, text)
+    for news in chunked([row], seed):
+        drafter.observe(news)
+    expected = brute_force(text, min_n, max_n, depth)
+    assert guesses(drafter, [row], [Budget(depth)]) == [expected]
+    assert drafter.outlook([5]).limit == [sys.maxsize if expected else 0]
+
+
+@given(text=LETTERS, lengths=LENGTHS, seed=st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_state_depends_on_the_text_alone_not_on_its_chunks(
+    text: list[int], lengths: tuple[int, int], seed: int
+) -> None:
+    min_n, max_n = lengths
+    rows = [Row(0, text), Row(1, text[::-1])]
+    grown, rebuilt = NgramDrafter(max_n, min_n), NgramDrafter(max_n, min_n)
+    for news in chunked(rows, seed):
+        grown.observe(news)
+        grown.propose(draws_of(rows[::-1], VOCAB), [Budget(3), Budget(4)])
+    rebuilt.observe(committed(rows))
+    assert grown.histories == rebuilt.histories
+
+
+@given(text=LETTERS, more=LETTERS, lengths=LENGTHS, depth=st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_a_tail_counts_as_text_and_is_forgotten(
+    text: list[int], more: list[int], lengths: tuple[int, int], depth: int
+) -> None:
+    min_n, max_n = lengths
+    drafter, untouched = NgramDrafter(max_n, min_n), NgramDrafter(max_n, min_n)
+    for each in (drafter, untouched):
+        each.observe(committed([Row(0, text), Row(1, text)]))
+    tail = committed([Row(0, text + more)], [len(text) - 1])
+    found = guesses(drafter, [Row(0, text + more), Row(1, text)], [Budget(depth)] * 2, tail)
+    assert found == [brute_force(t, min_n, max_n, depth) for t in (text + more, text)]
+    assert drafter.histories == untouched.histories
+
+
+def test_a_copy_that_meets_the_end_of_the_text_repeats_its_period() -> None:
+    drafter, row = NgramDrafter(max_n=2), Row(0, [9, 1, 2, 3, 1, 2])
+    drafter.observe(committed([row]))
+    assert guesses(drafter, [row], [Budget(8)]) == [[3, 1, 2, 3, 1, 2, 3, 1]]
+
+
+def test_rows_keep_their_own_budgets_and_unknown_rows_get_a_root_alone() -> None:
+    drafter = NgramDrafter()
+    rows = [Row(4, [5, 6, 5]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7])]
+    drafter.observe(committed([rows[2], rows[0]]))
+    tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
+    assert tree.tokens.tolist() == [[5, 6, 5], [1, -1, -1], [7, -1, -1]]
+    assert tree.tokens.dtype == torch.long
+
+
+def test_forget_leaves_nothing() -> None:
+    drafter = NgramDrafter()
+    drafter.observe(committed([Row(0, [1, 1, 1]), Row(1, [2, 2])]))
+    drafter.forget([0, 77])
+    assert set(drafter.histories) == {1}
+    assert drafter.outlook([0]).limit == [0]
+    drafter.forget([1])
+    assert drafter.histories == {}

@@ -1,0 +1,281 @@
+"""Drafters that break every rule of their protocol. Whatever they do, the output must stay what it was.
+
+Each is a function from a round to a tree; `Hostile` makes a drafter of it. Trees are put together behind the back of
+DraftTree, whose fields would be checked. The oracle is among them: it breaks no rule, but knows the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftLaw, DraftTree
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A round as a hostile drafter sees it: more than a drafter is told."""
+
+    draws: Draws
+    budgets: Sequence[Budget]
+    answers: Sequence[Sequence[int]]  # what plain decoding said to each prompt, the prompt in front
+    random: random.Random
+
+    @property
+    def roots(self) -> Tensor:
+        return self.draws.roots_tokens
+
+    @property
+    def depth(self) -> int:
+        return max(budget.depth for budget in self.budgets)
+
+    def truth(self, depth: int) -> Tensor:
+        """The right continuation of every row, -1 where it is not known."""
+        found = []
+        for row in self.draws.rows:
+            text = list(row.tokens)
+            known = [list(a) for a in self.answers if list(a[: len(text)]) == text]
+            rest = known[0][len(text) :][:depth] if known else []
+            found.append(rest + [-1] * (depth - len(rest)))
+        return torch.tensor(found, dtype=torch.long).view(len(found), depth)
+
+
+class Hostile:
+    """A drafter that proposes what a function says, and claims to be able to do anything."""
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("hostile",)
+
+    def __init__(self, make: Callable[[Situation], DraftTree | Draft], answers: Sequence[Sequence[int]]) -> None:
+        self.make = make
+        self.answers = answers
+        self.random = random.Random(0)
+        self.num_proposed = 0
+
+    def observe(self, news: Committed) -> None:
+        """It does not listen."""
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        self.num_proposed += 1
+        made = self.make(Situation(draws, budgets, self.answers, self.random))
+        return made if isinstance(made, Draft) else Draft(made)
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return Outlook([0] * len(seq_ids), [10**9] * len(seq_ids), [None] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [0] * len(seq_ids)
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """It has nothing to forget."""
+
+
+def tree_of(tokens: Tensor, parents: Tensor, depth: int, width: int = 1, q: DraftLaw | None = None) -> DraftTree:
+    """A DraftTree without the checks of its constructor."""
+    tree = object.__new__(DraftTree)
+    for name, value in (("tokens", tokens), ("parents", parents), ("depth", depth), ("width", width), ("q", q)):
+        object.__setattr__(tree, name, value)
+    return tree
+
+
+def chain_parents(batch: int, nodes: int) -> Tensor:
+    return torch.arange(-1, nodes - 1).expand(batch, nodes).contiguous()
+
+
+def chains(now: Situation, guesses: Tensor) -> DraftTree:
+    """Guesses as chains, whatever they hold."""
+    tokens = torch.cat([now.roots[:, None].to(guesses.dtype), guesses], 1)
+    return tree_of(tokens, chain_parents(*tokens.shape), guesses.shape[1])
+
+
+def noise(now: Situation, low: int, high: int, *shape: int) -> Tensor:
+    return torch.tensor([now.random.randrange(low, high) for _ in range(math.prod(shape))]).view(shape)
+
+
+def oracle(now: Situation) -> DraftTree:
+    return DraftTree.chains(now.roots, now.truth(now.depth))
+
+
+def always_wrong(now: Situation) -> DraftTree:
+    truth = now.truth(now.depth)
+    return DraftTree.chains(now.roots, torch.where(truth >= 0, (truth + 1) % now.draws.vocab, 0))
+
+
+def half_right(now: Situation) -> DraftTree:
+    truth = now.truth(now.depth)
+    return DraftTree.chains(now.roots, torch.where(noise(now, 0, 2, *truth.shape) > 0, truth, 5))
+
+
+def empty(now: Situation) -> DraftTree:
+    return DraftTree.bare(now.roots)
+
+
+def too_deep(now: Situation) -> DraftTree:
+    return chains(now, now.truth(now.depth + 40).clamp_min(0))
+
+
+def too_wide(now: Situation) -> DraftTree:
+    """A star of the whole vocabulary."""
+    ids = torch.arange(now.draws.vocab).expand(len(now.budgets), -1)
+    tokens = torch.cat([now.roots[:, None], ids], 1)
+    parents = torch.zeros_like(tokens)
+    parents[:, 0] = -1
+    return tree_of(tokens, parents, 1, now.draws.vocab)
+
+
+def twins(now: Situation) -> DraftTree:
+    """Siblings with the same token, each with children."""
+    truth = now.truth(2).clamp_min(0)
+    first, second = truth[:, :1], truth[:, 1:]
+    tokens = torch.cat([now.roots[:, None], first, first, second, second], 1)
+    return tree_of(tokens, torch.tensor([-1, 0, 0, 1, 2]).expand_as(tokens), 2, 2)
+
+
+def ids_out_of_range(now: Situation) -> DraftTree:
+    return chains(now, noise(now, -(2**40), 2**40, len(now.budgets), max(1, now.depth)))
+
+
+def just_out_of_range(now: Situation) -> DraftTree:
+    return chains(now, torch.full((len(now.budgets), max(1, now.depth)), now.draws.vocab))
+
+
+def parents_at_random(now: Situation) -> DraftTree:
+    shape = (len(now.budgets), 9)
+    return tree_of(noise(now, 0, now.draws.vocab, *shape), noise(now, -5, 30, *shape), 3, 2)
+
+
+def own_parent(now: Situation) -> DraftTree:
+    tokens = torch.cat([now.roots[:, None], now.truth(3).clamp_min(0)], 1)
+    return tree_of(tokens, torch.arange(4).expand_as(tokens), 3)
+
+
+def wrong_roots(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    return DraftTree((tree.tokens + 1) % now.draws.vocab, tree.parents, tree.depth)
+
+
+def holes(now: Situation) -> DraftTree:
+    """Padding in the middle of chains."""
+    guesses = now.truth(max(now.depth, 3)).clamp_min(0)
+    guesses[:, 1] = -1
+    return chains(now, guesses)
+
+
+def one_row_short(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    return tree_of(tree.tokens[1:], tree.parents[1:], tree.depth)
+
+
+def one_row_over(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    return tree_of(torch.cat([tree.tokens, tree.tokens[:1]]), torch.cat([tree.parents, tree.parents[:1]]), tree.depth)
+
+
+def no_columns(now: Situation) -> DraftTree:
+    nothing = torch.empty(len(now.budgets), 0, dtype=torch.long)
+    return tree_of(nothing, nothing, 4)
+
+
+def one_dimension(now: Situation) -> DraftTree:
+    return tree_of(now.roots, torch.full_like(now.roots, -1), 0)
+
+
+def floats(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    tokens = tree.tokens.float()
+    tokens[:, 1:] = math.nan
+    return tree_of(tokens, tree.parents, tree.depth)
+
+
+def short_integers(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    return tree_of(tree.tokens.int(), tree.parents.int(), tree.depth)
+
+
+def unequal_shapes(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    return tree_of(tree.tokens, tree.parents[:, :-1], tree.depth)
+
+
+def understated_depth(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    return tree_of(tree.tokens, tree.parents, 1)
+
+
+def absurd_bounds(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    return tree_of(tree.tokens, tree.parents, 10**6, 10**6)
+
+
+def negative_depth(now: Situation) -> DraftTree:
+    tree = oracle(now)
+    return tree_of(tree.tokens, tree.parents, -3, -1)
+
+
+def nan_logits(now: Situation) -> DraftTree:
+    """Draws from logits that are no numbers."""
+    rows = len(now.budgets)
+    drawn = now.draws.children(torch.full((rows, now.draws.vocab), math.nan), now.draws.roots(), 2)
+    tokens = torch.cat([now.roots[:, None], drawn.tokens], 1)
+    return tree_of(tokens, torch.tensor([-1, 0, 0]).expand_as(tokens), 1, 2)
+
+
+def nan_confidence(now: Situation) -> Draft:
+    tree = oracle(now)
+    return Draft(tree, survival=torch.full(tree.tokens.shape, math.nan))
+
+
+def laws(value: float) -> Callable[[Situation], DraftTree]:
+    """Right guesses that come with a law that is none."""
+
+    def make(now: Situation) -> DraftTree:
+        tree = oracle(now)
+        probs = torch.full((1, now.draws.vocab), value)
+        return tree_of(tree.tokens, tree.parents, tree.depth, 1, DraftLaw(torch.zeros_like(tree.tokens), probs))
+
+    return make
+
+
+def law_out_of_range(now: Situation) -> DraftTree:
+    tree, probs = oracle(now), torch.full((1, now.draws.vocab), 1 / now.draws.vocab)
+    return tree_of(tree.tokens, tree.parents, tree.depth, 1, DraftLaw(torch.full_like(tree.tokens, 99), probs))
+
+
+HOSTILE: dict[str, Callable[[Situation], DraftTree | Draft]] = {
+    make.__name__: make
+    for make in (
+        oracle,
+        always_wrong,
+        half_right,
+        empty,
+        too_deep,
+        too_wide,
+        twins,
+        ids_out_of_range,
+        just_out_of_range,
+        parents_at_random,
+        own_parent,
+        wrong_roots,
+        holes,
+        one_row_short,
+        one_row_over,
+        no_columns,
+        one_dimension,
+        floats,
+        short_integers,
+        unequal_shapes,
+        understated_depth,
+        absurd_bounds,
+        negative_depth,
+        nan_logits,
+        nan_confidence,
+        law_out_of_range,
+    )
+} | {f"law_of_{value}": laws(value) for value in (math.nan, math.inf, -1.0, 0.0, 7.0)}

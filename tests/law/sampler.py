@@ -1,0 +1,101 @@
+"""The real sampler on toy models: many one-round sequences at once, with keyed noise, in float32.
+
+A model is a table of logits: row t says what may follow token t. All sequences start from the same root and differ in
+their seed alone, so that what they emit can be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftLaw, DraftTree
+from forerun.verify.rules import Verdict
+from forerun.verify.verify import Rule, verify
+
+
+def sequences(count: int, params: SamplingParams, root: int, seed: int) -> list[RowSampling]:
+    return [
+        RowSampling(seq_id=i, params=params, seed=seed * count + i, sample=0, tokens=[0, root], num_prompt=2)
+        for i in range(count)
+    ]
+
+
+def drafted(draws: Draws, model: Tensor, depth: int, width: int = 1) -> DraftTree:
+    """A drafter that is such a table: chains, or trees with `width` children below the root and chains below them."""
+    at, batch = draws.roots(), len(draws.rows)
+    tokens, parents = [draws.roots_tokens[:, None]], [torch.full((batch, 1), -1)]
+    frontier, laws, row = torch.zeros(batch, 1, dtype=torch.int64), [], []
+    for step in range(depth):
+        branch = width if step == 0 else 1
+        last = tokens[-1].flatten()
+        found = draws.children(model[last], at, branch)
+        laws.append(model.new_zeros(0) if found.law is None else found.law)
+        row.append(torch.arange(len(last)).view(batch, -1) + sum(map(len, laws[:-1])))
+        tokens.append(found.tokens.view(batch, -1))
+        parents.append(frontier.repeat_interleave(branch, 1))
+        at = draws.advance(at, torch.arange(len(last)).repeat_interleave(branch), found.tokens.flatten())
+        frontier = torch.arange(tokens[-1].shape[1]).expand(batch, -1) + sum(t.shape[1] for t in tokens[:-1])
+    q = None
+    if draws.rejection:
+        leaves = torch.full_like(tokens[-1], -1)
+        q = DraftLaw(torch.cat([*row, leaves], dim=1), torch.cat(laws))
+    return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), depth=depth, width=width, q=q)
+
+
+def judged_round(draws: Draws, tree: DraftTree, target: Tensor, rule: Rule) -> Verdict:
+    return verify(tree, target[tree.tokens.flatten()], draws, rule)
+
+
+def emitted(tree: DraftTree, verdict: Verdict) -> Tensor:
+    """[batch, depth+1]: the tokens of the round, -1 beyond the last."""
+    path = verdict.path[:, 1:]
+    accepted = torch.where(path >= 0, tree.tokens.gather(1, path.clamp_min(0)), -1)
+    text = torch.cat([accepted, torch.full_like(verdict.length, -1)[:, None]], dim=1)
+    return text.scatter(1, verdict.length[:, None], verdict.next_token[:, None])
+
+
+def law_of(model: Tensor, params: SamplingParams) -> Tensor:
+    """Each row of a table as the sampler's final law, in float64."""
+    rows = [RowSampling(0, params, 0, 0, [0], 1)]
+    draws = Draws(rows, model.shape[1])
+    at = draws.roots()
+    return torch.cat([draws.law(row[None].double(), at) for row in model]).exp()
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """P-value of Pearson's test, row by row (each row has its own total); cells that expect under 5 are pooled."""
+    statistic, freedom = 0.0, 0
+    for seen, wanted in zip(counts.double().view(-1, counts.shape[-1]), expected.view(-1, counts.shape[-1]), strict=True):
+        assert not seen[wanted == 0].any(), "drawn, but of probability 0"
+        small = wanted < 5
+        seen = torch.cat([seen[~small], seen[small].sum()[None]])
+        wanted = torch.cat([wanted[~small], wanted[small].sum()[None]])
+        if wanted[-1] < 5:
+            seen, wanted = seen[:-1], wanted[:-1]
+        if len(wanted) > 1:
+            statistic += float(((seen - wanted) ** 2 / wanted).sum())
+            freedom += len(wanted) - 1
+    return p_value(statistic, freedom)
+
+
+def p_value(statistic: float, freedom: int) -> float:
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return torch.special.gammaincc(half[0], half[1]).item()
+
+
+def transitions(text: Tensor, root: int, position: int, vocab: int) -> Tensor:
+    """[vocab, vocab]: how often token b stands at `position` after token a, in rounds that emitted so far."""
+    before = torch.full_like(text[:, 0], root) if position == 0 else text[:, position - 1]
+    there = text[:, position] >= 0
+    code = before[there] * vocab + text[there, position]
+    return torch.bincount(code, minlength=vocab * vocab).view(vocab, vocab)
+
+
+def continued(rows: Sequence[RowSampling], text: Tensor) -> list[list[int]]:
+    """What each sequence has gained, as host lists."""
+    return [[token for token in line if token >= 0] for line in text.tolist()]

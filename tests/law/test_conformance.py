@@ -1,0 +1,294 @@
+"""One suite for all drafters: a new drafter is one more line in DRAFTERS and gets all of this.
+
+Alone, a drafter is asked for its manners: clean trees within budgets, state that depends on the committed text alone,
+nothing left behind. In the engine, with it and with drafters that break every rule, the output must be that of plain
+decoding, token for token.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
+from dataclasses import replace as changed
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import HOSTILE, Hostile
+from torch import Tensor
+
+from draft.rounds import Row, chunked, committed, draws_of
+from forerun.config import Speculation
+from forerun.draft.base import Budget, Committed, Draft, Drafter
+from forerun.draft.build import DraftContext, plan_drafter
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.sampling.params import SamplingParams
+from forerun.verify.sanitize import sanitize
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+DRAFTERS = ("ngram", "ngram:2", f"model:{SMALL}", f"model:{TARGET}")
+NAMES = ("ngram", "ngram:2", "model:stories280k", "model:itself")
+
+VOCAB = 512
+CACHE_TOKENS = 2048
+MODES = [(t, w, r) for t in (0.0, 1.0) for w in (1, 3) for r in (False, True)]  # temperature, width, rejection
+
+
+@cache
+def context() -> DraftContext:
+    target = Blueprint.of(str(TARGET), "float32")
+    return DraftContext(target, target.tokenizer(), "float32")
+
+
+@pytest.fixture(params=DRAFTERS, ids=NAMES)
+def make(request: pytest.FixtureRequest) -> Callable[[], Drafter]:
+    """Builds a fresh drafter of one kind."""
+    plan = plan_drafter(request.param, context())
+    return lambda: plan.build(dict.fromkeys(plan.bytes_per_token, CACHE_TOKENS), None)
+
+
+def story(length: int, seed: int) -> list[int]:
+    """Text that repeats itself now and then, so that every kind of drafter finds something to say."""
+    rng = random.Random(seed)
+    text = [1]
+    while len(text) < length:
+        start = rng.randrange(len(text))
+        text += text[start : start + rng.randint(1, 6)] if rng.random() < 0.6 else [rng.randrange(3, VOCAB)]
+    return text[:length]
+
+
+def tell(drafter: Drafter, news: Committed) -> None:
+    """Observe, with made-up features (a function of the token) for drafters that read the target's states."""
+    if drafter.taps:
+        table = torch.randn(VOCAB, len(drafter.taps), 64, generator=torch.Generator().manual_seed(0))
+        news = changed(news, features=table[torch.tensor(news.tokens, dtype=torch.long)])
+    drafter.observe(news)
+
+
+def asked(
+    drafter: Drafter,
+    rows: Sequence[Row],
+    budgets: Sequence[Budget],
+    mode: tuple[float, int, bool] = (1.0, 1, False),
+    tail: Committed | None = None,
+) -> Draft:
+    temperature, _, rejection = mode
+    draws = draws_of(rows, VOCAB, temperature=temperature, rejection=rejection)
+    return drafter.propose(draws, budgets, tail)
+
+
+def told_at_once(make: Callable[[], Drafter], rows: Sequence[Row]) -> Drafter:
+    drafter = make()
+    tell(drafter, committed(rows))
+    return drafter
+
+
+def assert_same(found: Draft, expected: Draft) -> None:
+    """The same guesses, the same laws, the same confidence."""
+    for name in ("tokens", "parents"):
+        assert torch.equal(getattr(found.tree, name), getattr(expected.tree, name)), name
+    assert (found.survival is None) == (expected.survival is None)
+    if found.survival is not None and expected.survival is not None:
+        assert torch.equal(found.survival, expected.survival)
+    assert (found.tree.q is None) == (expected.tree.q is None)
+    if found.tree.q is not None and expected.tree.q is not None:
+        assert torch.equal(found.tree.q.row, expected.tree.q.row)
+        assert torch.equal(found.tree.q.dense(VOCAB), expected.tree.q.dense(VOCAB))
+
+
+def size_of(value: object, seen: set[int] | None = None) -> int:
+    """Entries of all containers that can be reached from a drafter: what grows when something is remembered."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, Tensor | str | type):
+        return 0
+    seen.add(id(value))
+    parts: Iterator[object] = iter(())
+    size = 0
+    if isinstance(value, dict):
+        size, parts = len(value), iter([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple | set | frozenset):
+        size, parts = len(value), iter(value)
+    elif is_dataclass(value) or type(value).__module__.startswith("forerun."):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        own = [getattr(value, name) for name in slots if hasattr(value, name)]
+        parts = iter([*own, *getattr(value, "__dict__", {}).values()])
+    return size + sum(size_of(part, seen) for part in parts)
+
+
+def assert_clean(draft: Draft, rows: Sequence[Row], budgets: Sequence[Budget]) -> None:
+    """Nothing to sanitize: all invariants hold, all budgets are kept, the law is believed."""
+    tree = draft.tree
+    roots = torch.tensor([row.text[-1] for row in rows])
+    clean = sanitize(tree, roots, budgets, VOCAB)
+    nodes = clean.tokens.shape[1]
+    assert torch.equal(clean.tokens, tree.tokens[:, :nodes])
+    assert torch.equal(clean.parents, tree.parents[:, :nodes])
+    assert not tree.valid[:, nodes:].any()
+    if tree.q is not None and clean.q is not None:
+        assert torch.equal(clean.q.row, tree.q.row[:, :nodes])
+    for b, budget in enumerate(budgets):
+        assert int(tree.depths()[b].max()) <= budget.depth
+        assert int(tree.valid[b].sum()) - 1 <= (budget.nodes if budget.depth else 0)
+    if draft.survival is not None:
+        above = draft.survival.gather(1, tree.parents.clamp_min(0))
+        assert (draft.survival[:, 0] == 1).all()
+        assert ((draft.survival >= 0) & (draft.survival <= above))[tree.valid].all()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
+    make: Callable[[], Drafter], batch: int, mode: tuple[float, int, bool]
+) -> None:
+    """Rounds in which random rows are drafted and random parts of the trees come true."""
+    rng = random.Random(f"{batch} {mode}")
+    drafter, width = make(), mode[1]
+    texts = {seq_id: story(8 + 17 * seq_id, seq_id) for seq_id in range(batch)}
+    tell(drafter, committed([Row(s, t) for s, t in texts.items()]))
+    for _ in range(4):
+        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, batch))]
+        budgets = [Budget(rng.randint(0, 5), width, rng.randint(5, 12)) for _ in rows]
+        draft = asked(drafter, rows, budgets, mode)
+        assert_clean(draft, rows, budgets)
+        assert_same(draft, asked(told_at_once(make, rows), rows, budgets, mode))
+        for b, row in enumerate(rows):
+            node, children = 0, draft.tree.children()[b].tolist()
+            while rng.random() < 0.7 and (below := [c for c in children[node] if c >= 0]):
+                node = rng.choice(below)
+                texts[row.seq_id].append(int(draft.tree.tokens[b, node]))
+            texts[row.seq_id].append(rng.randrange(3, VOCAB))
+        news = committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows])
+        tell(drafter, news)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_do_not_matter(make: Callable[[], Drafter], seed: int) -> None:
+    rows = [Row(s, story(20 + 9 * s, s)) for s in range(3)]
+    budgets = [Budget(4, 2, 7), Budget(3), Budget(5, 3, 9)]
+    drafter = make()
+    for news in chunked(rows, seed):
+        tell(drafter, news)
+    assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
+
+
+def test_forget_leaves_nothing_behind(make: Callable[[], Drafter]) -> None:
+    rows, others = [Row(s, story(70, s)) for s in range(3)], [Row(s, story(50, 9 + s)) for s in range(3)]
+    drafter, budgets = make(), [Budget(4, 2, 8)] * 3
+    before = size_of(drafter)
+    tell(drafter, committed(rows))
+    asked(drafter, rows, budgets)
+    assert size_of(drafter) > before
+    drafter.forget([0, 1, 2, 1000])
+    assert size_of(drafter) == before
+    assert asked(drafter, rows, budgets).tree.valid.sum() == 3
+    tell(drafter, committed(others))
+    assert_same(asked(drafter, others, budgets), asked(told_at_once(make, others), others, budgets))
+
+
+def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Drafter]) -> None:
+    rows = [Row(s, story(30, s)) for s in range(2)]
+    longer = [rows[0], Row(1, rows[1].text + story(30, 7)[20:])]
+    budgets = [Budget(4, 2, 7), Budget(3)]
+    drafter = told_at_once(make, rows)
+    if drafter.taps:
+        pytest.skip("a tail has features of its own")
+    tail = committed(longer[1:], [29])
+    assert_same(asked(drafter, longer, budgets, tail=tail), asked(told_at_once(make, longer), longer, budgets))
+    assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
+
+
+def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Drafter]) -> None:
+    drafter, rows = make(), [Row(s, story(length, s)) for s, length in enumerate((5, 250, 300, 505, 512, 600))]
+    told = rows[1:]
+    tell(drafter, committed(told))
+    outlook = drafter.outlook([row.seq_id for row in rows])
+    assert len(outlook.unread) == len(outlook.limit) == len(rows)
+    assert outlook.unread[0] == outlook.limit[0] == 0
+    budgets = [Budget(6)] * len(rows)
+    draft = asked(drafter, rows, budgets)
+    assert_clean(draft, rows, budgets)
+    for found, limit in zip(draft.tree.depths().max(1).values.tolist(), outlook.limit, strict=True):
+        assert found <= limit
+    assert not any(drafter.outlook([row.seq_id for row in told]).unread[1:]) or "model" in drafter.arms
+
+
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
+TREES = (Speculation(4), Speculation(1), Speculation(3, 2, 8), Speculation(5, 3, 15))
+NUM_TOKENS = 40
+
+
+def params(temperature: float, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def answers(llm: LLM, temperature: float, batch: int, speculation: bool | Speculation = True) -> list[tuple[int, ...]]:
+    """What is generated, prompts and seeds one for each row."""
+    each = [params(temperature, seed) for seed in range(batch)]
+    return [r.completions[0].token_ids for r in llm.generate(list(PROMPTS[:batch]), each, speculation)]
+
+
+@cache
+def plain(temperature: float) -> list[tuple[int, ...]]:
+    """Plain decoding, one prompt at a time."""
+    llm = LLM(str(TARGET), dtype="float32")
+    return [
+        llm.generate([prompt], [params(temperature, seed)])[0].completions[0].token_ids
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+
+
+@cache
+def full_texts(temperature: float) -> list[list[int]]:
+    """Prompts and plain answers, joined: what an oracle knows."""
+    prompts = [context().tokenizer.encode(prompt) for prompt in PROMPTS]
+    return [prompt + list(answer) for prompt, answer in zip(prompts, plain(temperature), strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("spec", DRAFTERS, ids=NAMES)
+def test_the_output_is_that_of_plain_decoding(spec: str, temperature: float) -> None:
+    llm = LLM(str(TARGET), spec, dtype="float32")
+    for speculation in TREES:
+        for batch in (1, 5):
+            assert answers(llm, temperature, batch, speculation) == plain(temperature)[:batch], (speculation, batch)
+    assert llm.stats.num_drafted > 100
+    assert llm.stats.num_accepted > 0
+    assert size_of(llm.engine.drafter) == size_of(LLM(str(TARGET), spec, dtype="float32").engine.drafter)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_drafter_changes_the_output(name: str, temperature: float) -> None:
+    drafter = Hostile(HOSTILE[name], full_texts(temperature))
+    llm = LLM(str(TARGET), drafter, dtype="float32")
+    for speculation in (Speculation(4), Speculation(3, 3, 9)):
+        assert answers(llm, temperature, 5, speculation) == plain(temperature)
+    assert drafter.num_proposed > 2
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_under_rejection_rules_greedy_output_is_plain_too(name: str, verification: str) -> None:
+    drafter = Hostile(HOSTILE[name], full_texts(0.0))
+    llm = LLM(str(TARGET), drafter, dtype="float32", verification=verification)
+    assert answers(llm, 0.0, 5) == plain(0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_guess_of_an_oracle_is_accepted(temperature: float) -> None:
+    llm = LLM(str(TARGET), Hostile(HOSTILE["oracle"], full_texts(temperature)), dtype="float32")
+    answers(llm, temperature, 5, Speculation(7))
+    assert llm.stats.num_accepted == llm.stats.num_drafted
+    assert llm.stats.tokens_per_round == 8.0
+    wrong = LLM(str(TARGET), Hostile(HOSTILE["always_wrong"], full_texts(temperature)), dtype="float32")
+    answers(wrong, temperature, 5, Speculation(7))
+    assert wrong.stats.num_accepted == 0 < wrong.stats.num_drafted
+
+
+def test_a_model_that_drafts_for_itself_is_always_right() -> None:
+    llm = LLM(str(TARGET), f"model:{TARGET}", dtype="float32")
+    for temperature in (0.0, 1.0):
+        answers(llm, temperature, 5, Speculation(4))
+    assert llm.stats.num_accepted == llm.stats.num_drafted > 0

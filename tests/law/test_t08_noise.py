@@ -1,0 +1,146 @@
+"""T8: noise is as good as independent, and a draw is a function of text, parameters, seed and position alone."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.noise import Purpose, absorb, gumbel, hash_bits, mix, signed, uniform
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+
+VOCAB = 4096
+
+
+def p_value(counts: Tensor, expected: Tensor) -> float:
+    """Pearson's chi-square against known expectations."""
+    statistic = ((counts.double() - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, statistic / 2).item()
+
+
+def keys_of(words: list[tuple[int, ...]]) -> Tensor:
+    return torch.tensor([signed(mix(w)) for w in words])
+
+
+@pytest.mark.parametrize("shift", [0, 8, 16, 24])
+@pytest.mark.parametrize("along", ["tokens", "positions"])
+def test_every_byte_of_the_hash_is_uniform(shift: int, along: str) -> None:
+    if along == "tokens":
+        bits = hash_bits(keys_of([(3, n) for n in range(16)]), 32_768)
+    else:
+        bits = hash_bits(absorb(torch.full((60_000,), 9), torch.arange(60_000)), 8)
+    counts = torch.bincount((bits.flatten() >> shift) & 255, minlength=256)
+    assert 1e-4 < p_value(counts, torch.full((256,), bits.numel() / 256)) < 1 - 1e-4
+
+
+WORDS = ["seed", "sample", "purpose", "root", "position"]
+
+
+@pytest.mark.parametrize("word", range(len(WORDS)), ids=WORDS)
+def test_neighbouring_keys_are_uncorrelated(word: int) -> None:
+    """Keys that differ in one word by one: correlation of the uniforms, and of all pairs of their bits."""
+    base = [17, 0, Purpose.COUPLED, 0, 100]
+    rows = [tuple(w + (step if i == word else 0) for i, w in enumerate(base)) for step in range(5)]
+    bits = hash_bits(keys_of(rows), 65_536)
+    values = bits.double() / 2**31
+    correlation = torch.corrcoef(values) - torch.eye(5)
+    assert correlation.abs().max() < 4.5 / math.sqrt(65_536)
+    spread = (bits[:2, None] >> torch.arange(32)[:, None]) & 1  # [2, 32, vocab]
+    agreement = (spread[0][:, None] == spread[1][None]).double().mean(2)
+    assert (agreement - 0.5).abs().max() < 5 * 0.5 / math.sqrt(65_536)
+
+
+def test_neighbouring_tokens_are_uncorrelated_across_keys() -> None:
+    values = hash_bits(absorb(torch.full((40_000,), 1), torch.arange(40_000)), 24).double() / 2**31
+    correlation = torch.corrcoef(values.T) - torch.eye(24)
+    assert correlation.abs().max() < 5 / math.sqrt(40_000)
+
+
+def test_pairs_of_positions_fill_the_square() -> None:
+    """Uniforms of one token at consecutive positions: two- and three-dimensional uniformity."""
+    keys = absorb(torch.full((120_000,), 77), torch.arange(120_000))
+    u = uniform(keys, torch.zeros_like(keys))
+    pairs = (u[0::2] * 16).long() * 16 + (u[1::2] * 16).long()
+    assert p_value(torch.bincount(pairs, minlength=256), torch.full((256,), len(pairs) / 256)) > 1e-4
+    triples = ((u * 6).long().view(-1, 3) * torch.tensor([36, 6, 1])).sum(1)
+    assert p_value(torch.bincount(triples, minlength=216), torch.full((216,), len(triples) / 216)) > 1e-4
+
+
+def test_gumbel_has_the_gumbel_distribution() -> None:
+    g = gumbel(absorb(torch.full((200,), 5), torch.arange(200)), VOCAB).double().flatten()
+    n = g.numel()
+    assert abs(g.mean().item() - 0.5772156649) < 4 * math.pi / math.sqrt(6 * n)
+    assert abs(g.var().item() - math.pi**2 / 6) < 0.02
+    counts = torch.histc((-(-g).exp()).exp(), bins=200, min=0, max=1)
+    assert p_value(counts, torch.full((200,), n / 200)) > 1e-4
+
+
+def test_the_rare_end_is_not_cut_off() -> None:
+    """The largest of n Gumbels lies near log n: with 16 bits it would stop at 11.8."""
+    g = gumbel(absorb(torch.full((64,), 2), torch.arange(64)), 150_000)
+    n = g.numel()
+    above = (g > 12.0).sum().item()
+    expected = n * -math.expm1(-math.exp(-12.0))
+    assert abs(above - expected) < 4 * math.sqrt(expected)
+    assert math.log(n) - 2 < g.max() < 23
+
+
+def row(seq: int, seed: int = 1, sample: int = 0, length: int = 4, **params: object) -> RowSampling:
+    text = [(7 * i + seq) % VOCAB for i in range(length)]
+    return RowSampling(seq, SamplingParams(**params), seed, sample, text, 2, (2,))
+
+
+def test_draws_know_neither_batch_nor_tree_nor_drafter() -> None:
+    """What is drawn at a node is what plain decoding draws once the path is committed, in any company."""
+    rows = [row(0), row(1, seed=9, temperature=0.7), row(2, sample=3, top_k=20, top_p=0.9), row(3, temperature=0.0)]
+    draws = Draws(rows, VOCAB)
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+    guesses = draws.children(logits, draws.roots(), 1).tokens
+    tree = DraftTree.chains(draws.roots_tokens, torch.cat([guesses, (guesses + 1) % VOCAB], dim=1))
+    at = draws.nodes(tree)
+    judged = torch.randn(len(at.row), VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    drawn = draws.draw(judged, at)
+    for node, (index, path) in enumerate(zip(at.row.tolist(), at.drawn.tolist(), strict=True)):
+        text = [*rows[index].tokens, *(token for token in path if token >= 0)]
+        alone = RowSampling(50 + node, rows[index].params, rows[index].seed, rows[index].sample, text, 2, (2,))
+        fresh = Draws([alone], VOCAB)
+        assert fresh.draw(judged[node : node + 1], fresh.roots()).item() == drawn[node].item()
+
+
+def test_seed_sample_and_position_all_change_the_draw() -> None:
+    flat = torch.zeros(1, VOCAB)
+
+    def drawn(which: RowSampling) -> int:
+        draws = Draws([which], VOCAB)
+        return int(draws.draw(flat, draws.roots()).item())
+
+    assert drawn(row(0)) == drawn(row(0))
+    others = [row(0, seed=2), row(0, sample=1), row(0, length=5)]
+    assert len({drawn(r) for r in [row(0), *others]}) == 4
+
+
+def test_a_request_id_does_not_change_the_draw() -> None:
+    flat = torch.zeros(1, VOCAB)
+    one, other = (Draws([RowSampling(seq, SamplingParams(), 5, 0, [1, 2], 1)], VOCAB) for seq in (3, 99))
+    assert torch.equal(one.draw(flat, one.roots()), other.draw(flat, other.roots()))
+
+
+def test_rejection_noise_is_fresh_in_every_round_and_level() -> None:
+    """The same position, drafted from another root or at another level of a cascade, has other coins and draws."""
+    flat = torch.zeros(1, VOCAB)
+    text = [1, 2, 3]
+    rounds = [
+        Draws([RowSampling(0, SamplingParams(), 5, 0, text[:length], 1)], VOCAB, rejection=True, level=level)
+        for length, level in ((3, 0), (2, 0), (3, 1))
+    ]
+    states = [r.roots() for r in rounds]
+    states[1] = rounds[1].advance(states[1], torch.tensor([0]), torch.tensor([3]))
+    assert [s.position.item() for s in states] == [3, 3, 3]
+    token = torch.tensor([3])
+    assert len({r.coins(s, token).item() for r, s in zip(rounds, states, strict=True)}) == 3
+    assert len({r.recover(flat, s).item() for r, s in zip(rounds, states, strict=True)}) == 3
+    assert len({r.children(flat, s, 1).tokens.item() for r, s in zip(rounds, states, strict=True)}) == 3
+    assert len({r.draw(flat, s).item() for r, s in zip(rounds, states, strict=True)}) == 1

@@ -1,0 +1,185 @@
+"""Every family and every scaling of positions computes transformers' logits, from a saved checkpoint.
+
+Weights are random but scaled so that logits vary by 3 and more, biases are not 0 and norms not 1: nothing can be
+left out unseen. Texts are longer than twice the sliding window and twice the context before scaling.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from forerun.models.config import ModelConfig, RopeConfig, read_config
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read
+
+VOCAB, LENGTH, WINDOW, ORIGINAL = 199, 80, 11, 32
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PLAIN_ROPE = RopeConfig(1e4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family with options; `ablated` turns what the case is about off, which must be seen in the logits."""
+
+    name: str
+    family: str
+    options: dict[str, Any]
+    ablated: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = [
+    Case("tied, grouped", "llama", {"tie_word_embeddings": True}),
+    Case("untied, one key head", "llama", {"num_key_value_heads": 1}),
+    Case("ungrouped, wide heads", "llama", {"num_key_value_heads": 4, "head_dim": 24}),
+    Case("all biases", "llama", {"attention_bias": True, "mlp_bias": True}, {"mlp_bias": False}),
+    Case("attention biases", "llama", {"attention_bias": True}, {"out_bias": False}),
+    Case("theta", "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope": PLAIN_ROPE}),
+    Case(
+        "linear",
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        {"rope": PLAIN_ROPE},
+    ),
+    Case("llama3", "llama", {"rope_parameters": LLAMA3}, {"rope": PLAIN_ROPE}),
+    Case("yarn", "llama", {"rope_parameters": YARN}, {"rope": PLAIN_ROPE}),
+    Case(
+        "yarn, mscale",
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}},
+        {"rope": RopeConfig(1e4, "yarn", 4.0, ORIGINAL)},
+    ),
+    Case("window", "mistral", {"sliding_window": WINDOW}, {"windows": (None,) * 3}),
+    Case("no window, wide heads", "mistral", {"sliding_window": None, "head_dim": 32}),
+    Case("biases", "qwen2", {}, {"qkv_bias": False}),
+    Case(
+        "upper windows",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        {"windows": (WINDOW,) * 3},
+    ),
+    Case("yarn, tied", "qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}, {"rope": PLAIN_ROPE}),
+    Case("head norms", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}, {"qk_norm": False}),
+    Case(
+        "listed windows, biases",
+        "qwen3",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {"windows": (None, None, WINDOW)},
+    ),
+]
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel) -> None:
+    """Weights that keep the residual stream alive, norms around 1, biases around 0, logits far apart."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.normal_(0, 0.5)
+        elif name in ("lm_head.weight", "model.embed_tokens.weight"):
+            parameter.normal_(0, 4 / parameter.shape[1] ** 0.5)
+        else:
+            parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+
+
+def build(case: Case, folder: Path) -> PreTrainedModel:
+    """A random model of transformers, and its checkpoint in `folder`, in shards."""
+    torch.manual_seed(CASES.index(case))
+    config = AutoConfig.for_model(case.family, **SIZES | case.options)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomise(model)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    return model
+
+
+def our_logits(blueprint: Blueprint, tokens: list[int], chunks: list[int]) -> Tensor:
+    """The text read in chunks of these sizes, each made final before the next."""
+    assert sum(chunks) == len(tokens)
+    runner = blueprint.load(num_tokens=2 * LENGTH)
+    logits, start = [], 0
+    for size in chunks:
+        logits.append(runner.read([Read(0, tokens[start : start + size], judged=range(size))]).logits)
+        runner.keep([0], [range(size)])
+        start += size
+    return torch.cat(logits)
+
+
+def old_spelling(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same config.json as transformers 4 wrote it."""
+    old = {k: v for k, v in raw.items() if k not in ("rope_parameters", "dtype")}
+    rope = dict(raw["rope_parameters"])
+    old["torch_dtype"], old["rope_theta"] = raw["dtype"], rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    old["rope_scaling"] = None if kind == "default" else {"type": kind} | rope
+    if raw.get("max_window_layers") == 1:
+        old.pop("layer_types")
+    return old
+
+
+def configs(folder: Path) -> tuple[ModelConfig, ModelConfig]:
+    """The configuration as saved, and as it is read after config.json was rewritten in the old spelling."""
+    path = folder / "config.json"
+    new = read_config(folder)
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    assert "rope_parameters" in raw
+    assert "dtype" in raw
+    path.write_text(json.dumps(old_spelling(raw)), encoding="utf-8")
+    return new, read_config(folder)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
+def test_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    model = build(case, tmp_path)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    assert expected.std() >= 3, "flat logits would hide what is left out"
+    assert 2 * max(WINDOW, ORIGINAL) <= LENGTH
+
+    blueprint = Blueprint.of(str(tmp_path), "float32")
+    for chunks in ([LENGTH], [1, 2, 40, 1, LENGTH - 44]):
+        found = our_logits(blueprint, tokens.tolist(), chunks)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    if case.ablated:
+        wrong = replace(blueprint, config=replace(blueprint.config, **case.ablated))
+        assert wrong.config != blueprint.config
+        assert (our_logits(wrong, tokens.tolist(), [LENGTH]) - expected).abs().max() > 0.05
+    new, old = configs(tmp_path)
+    assert new == old == blueprint.config
+
+
+def test_bfloat16_logits_stay_near_those_of_transformers(tmp_path: Path) -> None:
+    """The law of large errors: 16 bits move logits by a few percent of their spread, not by more."""
+    model = build(CASES[0], tmp_path)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
+    with torch.inference_mode():
+        exact = model(tokens[None]).logits[0]
+        rounded = model.bfloat16()(tokens[None]).logits[0].float()
+    found = our_logits(Blueprint.of(str(tmp_path), "bfloat16"), tokens.tolist(), [LENGTH])
+    assert (found - exact).std() < 1.5 * (rounded - exact).std()

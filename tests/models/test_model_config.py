@@ -1,0 +1,277 @@
+"""read_config means what transformers means, in both spellings, and refuses by name what the decoder cannot compute."""
+
+import json
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, PretrainedConfig
+
+from forerun.errors import ModelError, ModelNotFound, UnsupportedModel
+from forerun.models.config import ModelConfig, RopeConfig, read_config
+from forerun.models.families import FAMILIES
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    return folder
+
+
+def of_family(family: str) -> dict[str, Any]:
+    return BASE | {"architectures": [f"{NAMES[family]}ForCausalLM"], "model_type": family}
+
+
+def expected_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """What transformers' modelling code does with these attributes."""
+    if config.model_type == "llama":
+        return (None,) * config.num_hidden_layers
+    if config.model_type == "mistral":
+        return (config.sliding_window,) * config.num_hidden_layers
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+@st.composite
+def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """A config.json of a random family with random options, any of which may be absent or null."""
+    raw = of_family(draw(st.sampled_from(sorted(NAMES))))
+    absent = object()
+    choices: dict[str, list[Any]] = {
+        "head_dim": [absent, 4, 16, 128],
+        "rms_norm_eps": [absent, 1e-6, 1e-5],
+        "rope_theta": [absent, 500.0, 1e6],
+        "tie_word_embeddings": [absent, True, False],
+        "attention_bias": [absent, True, False],
+        "mlp_bias": [absent, True, False],
+        "sliding_window": [absent, None, 7],
+        "use_sliding_window": [absent, True, False],
+        "max_window_layers": [absent, 0, 1, 2, 5],
+        "torch_dtype": [absent, "float32", "float16", "bfloat16"],
+        "hidden_act": [absent, "silu"],
+        "num_key_value_heads": [None, 1, 2, 4, 8],
+    }
+    for key, values in choices.items():
+        value = draw(st.sampled_from(values))
+        raw.pop(key, None)
+        if value is not absent:
+            raw[key] = value
+    if raw["model_type"] == "mistral" and raw["num_key_value_heads"] is None:
+        raw["num_key_value_heads"] = 8
+    return raw
+
+
+@given(raw=raw_configs())
+@settings(max_examples=120, deadline=None)
+def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write(Path(name), raw)
+        ours, theirs = read_config(folder), AutoConfig.from_pretrained(folder)
+        resaved = Path(name) / "resaved"
+        theirs.save_pretrained(resaved)
+        again = read_config(resaved)
+    assert ours.family == theirs.model_type
+    for field, attribute in {
+        "vocab_size": "vocab_size",
+        "hidden": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "intermediate": "intermediate_size",
+        "norm_eps": "rms_norm_eps",
+        "tied": "tie_word_embeddings",
+        "max_positions": "max_position_embeddings",
+        "bos_id": "bos_token_id",
+    }.items():
+        assert getattr(ours, field) == getattr(theirs, attribute), field
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+    assert ours.windows == expected_windows(theirs)
+    assert ours.eos_ids == (theirs.eos_token_id,)
+    assert ours.dtype == (theirs.dtype or torch.float32)
+    assert again == ours, "transformers writes the same model in another spelling"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "biases"),
+    [  # biases of q, k, v; of o; of the MLP: as transformers' modules are built
+        ("llama", {}, (False, False, False)),
+        ("llama", {"attention_bias": True}, (True, True, False)),
+        ("llama", {"mlp_bias": True}, (False, False, True)),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}, (False, False, False)),
+        ("qwen2", {"attention_bias": False}, (True, False, False)),
+        ("qwen3", {}, (False, False, False)),
+        ("qwen3", {"attention_bias": True, "mlp_bias": True}, (True, True, False)),
+    ],
+)
+def test_biases_are_the_familys_or_the_configurations(
+    tmp_path: Path, family: str, options: dict[str, Any], biases: tuple[bool, bool, bool]
+) -> None:
+    config = read_config(write(tmp_path, of_family(family) | options))
+    assert (config.qkv_bias, config.out_bias, config.mlp_bias) == biases
+    assert config.qk_norm == (family == "qwen3")
+
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.4,
+     "beta_fast": 16, "beta_slow": 2, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.25},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s["rope_type"])
+def test_old_and_new_spellings_are_one_configuration(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    def read(**keys: Any) -> ModelConfig:
+        common = {k: v for k, v in BASE.items() if k not in ("torch_dtype", "rope_theta")}
+        return read_config(write(tmp_path, common | keys))
+
+    kind = {k: v for k, v in scaling.items() if k != "rope_type"} | {"type": scaling["rope_type"]}
+    new = read(dtype="float16", rope_parameters=scaling | {"rope_theta": 5e5})
+    assert new.rope.kind == scaling["rope_type"]
+    assert new.rope.theta == 5e5
+    assert new.rope.factor == scaling["factor"]
+    assert read(torch_dtype="float16", rope_theta=5e5, rope_scaling=scaling) == new
+    assert read(torch_dtype="torch.float16", rope_theta=5e5, rope_scaling=kind) == new
+    assert read(dtype="float16", rope_theta=1.5, rope_parameters=scaling | {"rope_theta": 5e5}) == new
+
+
+def test_a_yarn_without_factor_stretches_to_the_maximum_position(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}
+    assert read_config(write(tmp_path, BASE | {"rope_scaling": scaling})).rope.factor == 4.0
+
+
+def test_an_original_context_beside_the_scaling_counts_first(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    raw = BASE | {"rope_scaling": scaling, "original_max_position_embeddings": 64}
+    assert read_config(write(tmp_path, raw)).rope.original_max_positions == 64
+
+
+def test_layer_types_choose_the_windows_of_qwen(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    raw = of_family("qwen3") | {"use_sliding_window": True, "sliding_window": 9, "layer_types": types}
+    assert read_config(write(tmp_path, raw)).windows == (9, None, 9)
+
+
+@pytest.mark.parametrize(
+    ("generation", "eos"),
+    [
+        (None, (2,)),
+        ({}, (2,)),
+        ({"eos_token_id": None}, (2,)),
+        ({"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": [7, 5, 9]}, (7, 5, 9)),
+    ],
+)
+def test_generation_config_names_the_eos_tokens_first(
+    tmp_path: Path, generation: dict[str, Any] | None, eos: tuple[int, ...]
+) -> None:
+    assert read_config(write(tmp_path, BASE, generation)).eos_ids == eos
+
+
+@pytest.mark.parametrize("eos", [None, []])
+def test_a_missing_eos_warns_of_what_follows(tmp_path: Path, eos: list[int] | None) -> None:
+    with pytest.warns(UserWarning, match="names no eos_token_id: generation ends only at max_tokens"):
+        config = read_config(write(tmp_path, BASE | {"eos_token_id": eos}))
+    assert config.eos_ids == ()
+
+
+def test_a_model_without_named_architecture_is_known_by_its_type(tmp_path: Path) -> None:
+    raw = of_family("qwen3") | {"architectures": None}
+    assert read_config(write(tmp_path, raw)).family == "qwen3"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["MixtralForCausalLM"]}, r"architectures is \['MixtralForCausalLM'\]; supported are Llama"),
+    ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'; supported are Llama"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq.*; .*use the float16"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: type is 'dynamic'; supported are default"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: rope_type is 'longrope'; supported are"),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is None; it must be a number above 0"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of parameters for all layers"),
+    (
+        {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "high_freq_factor is 4; it must exceed low_freq_factor, 4",
+    ),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; heads are rotated whole"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads, 8"),
+    ({"num_attention_heads": 12}, "num_attention_heads is 12; it must divide hidden_size, 64, or head_dim be given"),
+    ({"head_dim": 7}, "head_dim is 7; rotary embeddings need an even width"),
+    ({"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number, at least 1"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number, at least 1"),
+    ({"vocab_size": None}, "vocab_size is None; it must be a whole number"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a number above 0"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
+    ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; supported are float32"),
+    ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id or a list"),
+    ({"layer_types": ["sliding_attention"] * 3}, "layer_types is .*; in llama with sliding_window None"),
+    (of_family("qwen2") | {"layer_types": ["sliding_attention"] * 3}, "layer_types is .*; in qwen2 with"),
+    (
+        of_family("mistral") | {"sliding_window": 4, "layer_types": ["full_attention"] * 3},
+        "in mistral with sliding_window 4 all layers must be sliding_attention",
+    ),
+    (of_family("mistral") | {"sliding_window": 0}, "sliding_window is 0; it must be a whole number, at least 1"),
+    (of_family("qwen2") | {"layer_types": ["full_attention"]}, "layer_types is .*; it must give .* for 3 layers"),
+    (of_family("qwen2") | {"layer_types": ["linear_attention"] * 3}, "layer_types is .*linear_attention.*"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_the_decoder_cannot_compute_is_refused_by_value(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message) as caught:
+        read_config(write(tmp_path, BASE | change))
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json is not there: name the folder"):
+        read_config(tmp_path)
+    for text in ('{"vocab_size": 2', "[]", "\x00"):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ModelError, match=r"config\.json is damaged .*: download it again"):
+            read_config(tmp_path)
+
+
+def test_the_models_in_the_repository(target_dir: Path, draft_dir: Path) -> None:
+    with warnings.catch_warnings(action="error"):
+        target, draft = read_config(target_dir), read_config(draft_dir)
+    assert (target.heads, target.kv_heads, target.group, target.head_dim) == (8, 4, 2, 8)
+    assert (target.max_positions, draft.max_positions) == (512, 256)
+    assert (target.intermediate, draft.intermediate) == (172, 192)
+    assert target.tied
+    assert target.eos_ids == (2,)
+
+
+def test_the_table_names_each_family_once() -> None:
+    names = [family.name for family in FAMILIES.values()]
+    assert sorted(names) == sorted(NAMES)
+    assert {a.removesuffix("ForCausalLM").lower() for a in FAMILIES} == set(names)

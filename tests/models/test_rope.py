@@ -1,0 +1,150 @@
+"""Rotary tables are transformers' own, bit for bit, for every supported scaling."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from forerun.models.config import ModelConfig, RopeConfig, read_config
+from forerun.models.rope import RopeTables, rope_tables
+
+POSITIONS = 192
+
+
+def make(rope: dict[str, Any], head_dim: int) -> LlamaConfig:
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=POSITIONS,
+        rope_parameters=rope,
+    )
+
+
+def ours(config: LlamaConfig) -> RopeTables:
+    """Through config.json, as a checkpoint would come."""
+    with tempfile.TemporaryDirectory() as name:
+        config.save_pretrained(name)
+        return rope_tables(read_config(Path(name)))
+
+
+def theirs(config: LlamaConfig) -> RopeTables:
+    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0), torch.arange(POSITIONS)[None])
+    return RopeTables(cos[0], sin[0])
+
+
+def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+THETA = st.sampled_from([500.0, 10_000.0, 1e6])
+ORIGINAL = st.sampled_from([16, 24, 64, POSITIONS])
+FACTOR = st.floats(1.0, 16.0)
+ROPES = st.one_of(
+    st.fixed_dictionaries({"rope_type": st.just("default"), "rope_theta": THETA}),
+    st.fixed_dictionaries({"rope_type": st.just("linear"), "rope_theta": THETA, "factor": FACTOR}),
+    st.fixed_dictionaries(
+        {
+            "rope_type": st.just("llama3"),
+            "rope_theta": THETA,
+            "factor": FACTOR,
+            "low_freq_factor": st.sampled_from([0.5, 1.0, 2.0]),
+            "high_freq_factor": st.sampled_from([2.5, 4.0, 8.0]),
+            "original_max_position_embeddings": ORIGINAL,
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "rope_type": st.just("yarn"),
+            "rope_theta": THETA,
+            "factor": optional(FACTOR),
+            "original_max_position_embeddings": ORIGINAL,
+        },
+        optional={
+            "attention_factor": optional(st.floats(0.5, 2.0)),
+            "beta_fast": optional(st.sampled_from([4.0, 32.0, 64])),
+            "beta_slow": optional(st.sampled_from([0.5, 1.0, 2])),
+            "mscale": optional(st.sampled_from([0.0, 0.7, 1.0])),
+            "mscale_all_dim": optional(st.sampled_from([0.0, 0.4, 1.0])),
+            "truncate": st.booleans(),
+        },
+    ),
+)
+
+
+@given(rope=ROPES, head_dim=st.sampled_from([2, 6, 8, 16, 64, 128]))
+@settings(max_examples=200, deadline=None)
+def test_tables_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
+    config = make(rope, head_dim)
+    expected, found = theirs(config), ours(config)
+    assert found.cos.dtype == found.sin.dtype == torch.float32
+    assert found.cos.shape == (POSITIONS, head_dim)
+    assert torch.equal(found.cos, expected.cos)
+    assert torch.equal(found.sin, expected.sin)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"factor": 4.0},
+        {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+        {"factor": 4.0, "attention_factor": 1.5},
+        {"factor": 4.0, "truncate": False},
+        {"factor": 4.0, "beta_fast": 8.0},
+        {"factor": 4.0, "beta_slow": 2.0},
+        {"factor": 8.0},
+    ],
+)
+def test_every_option_of_yarn_matters(rope: dict[str, Any]) -> None:
+    """An option that changed nothing would make its comparison with transformers void."""
+    common = {"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 24}
+    plain = ours(make(common | {"factor": 2.0, "beta_fast": 4.0}, 64))
+    assert not torch.equal(ours(make(common | rope, 64)).cos, plain.cos)
+
+
+def tables(max_positions: int, tmp_path: Path) -> RopeTables:
+    config = json.loads(make({"rope_type": "default", "rope_theta": 1e4}, 8).to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_positions}))
+    return rope_tables(read_config(tmp_path))
+
+
+def test_a_position_has_the_same_bits_in_a_table_of_any_length_and_number_of_threads(tmp_path: Path) -> None:
+    """A draft model may have fewer positions than its target, and a machine any number of cores."""
+    long = tables(20_011, tmp_path)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(tables(20_011, tmp_path).cos, long.cos)
+            for length in (1, 7, 33, 4_099):
+                short = tables(length, tmp_path)
+                assert torch.equal(short.cos, long.cos[:length])
+                assert torch.equal(short.sin, long.sin[:length])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rotation_depends_on_the_distance_alone(target_dir: Path) -> None:
+    """The law that makes relative positions: <R(m) q, R(n) k> is a function of m - n."""
+    config: ModelConfig = read_config(target_dir)
+    assert config.rope == RopeConfig(10_000.0)
+    table = rope_tables(config)
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, config.head_dim, generator=generator, dtype=torch.float64)
+    half = config.head_dim // 2
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        swapped = torch.cat([-x[half:], x[:half]])
+        return x * table.cos[position].double() + swapped * table.sin[position].double()
+
+    for distance in (0, 1, 17, 200):
+        products = torch.stack([turned(q, m + distance) @ turned(k, m) for m in (0, 3, 100, 300)])
+        torch.testing.assert_close(products, products[:1].expand(4), rtol=0, atol=1e-4)

@@ -1,0 +1,205 @@
+"""Reading in any company gives the same bits: chunks, batches, trees, moves. And the right ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.cache.blocks import OutOfBlocks
+from forerun.cache.paged import PagedCache
+from forerun.models.config import ModelConfig, read_config
+from forerun.models.decoder import Decoder
+from forerun.models.linear import BlockedLinear, LinearFactory, PackedLinear
+from forerun.models.runner import Read, Runner
+from forerun.models.weights import Checkpoint
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random_decoder(config: ModelConfig, dtype: torch.dtype, scale: float = 4.0) -> Decoder:
+    """A decoder of random weights whose logits are as spread as a trained model's."""
+    generator = torch.Generator().manual_seed(5)
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return 1 + 0.1 * torch.randn(shape, generator=generator)
+        deviation = scale / shape[-1] ** 0.5 if name.startswith(("lm_head", "model.embed")) else shape[-1] ** -0.5
+        return deviation * torch.randn(shape, generator=generator)
+
+    return Decoder(config, take, dtype)
+
+
+@pytest.fixture(scope="module")
+def stories(target_dir: Path) -> ModelConfig:
+    return read_config(target_dir)
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16"])
+def decoders(request: pytest.FixtureRequest, target_dir: Path, stories: ModelConfig) -> list[Decoder]:
+    """A real model, and a windowed one of random weights whose head_dim, width and context are awkward."""
+    real = Decoder(stories, Checkpoint(target_dir, request.param).take, request.param)
+    odd = replace(
+        stories, max_positions=2048, intermediate=83, windows=(None, 700, 37, None, 512), qkv_bias=True, qk_norm=True
+    )
+    return [real, random_decoder(odd, request.param)]
+
+
+def runner(decoder: Decoder, num_tokens: int = 4096, block_size: int = 16) -> Runner:
+    c = decoder.config
+    shape = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+    return Runner(decoder, PagedCache(**shape, num_tokens=num_tokens, dtype=decoder.dtype, block_size=block_size))
+
+
+def read_in_chunks(decoder: Decoder, text: list[int], chunk: int) -> Tensor:
+    r, logits = runner(decoder), []
+    for first in range(0, len(text), chunk):
+        part = text[first : first + chunk]
+        logits.append(r.read([Read(0, part, judged=range(len(part)))]).logits)
+        r.keep([0], [range(len(part))])
+    return torch.cat(logits)
+
+
+def state(r: Runner, seq_id: int) -> tuple[Tensor, Tensor]:
+    run = slice(r.cache.start(seq_id), r.cache.start(seq_id) + r.cache.length(seq_id))
+    return r.cache.keys[:, :, run], r.cache.values[:, :, run]
+
+
+@pytest.mark.parametrize("length", [300, 1100])
+def test_chunks_give_the_same_bits(decoders: list[Decoder], length: int) -> None:
+    for decoder in decoders:
+        length = min(length, decoder.config.max_positions)
+        text = [random.Random(length).randrange(3, 500) for _ in range(length)]
+        whole = read_in_chunks(decoder, text, length)
+        assert whole.std() > 1.5
+        for chunk in (1, 2, 3, 5, 8, 64, 201, 400):
+            assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
+
+
+def test_batches_give_the_same_bits(decoders: list[Decoder]) -> None:
+    rng = random.Random(1)
+    for decoder in decoders:
+        texts = [[rng.randrange(3, 500) for _ in range(n)] for n in (1, 2, 7, 64, 130, 501)]
+        alone = [read_in_chunks(decoder, text, len(text)) for text in texts]
+        together = runner(decoder).read([Read(i, t, judged=range(len(t))) for i, t in enumerate(texts)]).logits
+        for i, logits in enumerate(together.split([len(t) for t in texts])):
+            assert torch.equal(logits, alone[i])
+
+
+def random_tree(rng: random.Random, nodes: int, shape: str) -> list[int]:
+    parent = {"chain": lambda i: i - 1, "star": lambda i: 0, "bush": lambda i: rng.randrange(i)}[shape]
+    return [-1] + [parent(i) for i in range(1, nodes)]
+
+
+@pytest.mark.parametrize("shape", ["chain", "star", "bush"])
+def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], shape: str) -> None:
+    """And the kept path leaves the same bits in the cache as plain reading."""
+    rng = random.Random(2)
+    for decoder in decoders:
+        for length in (0, 5, 63, 505):
+            r, text = runner(decoder), [rng.randrange(3, 500) for _ in range(length)]
+            if text:
+                r.read([Read(0, text)])
+                r.keep([0], [range(length)])
+            nodes = rng.randrange(1, 8)
+            tokens, parents = [rng.randrange(3, 500) for _ in range(nodes)], random_tree(rng, nodes, shape)
+            logits = r.read([Read(0, tokens, parents, range(nodes), scratch=nodes)]).logits
+            paths = [r.tails[0].path(n) for n in range(nodes)]
+            for node, path in enumerate(paths):
+                plain = read_in_chunks(decoder, text + [tokens[n] for n in path], 64)
+                assert torch.equal(logits[node], plain[-1])
+            chosen = rng.choice(paths)
+            r.keep([0], [chosen])
+            fresh = runner(decoder)
+            fresh.read([Read(1, text + [tokens[n] for n in chosen])])
+            fresh.keep([1], [range(length + len(chosen))])
+            assert all(torch.equal(a, b) for a, b in zip(state(r, 0), state(fresh, 1), strict=True))
+
+
+def test_a_tree_grown_level_by_level_is_the_tree_read_at_once(decoders: list[Decoder]) -> None:
+    rng = random.Random(3)
+    for decoder in decoders:
+        parents = [-1, -1, 0, 0, 1, 2, 4, 5]
+        levels = [[0, 1], [2, 3, 4], [5, 6], [7]]
+        text, tokens = [rng.randrange(3, 500) for _ in range(70)], [rng.randrange(3, 500) for _ in parents]
+        at_once, grown = runner(decoder), runner(decoder)
+        for r in (at_once, grown):
+            r.read([Read(0, text)])
+            r.keep([0], [range(len(text))])
+        expected = at_once.read([Read(0, tokens, parents, range(8), scratch=4)]).logits
+        for level in levels:
+            read = Read(0, [tokens[n] for n in level], [parents[n] for n in level], range(len(level)), scratch=4)
+            assert torch.equal(grown.read([read]).logits, expected[level])
+
+
+def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
+    """Small blocks and a nearly full cache: rows grow into each other and move."""
+    rng = random.Random(4)
+    for decoder in decoders:
+        r = runner(decoder, num_tokens=400, block_size=8)
+        texts = [[rng.randrange(3, 500) for _ in range(120)] for _ in range(3)]
+        done, moves, starts = [0, 0, 0], 0, {}
+        while min(done) < 120:
+            i = rng.randrange(3)
+            part = texts[i][done[i] : done[i] + rng.randrange(1, 9)]
+            if part:
+                r.read([Read(i, part)])
+                r.keep([i], [range(len(part))])
+                done[i] += len(part)
+            for j in range(3):
+                if j in r.cache:
+                    moves += starts.get(j, r.cache.start(j)) != r.cache.start(j)
+                    starts[j] = r.cache.start(j)
+        assert moves > 0
+        for i, text in enumerate(texts):
+            fresh = runner(decoder)
+            fresh.read([Read(0, text)])
+            fresh.keep([0], [range(len(text))])
+            assert all(torch.equal(a, b) for a, b in zip(state(r, i), state(fresh, 0), strict=True))
+
+
+def test_want_of_room_changes_nothing(decoders: list[Decoder]) -> None:
+    r = runner(decoders[0], num_tokens=64)
+    r.read([Read(0, [5] * 40)])
+    r.keep([0], [range(40)])
+    before = state(r, 0)[0].clone()
+    with pytest.raises(OutOfBlocks):
+        r.read([Read(0, [6] * 10), Read(1, [7] * 30)])
+    assert r.length(0) == 40
+    assert 1 not in r.cache
+    assert torch.equal(state(r, 0)[0], before)
+    r.read([Read(0, [6] * 10)])
+
+
+def test_taps_are_the_streams_between_layers(decoders: list[Decoder]) -> None:
+    decoder = decoders[0]
+    states = runner(decoder).read([Read(0, [5, 6, 7], judged=range(3))], taps=(0, 2, decoder.config.layers, -1))
+    assert states.taps is not None
+    assert torch.equal(states.taps[:, 0], decoder.embedding[torch.tensor([5, 6, 7])])
+    assert torch.equal(decoder.logits(states.taps[:, 2]), states.logits)
+    assert torch.equal(decoder.head(states.taps[:, 3]).float(), states.logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_linears_agree_and_rows_are_independent(dtype: torch.dtype, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 83, generator=generator).to(dtype)
+    offset = torch.randn(48, generator=generator).to(dtype) if bias else None
+    x = torch.randn(33, 83, generator=generator).to(dtype)
+    exact = x.double() @ weight.double().T + (offset.double() if offset is not None else 0)
+    for linear in (LinearFactory()(weight, offset), BlockedLinear(weight, offset)):
+        assert torch.allclose(linear(x).double(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0.1)
+        assert all(torch.equal(linear(x[:n].contiguous()), linear(x)[:n]) for n in range(2, 33))
+
+
+def test_a_layer_whose_rows_know_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = PackedLinear.__call__
+    monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: honest(self, x) + 1e-6 * len(x))
+    assert isinstance(LinearFactory()(torch.randn(32, 32)), BlockedLinear)
+    monkeypatch.setattr(PackedLinear, "__call__", honest)
+    assert isinstance(LinearFactory()(torch.randn(32, 32)), PackedLinear)

@@ -1,0 +1,351 @@
+"""Checkpoints are found, judged before they are loaded, and loaded within the memory of their weights."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.errors import InvalidRequest, MissingWeights, ModelNotFound, UnsupportedModel, WrongShape
+from forerun.models import weights
+from forerun.models.config import ModelConfig, read_config
+from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype, tensor_shapes
+
+SRC = Path(weights.__file__).parents[2]
+
+
+def save_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
+    """A sharded checkpoint as Hugging Face lays it out."""
+    places = {}
+    for i, shard in enumerate(shards):
+        name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / name)
+        places |= dict.fromkeys(shard, name)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> dict[str, Tensor]:
+    """Two shards, written into tmp_path; the tensors they hold."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(4, 6, generator=generator) for name in ("a", "b", "c")}
+    save_shards(tmp_path, [{"a": tensors["a"], "c": tensors["c"]}, {"b": tensors["b"]}])
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_and_single_files_give_the_same_tensors(
+    tmp_path: Path, sharded: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    (tmp_path / "single").mkdir()
+    save_file(sharded, tmp_path / "single" / "model.safetensors")
+    for folder in (tmp_path, tmp_path / "single"):
+        checkpoint = Checkpoint(folder, dtype)
+        assert checkpoint.num_bytes == 3 * 24 * dtype.itemsize
+        assert "d" not in checkpoint
+        for name, tensor in sharded.items():
+            assert name in checkpoint
+            taken = checkpoint.take(name, (4, 6))
+            assert torch.equal(taken, tensor.to(dtype))
+            assert taken.dtype == dtype
+
+
+def test_a_tensor_owns_its_memory(tmp_path: Path, sharded: dict[str, Tensor]) -> None:
+    """Not a view of the file: it can be written to, and outlives the file."""
+    taken = Checkpoint(tmp_path, torch.float32).take("a", (4, 6))
+    assert taken.is_contiguous()
+    assert taken.untyped_storage().nbytes() == taken.numel() * 4
+    taken += 1
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    assert torch.equal(taken, sharded["a"] + 1)
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path: Path, sharded: dict[str, Tensor]) -> None:
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+    with pytest.raises(MissingWeights, match=f"{tmp_path} has no tensor d: .*download it again"):
+        checkpoint.take("d", (4, 6))
+    with pytest.raises(WrongShape, match=r"00002\.safetensors: b has shape \[4, 6\], .* promises \[24\]"):
+        checkpoint.take("b", (24,))
+
+
+def test_a_missing_shard_is_named_before_anything_is_loaded(tmp_path: Path, sharded: dict[str, Tensor]) -> None:
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(MissingWeights, match=r"model-00002-of-00002\.safetensors is missing: download it again"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_a_tensor_that_is_not_in_its_shard_is_named(tmp_path: Path, sharded: dict[str, Tensor]) -> None:
+    save_file({"other": sharded["b"]}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(MissingWeights, match=r"00002\.safetensors has no tensor b, which model\.safetensors\.index"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("length", [0, 5, 60, 150, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, sharded: dict[str, Tensor], length: int) -> None:
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    damaged = file.read_bytes()[:length]
+    file.write_bytes(damaged)
+    message = rf"00001-of-00002\.safetensors is damaged or incomplete \({len(damaged)} bytes.*download it again"
+    with pytest.raises(MissingWeights, match=message):
+        Checkpoint(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "\x00"])
+def test_a_damaged_index_is_named(tmp_path: Path, sharded: dict[str, Tensor], text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    with pytest.raises(MissingWeights, match=r"model\.safetensors\.index\.json is damaged .*download it again"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(MissingWeights, match=r"has no model\.safetensors and no .*: download the weights"):
+        Checkpoint(tmp_path, torch.float32)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(MissingWeights, match=r"has pytorch_model\.bin but no safetensors.*save_pretrained"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match="w is stored as I8; quantised checkpoints are not read"):
+        Checkpoint(tmp_path, torch.float32).take("w", (2, 2))
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from forerun.models.weights import Checkpoint
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+Checkpoint(Path(sys.argv[2]), torch.float32).take("warm", (256, 256))  # libraries that load at first use
+Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+before = status("VmRSS")
+checkpoint = Checkpoint(Path(sys.argv[1]), torch.bfloat16)
+names = sorted(checkpoint.stored, key=lambda name: name.split(".")[::-1])  # hops from shard to shard
+weights = [checkpoint.take(name, checkpoint.stored[name].shape) for name in names]
+print(status("VmHWM") - before, sum(w.nbytes for w in weights), checkpoint.num_bytes)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory counter")
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+def test_loading_holds_the_weights_and_never_a_second_copy(tmp_path: Path, stored: torch.dtype) -> None:
+    """Peak memory of a process that loads 4 shards of 30 MB in an order that hops between them."""
+    tensors = 5
+    width = 30_000_000 // (tensors * stored.itemsize * 1000)
+    generator = torch.Generator().manual_seed(2)
+    save_shards(
+        tmp_path,
+        [
+            {f"{s}.{t}": torch.randn(width, 1000, generator=generator).to(stored) for t in range(tensors)}
+            for s in range(4)
+        ],
+    )
+    (tmp_path / "warm").mkdir()
+    save_file({"warm": torch.ones(256, 256)}, tmp_path / "warm" / "model.safetensors")
+    shard = (tmp_path / "model-00001-of-00004.safetensors").stat().st_size
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "warm")]
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    run = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    growth, loaded, promised = map(int, run.stdout.split())
+    assert loaded == promised == 4 * tensors * width * 1000 * 2
+    assert loaded * 0.95 < growth, "the weights were not resident: the measurement is void"
+    assert growth < loaded + shard / tensors + 12e6, "more than the weights and one tensor"
+
+
+def save_model(folder: Path, config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in tensor_shapes(config).items()}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def test_the_models_in_the_repository_hold_exactly_what_is_promised(target_dir: Path, draft_dir: Path) -> None:
+    for folder in (target_dir, draft_dir):
+        config = read_config(folder)
+        stored = load_file(folder / "model.safetensors")
+        assert tensor_shapes(config) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        with warnings.catch_warnings(action="error"):
+            assert check_weights(config, Checkpoint(folder, torch.float32)) == config
+
+
+def test_every_promised_tensor_is_checked(tmp_path: Path, target_dir: Path) -> None:
+    config = replace(read_config(target_dir), tied=False, qkv_bias=True, layers=2)
+    tensors = save_model(tmp_path, config)
+    assert "lm_head.weight" in tensors
+    assert check_weights(config, Checkpoint(tmp_path, torch.float32)) == config
+    for name, tensor in tensors.items():
+        save_file({n: t for n, t in tensors.items() if n != name}, tmp_path / "model.safetensors")
+        with pytest.raises(MissingWeights, match=f"has no tensor {name}"):
+            check_weights(config, Checkpoint(tmp_path, torch.float32))
+        save_file(tensors | {name: tensor[1:].clone()}, tmp_path / "model.safetensors")
+        with pytest.raises(WrongShape, match=f"{name} has shape"):
+            check_weights(config, Checkpoint(tmp_path, torch.float32))
+
+
+def test_tensors_that_nothing_reads_are_reported(tmp_path: Path, target_dir: Path) -> None:
+    config = read_config(target_dir)
+    tensors = save_model(tmp_path, config)
+    tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(tensors | tables, tmp_path / "model.safetensors")
+    with warnings.catch_warnings(action="error"):
+        check_weights(config, Checkpoint(tmp_path, torch.float32))
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"1 tensors are not read, among them model\.layers\.0\.self_attn\.q_proj"):
+        check_weights(config, Checkpoint(tmp_path, torch.float32))
+
+
+def test_a_stored_head_counts_where_it_differs_from_the_embedding(tmp_path: Path, target_dir: Path) -> None:
+    config = read_config(target_dir)
+    assert config.tied
+    tensors = save_model(tmp_path, config)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    with warnings.catch_warnings(action="error"):
+        assert check_weights(config, Checkpoint(tmp_path, torch.float32)).tied
+    save_file(tensors | {"lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"lm_head\.weight differs from the embedding"):
+        judged = check_weights(config, Checkpoint(tmp_path, torch.float32))
+    assert judged == replace(config, tied=False)
+
+
+def test_explicit_formats_are_taken_at_their_word(target_dir: Path) -> None:
+    config = read_config(target_dir)
+    for name, dtype in {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}.items():
+        assert resolve_dtype(name, config) == dtype
+    assert resolve_dtype("bfloat16", config) == torch.bfloat16
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_auto_keeps_the_checkpoints_format_where_the_cpu_can(
+    monkeypatch: pytest.MonkeyPatch, target_dir: Path, half: bool
+) -> None:
+    monkeypatch.setattr(weights, "has_bfloat16_linears", lambda: half)
+    narrow = torch.bfloat16 if half else torch.float32
+    wanted = {
+        torch.float32: torch.float32,
+        torch.float64: torch.float32,
+        torch.float16: narrow,
+        torch.bfloat16: narrow,
+    }
+    for stored, held in wanted.items():
+        assert resolve_dtype("auto", replace(read_config(target_dir), dtype=stored)) == held
+
+
+def test_bfloat16_linears_run_where_they_are_said_to() -> None:
+    if not weights.has_bfloat16_linears():
+        pytest.skip("this CPU or build of torch has none")
+    weight = torch.ones(32, 32, dtype=torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+    product = torch.ops.mkldnn._linear_pointwise(weight[:2], packed, None, "none", [], "")
+    assert torch.equal(product, torch.full((2, 32), 32.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["float16", "int8", "", "Float32"])
+def test_other_formats_are_refused(target_dir: Path, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"dtype: '{name}' is not known: use auto, float32") as caught:
+        resolve_dtype(name, read_config(target_dir))
+    assert caught.value.field == "dtype"
+
+
+def test_a_folder_is_taken_as_it_is(target_dir: Path) -> None:
+    assert find_checkpoint(str(target_dir)) == target_dir
+
+
+def test_paths_that_hold_no_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no config\.json: name the folder"):
+        find_checkpoint(str(tmp_path))
+    with pytest.raises(ModelNotFound, match=r"\. has no config\.json"):
+        find_checkpoint("")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x")
+    with pytest.raises(ModelNotFound, match=r"model\.gguf is a file: name the folder"):
+        find_checkpoint(str(file))
+    for model in (str(tmp_path / "absent"), "./absent", "a/b/c", "a b"):
+        with pytest.raises(ModelNotFound, match=f"there is no folder {model}, and it is not a hub id"):
+            find_checkpoint(model)
+
+
+def test_a_cached_model_is_found_without_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline = partial(snapshot_download, cache_dir=tmp_path, local_files_only=True)
+    monkeypatch.setattr(weights, "snapshot_download", offline)
+    with pytest.raises(ModelNotFound, match=r"the hub cannot be reached: connect .* `hf download owner/name`"):
+        find_checkpoint("owner/name")
+    cache = tmp_path / "models--owner--name"
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    with pytest.raises(ModelNotFound, match=r"owner/name has no config\.json on the hub"):
+        find_checkpoint("owner/name")
+    (snapshot / "config.json").write_text("{}")
+    assert find_checkpoint("owner/name") == snapshot
+
+
+def test_only_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own filter, applied to what repositories of these families hold."""
+
+    def fake(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        kept = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        fetched.update(kept)
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    wanted = {
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+    }
+    files = [
+        *wanted,
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "original/params.json",
+        "README.md",
+        "a/b.safetensors",
+    ]
+    fetched: set[str] = set()
+    monkeypatch.setattr(weights, "snapshot_download", fake)
+    assert find_checkpoint("owner/name") == tmp_path
+    assert fetched == wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (GatedRepoError, "owner/name is gated: accept its terms .* `hf auth login`"),
+        (RepositoryNotFoundError, "nor a model on the hub: check the spelling"),
+        (HFValidationError, "there is no folder owner/name, and as a hub id it is not valid"),
+    ],
+)
+def test_what_the_hub_refuses_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], message: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise error.__new__(error)  # its constructor wants a response of the client that this hub version uses
+
+    monkeypatch.setattr(weights, "snapshot_download", refuse)
+    with pytest.raises(ModelNotFound, match=message):
+        find_checkpoint("owner/name")

@@ -1,0 +1,215 @@
+"""Draws: the law of what is drawn, bits independent of company, hostile drafters, odd batches."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_transforms import VOCAB, chains, random_logits, sequences
+from torch import Tensor
+
+from forerun.sampling.draws import Draws, PathState, RowSampling
+from forerun.sampling.params import SamplingParams
+
+
+def p_value(counts: Tensor, probs: Tensor) -> float:
+    """Pearson's chi-square of counts against a law; what the law denies must not occur."""
+    assert counts[probs == 0].sum() == 0, "something impossible was drawn"
+    counts, probs = counts[probs > 0].double(), probs[probs > 0].double()
+    expected = probs * counts.sum()
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, statistic / 2).item()
+
+
+def many_positions(draws: Draws, count: int) -> PathState:
+    """Nodes of sequence 0 that differ in position alone: as many independent draws from one law."""
+    row = torch.zeros(count, dtype=torch.int64)
+    return PathState(row, row.new_empty(count, 0), torch.arange(count) + 10)
+
+
+def single(rejection: bool = False, vocab: int = 50, seed: int = 12, **params: object) -> Draws:
+    row = RowSampling(0, SamplingParams(**params), seed, 0, [1, 3, 3], 1, (2,))
+    return Draws([row], vocab, rejection=rejection)
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.6, "top_p": 0.9},
+    {"top_k": 7, "presence_penalty": 1.0},
+    {"min_p": 0.05, "temperature": 1.5, "banned_tokens": [0, 1]},
+]
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+def test_draws_follow_the_law(params: dict[str, object]) -> None:
+    draws, count = single(**params), 40_000
+    logits = (random_logits(1, 5, torch.float32, 50) / 2).expand(count, 50)
+    at = many_positions(draws, count)
+    law = draws.probs(logits[:1], draws.roots())[0]
+    assert p_value(torch.bincount(draws.draw(logits, at), minlength=50), law) > 1e-4
+
+
+def test_recovered_tokens_follow_the_law_they_are_given() -> None:
+    draws, count = single(rejection=True), 40_000
+    law = random_logits(1, 8, torch.float32, 50).log_softmax(1)
+    law[0, 10:30] = -math.inf
+    drawn = draws.recover(law.expand(count, 50), many_positions(draws, count))
+    assert p_value(torch.bincount(drawn, minlength=50), law[0].softmax(0)) > 1e-4
+
+
+def test_coins_are_uniform_and_differ_by_token() -> None:
+    draws = single(rejection=True)
+    at = many_positions(draws, 50_000)
+    coins = [draws.coins(at, torch.full_like(at.row, token)) for token in (0, 1)]
+    for coin in coins:
+        assert coin.min() > 0
+        assert coin.max() < 1
+        assert p_value(torch.bincount((coin * 100).long(), minlength=100), torch.full((100,), 0.01)) > 1e-4
+    assert torch.corrcoef(torch.stack(coins))[0, 1].abs() < 4.5 / math.sqrt(50_000)
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+def test_children_are_drawn_without_replacement(rejection: bool) -> None:
+    """Ordered pairs of V=4: P(i, j) = p_i p_j / (1 - p_i)."""
+    draws, count = single(rejection=rejection, vocab=4), 40_000
+    logits = torch.tensor([[0.5, 1.5, -0.5, 0.0]])
+    children = draws.children(logits.expand(count, 4), many_positions(draws, count), 2)
+    p = logits[0].softmax(0)
+    pairs = p[:, None] * p[None] / (1 - p[:, None])
+    pairs.fill_diagonal_(0)
+    seen = torch.bincount(children.tokens[:, 0] * 4 + children.tokens[:, 1], minlength=16)
+    assert p_value(seen, pairs.flatten()) > 1e-4
+    if rejection:
+        assert children.law is not None
+        assert torch.equal(children.survival, children.law.gather(1, children.tokens))
+        assert children.law[0].tolist() == pytest.approx(p.tolist())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(sequences(), min_size=1, max_size=4), st.integers(0, 2**31))
+def test_a_perfect_drafter_is_always_right(specs: list[dict[str, Any]], seed: int) -> None:
+    """Coupled: with the target's own logits the first child is the target's choice, whatever the parameters."""
+    rows = [RowSampling(**spec) for spec in specs]
+    draws = Draws(rows, VOCAB)
+    logits = random_logits(len(rows), seed, torch.float32)
+    at = draws.roots()
+    assert torch.equal(draws.children(logits, at, 3).tokens[:, 0], draws.draw(logits, at))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(sequences(), min_size=2, max_size=5), st.integers(0, 2**31), st.booleans(), st.sampled_from([23, 64]))
+def test_rows_have_the_bits_they_would_have_alone(
+    specs: list[dict[str, Any]], seed: int, rejection: bool, vocab: int
+) -> None:
+    rows = [RowSampling(**spec) for spec in specs]
+    draws = Draws(rows, vocab, rejection=rejection, num_ids=vocab - 1)
+    guesses = [[(row.tokens[-1] + 1) % VOCAB, row.tokens[0]] for row in rows]
+    at = draws.nodes(chains(rows, guesses))
+    logits = random_logits(len(at.row), seed, torch.float32, vocab)
+    law, drawn, kids = draws.law(logits, at), draws.draw(logits, at), draws.children(logits, at, 2)
+    recovered, coins = draws.recover(law, at), draws.coins(at, drawn)
+    for i, row in enumerate(rows):
+        own = at.row == i
+        alone = Draws([row], vocab, rejection=rejection, num_ids=vocab - 1)
+        there = alone.nodes(chains([row], [guesses[i]]))
+        assert torch.equal(alone.law(logits[own], there), law[own])
+        assert torch.equal(alone.draw(logits[own], there), drawn[own])
+        assert torch.equal(alone.recover(law[own], there), recovered[own])
+        assert torch.equal(alone.coins(there, drawn[own]), coins[own])
+        kids_alone = alone.children(logits[own], there, 2)
+        assert torch.equal(kids_alone.tokens, kids.tokens[own])
+        assert torch.equal(kids_alone.survival, kids.survival[own])
+        assert (kids.law is None) == (not rejection)
+        if kids.law is not None and kids_alone.law is not None:
+            assert torch.equal(kids_alone.law, kids.law[own])
+
+
+def test_advance_forks_and_agrees_with_trees() -> None:
+    rows = [RowSampling(i, SamplingParams(), 3, 0, [5] * (i + 2), 1) for i in range(3)]
+    draws = Draws(rows, VOCAB)
+    guesses = [[7, 8], [9, -1], [-1, -1]]
+    wanted = draws.nodes(chains(rows, guesses))
+    roots = draws.roots()
+    first = draws.advance(roots, torch.tensor([0, 1]), torch.tensor([7, 9]))
+    second = draws.advance(first, torch.tensor([0]), torch.tensor([8]))
+    assert roots.drawn.shape == (3, 0)
+    assert first.drawn.tolist() == [[7], [9]]
+    assert wanted.row.tolist() == [0, 0, 0, 1, 1, 2]
+    assert wanted.drawn.tolist() == [[-1, -1], [7, -1], [7, 8], [-1, -1], [9, -1], [-1, -1]]
+    assert wanted.position.tolist() == [2, 3, 4, 3, 4, 4]
+    assert (first.position.tolist(), second.position.tolist()) == ([3, 4], [4])
+    assert second.drawn.tolist() == [[7, 8]]
+    mixed = draws.advance(wanted, torch.tensor([0, 2]), torch.tensor([4, 4]))  # from a root, and from below it
+    assert mixed.drawn.tolist() == [[4, -1, -1], [7, 8, 4]]
+
+
+def test_after_is_the_round_with_a_tail_committed() -> None:
+    row = RowSampling(0, SamplingParams(frequency_penalty=1.0), 3, 0, [5, 6], 1)
+    draws, longer = Draws([row], VOCAB), Draws([RowSampling(0, row.params, 3, 0, [5, 6, 7, 8], 1)], VOCAB)
+    then = draws.after([[7, 8]])
+    logits = random_logits(1, 1, torch.float32)
+    assert torch.equal(then.roots().position, longer.roots().position)
+    assert torch.equal(then.law(logits, then.roots()), longer.law(logits, longer.roots()))
+    assert row.tokens == [5, 6]
+
+
+HOSTILE = [math.nan, math.inf, -math.inf, 3e38, -3e38]
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("where", ["all", "one", "half"])
+@pytest.mark.parametrize("params", [*SETTINGS, {"temperature": 0.0}, {"logits_processors": [lambda _, x: x]}])
+def test_hostile_drafters_give_tokens_in_range_or_none(
+    rejection: bool, value: float, where: str, params: dict[str, object]
+) -> None:
+    draws = single(rejection=rejection, vocab=9, **params)
+    logits = torch.zeros(1, 9)
+    logits[0, {"all": slice(None), "one": slice(4, 5), "half": slice(0, 9, 2)}[where]] = value
+    children = draws.children(logits, draws.roots(), 3)
+    tokens = children.tokens[0].tolist()
+    assert all(-1 <= token < 9 for token in tokens)
+    real = [token for token in tokens if token >= 0]
+    assert len(set(real)) == len(real)
+    assert children.survival.isfinite().all()
+    if children.law is not None and not draws.greedy[0]:
+        assert all(children.law[0, token] > 0 for token in real), "a guess its own law denies"
+
+
+def test_width_beyond_what_is_possible_is_padded() -> None:
+    children = single(top_k=2).children(random_logits(1, 0, torch.float32, 50), single().roots(), 4)
+    assert (children.tokens[0] >= 0).tolist() == [True, True, False, False]
+    assert children.survival[0, 2:].tolist() == [0.0, 0.0]
+
+
+def test_greedy_children_fall_in_logits_with_ties_by_id() -> None:
+    draws = single(vocab=5, temperature=0.0)
+    children = draws.children(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), draws.roots(), 5)
+    assert children.tokens.tolist() == [[1, 2, 4, 0, 3]]
+    assert children.survival.sum().item() == pytest.approx(1.0)
+
+
+def test_bfloat16_logits_are_judged_in_float32() -> None:
+    draws = single()
+    logits = random_logits(1, 0, torch.float32, 50).bfloat16()
+    assert draws.law(logits, draws.roots()).dtype == torch.float32
+    assert torch.equal(draws.law(logits, draws.roots()), draws.law(logits.float(), draws.roots()))
+
+
+def test_padding_ids_are_never_drawn() -> None:
+    for temperature in (0.0, 1.0):
+        row = RowSampling(0, SamplingParams(temperature=temperature), 1, 0, [1], 1)
+        draws = Draws([row], 64, num_ids=3)
+        logits = torch.zeros(500, 64)
+        logits[:, 3:] = 50.0
+        assert draws.draw(logits, many_positions(draws, 500)).max() < 3
+
+
+def test_a_round_that_draws_nothing() -> None:
+    draws = Draws([], VOCAB)
+    at = draws.roots()
+    assert draws.draw(torch.empty(0, VOCAB), at).shape == (0,)
+    assert draws.law(torch.empty(0, VOCAB), at).shape == (0, VOCAB)

@@ -1,0 +1,35 @@
+"""Reported log-probabilities against sorting by hand."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.sampling.logprobs import token_logprobs
+
+rows_of_logits = st.lists(st.lists(st.integers(-3, 3), min_size=7, max_size=7), min_size=1, max_size=4)
+
+
+@given(rows_of_logits, st.integers(0, 7), st.data())
+def test_ranks_and_alternatives(values: list[list[int]], top: int, data: st.DataObject) -> None:
+    """Small integers, so that ties abound: the lowest id comes first, in ranks and in alternatives alike."""
+    logits = torch.tensor(values, dtype=torch.float32)
+    chosen = [data.draw(st.integers(0, 6)) for _ in values]
+    law = torch.log_softmax(logits, 1)
+    for row, got in enumerate(token_logprobs(logits, chosen, top)):
+        order = sorted(range(7), key=lambda token, row=row: (-values[row][token], token))
+        assert got.token_id == chosen[row]
+        assert got.rank == order.index(chosen[row]) + 1
+        assert list(got.top_ids) == order[:top]
+        assert list(got.top_logprobs) == [law[row, token].item() for token in order[:top]]
+        assert got.logprob == law[row, chosen[row]].item()
+
+
+def test_low_precision_is_reported_in_float32() -> None:
+    logits = torch.randn(2, 50).bfloat16()
+    (got, _) = token_logprobs(logits, torch.tensor([3, 4]), 1)
+    assert got.logprob == pytest.approx(logits.double().log_softmax(1)[0, 3].item(), abs=1e-5)
+
+
+def test_no_rows() -> None:
+    assert token_logprobs(torch.empty(0, 5), [], 2) == []

@@ -1,0 +1,128 @@
+"""SamplingParams: every field's range, what contradicts what, and messages that name field, value and fix."""
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from forerun.errors import InvalidRequest
+from forerun.sampling.params import SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+REFUSED = [
+    *[("temperature", v) for v in (-0.1, NAN, INF, "1", True, None)],
+    *[("top_k", v) for v in (-2, 1.5, True, None)],
+    *[("top_p", v) for v in (0.0, -0.1, 1.1, NAN, True, None)],
+    *[("min_p", v) for v in (-0.1, 1.1, NAN, True)],
+    *[("repetition_penalty", v) for v in (0.0, -1.0, NAN, INF, False)],
+    *[(name, v) for name in ("presence_penalty", "frequency_penalty") for v in (-2.1, 2.1, NAN, "0")],
+    *[("logit_bias", v) for v in ([1], {-1: 1.0}, {"1": 1.0}, {1: NAN}, {1: INF}, {1: "2"}, {True: 1.0}, {1: False})],
+    *[(name, v) for name in ("banned_tokens", "stop_token_ids") for v in ([-1], [1.0], "12", 3, [True])],
+    *[("min_tokens", v) for v in (-1, 1.0, True, None, 257)],
+    *[("max_tokens", v) for v in (0, -1, 1.0, True)],
+    *[("stop", v) for v in ("", ["a", ""], [1], 3, None)],
+    *[("seed", v) for v in (2**64, -(2**63) - 1, 1.0, True, "1")],
+    *[("n", v) for v in (0, -1, 1.0, True, None)],
+    *[(name, v) for name in ("logprobs", "prompt_logprobs") for v in (-1, 1.0, True)],
+    *[(name, v) for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens") for v in (0, None)],
+    *[("logits_processors", v) for v in ([1], 3, print)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_out_of_range_values_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+    assert str(caught.value).startswith(f"{name}: ")
+    assert ";" in str(caught.value), "no fix is given"
+
+
+ACCEPTED = [
+    *[("temperature", v) for v in (0, 0.0, 1e-9, 100.0)],
+    *[("top_k", v) for v in (-1, 0, 1, 10**9)],
+    *[("top_p", v) for v in (1, 1.0, 1e-9)],
+    *[("min_p", v) for v in (0, 1, 0.5)],
+    *[("repetition_penalty", v) for v in (0.01, 1, 50.0)],
+    *[("presence_penalty", v) for v in (-2, 2.0)],
+    ("logit_bias", {0: -INF, 5: 3, 6: -100.0}),
+    *[("max_tokens", v) for v in (None, 1)],
+    *[("seed", v) for v in (None, 0, -(2**63), 2**64 - 1)],
+    *[("logprobs", v) for v in (None, 0, 20)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ACCEPTED)
+def test_the_ends_of_ranges_are_accepted(name: str, value: object) -> None:
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_sequences_are_kept_as_tuples() -> None:
+    given = [3, 4]
+    params = SamplingParams(stop="end", banned_tokens=given, stop_token_ids=given, logits_processors=[lambda _, x: x])
+    given.append(5)
+    assert (params.stop, params.banned_tokens, params.stop_token_ids) == (("end",), (3, 4), (3, 4))
+    assert isinstance(params.logits_processors, tuple)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_the_callers_bias_is_copied() -> None:
+    bias = {1: 2}
+    params = SamplingParams(logit_bias=bias)
+    bias[1] = NAN
+    assert params.logit_bias == {1: 2.0}
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_contradicting_limits() -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens, 3"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+    assert SamplingParams(min_tokens=3, max_tokens=3).min_tokens == 3
+    assert SamplingParams(min_tokens=1000, max_tokens=None).max_tokens is None
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (9e-6, True), (1e-5, False), (1.0, False)])
+def test_tiny_temperatures_are_greedy(temperature: float, greedy: bool) -> None:
+    assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+def test_seeds_are_64_bits() -> None:
+    assert SamplingParams(seed=-1).resolve_seed() == 2**64 - 1
+    assert SamplingParams(seed=7).resolve_seed() == 7
+    fresh = {SamplingParams().resolve_seed() for _ in range(4)}
+    assert len(fresh) == 4
+    assert all(0 <= seed < 2**64 for seed in fresh)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (SamplingParams(logit_bias={8: 1.0}), "logit_bias"),
+        (SamplingParams(banned_tokens=[8]), "banned_tokens"),
+        (SamplingParams(stop_token_ids=[9]), "stop_token_ids"),
+        (SamplingParams(logprobs=9), "logprobs"),
+        (SamplingParams(prompt_logprobs=9), "prompt_logprobs"),
+        (SamplingParams(banned_tokens=range(8)), "banned_tokens"),
+        (SamplingParams(banned_tokens=range(7), logit_bias={7: -INF}), "banned_tokens"),
+        (SamplingParams(banned_tokens=range(6), stop_token_ids=[6], min_tokens=1), "min_tokens"),
+    ],
+)
+def test_what_does_not_fit_the_vocabulary(params: SamplingParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params.check_vocabulary(8, eos_ids=(7,))
+    assert caught.value.field == field
+
+
+def test_what_fits_the_vocabulary() -> None:
+    SamplingParams(
+        logit_bias={7: 1.0}, banned_tokens=range(6), stop_token_ids=[6], logprobs=8, prompt_logprobs=8
+    ).check_vocabulary(8, eos_ids=(7,))
+
+
+def test_processors_are_kept_in_order() -> None:
+    def first(_: object, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    assert SamplingParams(logits_processors=[first, print]).logits_processors == (first, print)

@@ -1,0 +1,241 @@
+"""Transforms against a slow oracle in plain Python, one row at a time; ties, order, paths, processors."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forerun.errors import InvalidRequest
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+
+VOCAB = 23
+EOS = (2, 5)
+
+
+def oracle(logits: list[float], params: SamplingParams, text: list[int], num_prompt: int, num_ids: int) -> list[float]:
+    """The law after `text`, as probabilities, by the definition of each parameter."""
+    x = [value if token < num_ids else -math.inf for token, value in enumerate(logits)]
+    for token in params.banned_tokens:
+        x[token] = -math.inf
+    if len(text) - num_prompt < params.min_tokens:
+        for token in (*EOS, *params.stop_token_ids):
+            x[token] = -math.inf
+    for token, bias in (params.logit_bias or {}).items():
+        x[token] += bias
+    for processor in params.logits_processors:
+        x = processor(text, torch.tensor(x, dtype=torch.float64)).tolist()
+    for token in set(text):
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+    for token, count in Counter(text[num_prompt:]).items():
+        x[token] -= params.frequency_penalty * count + params.presence_penalty
+    if params.temperature < 1e-5:
+        return [float(token == x.index(max(x))) for token in range(len(x))]
+    x = [value / params.temperature for value in x]
+    probs = softmax(x)
+    kept = {token for token, p in enumerate(probs) if p >= params.min_p * max(probs) and p > 0}
+    if params.top_k > 0:
+        ranked = sorted(kept, key=lambda token: -x[token])
+        kept = set(ranked[: params.top_k])
+    if params.top_p < 1:
+        probs = softmax([value if token in kept else -math.inf for token, value in enumerate(x)])
+        mass, nucleus = 0.0, set()
+        for token in sorted(kept, key=lambda token: -probs[token]):
+            if mass >= params.top_p:
+                break
+            nucleus.add(token)
+            mass += probs[token]
+        kept = nucleus
+    return softmax([value if token in kept else -math.inf for token, value in enumerate(x)])
+
+
+def softmax(x: list[float]) -> list[float]:
+    weights = [math.exp(value - max(x)) for value in x]
+    return [w / math.fsum(weights) for w in weights]
+
+
+def alternate(text: object, logits: Tensor) -> Tensor:
+    """A processor that depends on the whole text: forbids the neighbours of the last token."""
+    last = list(text)[-1]
+    logits[[(last + 1) % VOCAB, (last + 3) % VOCAB]] = -math.inf
+    return logits + 0.1 * len(list(text))
+
+
+tokens = st.integers(0, VOCAB - 1)
+params_of = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, -1, 1, 4, 22, 23, 100]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.05]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.4, -1.0]),
+    logit_bias=st.one_of(st.none(), st.dictionaries(tokens, st.sampled_from([-math.inf, -3.0, 2.5]), max_size=4)),
+    banned_tokens=st.lists(tokens, max_size=4),
+    min_tokens=st.integers(0, 4),
+    stop_token_ids=st.lists(tokens, max_size=2),
+    logits_processors=st.sampled_from([(), (alternate,), (alternate, alternate)]),
+)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> dict[str, Any]:
+    """What to build a RowSampling from."""
+    text = draw(st.lists(tokens, min_size=1, max_size=10))
+    return {
+        "seq_id": draw(st.integers(0, 10**6)),
+        "params": draw(params_of),
+        "seed": draw(st.integers(0, 2**64 - 1)),
+        "sample": draw(st.integers(0, 3)),
+        "tokens": text,
+        "num_prompt": draw(st.integers(1, len(text))),
+        "eos_ids": EOS,
+    }
+
+
+def random_logits(rows: int, seed: int, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3
+
+
+def chains(rows: list[RowSampling], guesses: list[list[int]]) -> DraftTree:
+    return DraftTree.chains(torch.tensor([row.tokens[-1] for row in rows]), torch.tensor(guesses))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(sequences(), min_size=1, max_size=4), st.integers(0, 2**31), st.sampled_from([VOCAB, VOCAB - 2]))
+def test_mixed_batches_against_the_oracle(specs: list[dict[str, Any]], seed: int, num_ids: int) -> None:
+    rows = [RowSampling(**spec) for spec in specs]
+    draws = Draws(rows, VOCAB, num_ids=num_ids)
+    logits = random_logits(len(rows), seed)
+    before = logits.clone()
+    law = draws.law(logits, draws.roots())
+    assert torch.equal(logits, before), "the caller's logits were changed"
+    assert law.dtype == torch.float64
+    for row, own, got in zip(rows, logits.tolist(), law.exp().tolist(), strict=True):
+        assert got == pytest.approx(oracle(own, row.params, list(row.tokens), row.num_prompt, num_ids), abs=1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(sequences(), min_size=1, max_size=3), st.integers(0, 2**31), st.data())
+def test_nodes_have_the_law_of_their_path_committed(
+    specs: list[dict[str, Any]], seed: int, data: st.DataObject
+) -> None:
+    """Penalties, minimum length and processors advance along each node's own path; siblings do not mix."""
+    rows = [RowSampling(**spec) for spec in specs]
+    guesses = data.draw(st.lists(st.lists(tokens, min_size=3, max_size=3), min_size=len(rows), max_size=len(rows)))
+    tree = chains(rows, guesses)
+    fork = torch.tensor([[(g[0] + 1) % VOCAB] for g in guesses])  # a second child of the root
+    tree = DraftTree(torch.cat([tree.tokens, fork], 1), torch.cat([tree.parents, torch.zeros_like(fork)], 1), 3, 2)
+    draws = Draws(rows, VOCAB)
+    at = draws.nodes(tree)
+    logits = random_logits(len(at.row), seed, torch.float32)
+    law, drawn = draws.law(logits, at), draws.draw(logits, at)
+    for node, (index, path) in enumerate(zip(at.row.tolist(), at.drawn.tolist(), strict=True)):
+        row = rows[index]
+        text = [*row.tokens, *(token for token in path if token >= 0)]
+        fresh = Draws([RowSampling(1, row.params, row.seed, row.sample, text, row.num_prompt, EOS)], VOCAB)
+        assert torch.equal(fresh.law(logits[node : node + 1], fresh.roots())[0], law[node])
+        assert torch.equal(fresh.draw(logits[node : node + 1], fresh.roots())[0], drawn[node])
+
+
+def law_of(logits: list[float], **params: object) -> list[float]:
+    draws = Draws([RowSampling(0, SamplingParams(**params), 0, 0, [0, 1], 1, ())], len(logits))
+    return draws.probs(torch.tensor([logits]), draws.roots())[0].tolist()
+
+
+def test_ties_are_kept_together_by_filters_and_split_by_greedy() -> None:
+    tied = [1.0, 2.0, 2.0, 2.0, 0.0]
+    third = pytest.approx([0, 1 / 3, 1 / 3, 1 / 3, 0])
+    assert law_of(tied, top_k=1) == third
+    assert law_of(tied, top_k=2) == third
+    assert law_of(tied, top_p=0.1) == third
+    assert law_of(tied, min_p=1.0) == third
+    assert law_of(tied, temperature=0.0) == [0, 1, 0, 0, 0]
+
+
+def test_filters_off_beside_filters_on_change_nothing() -> None:
+    """A row without filters must not lose its tail because a batch-mate has them (masses add up to above 1)."""
+    logits = random_logits(2, 3, torch.float32, 5000)
+    plain, filtered = SamplingParams(), SamplingParams(top_k=10, top_p=0.5, min_p=0.1)
+    draws = Draws([RowSampling(i, p, 0, 0, [1], 1) for i, p in enumerate((plain, filtered))], 5000)
+    assert draws.probs(logits, draws.roots())[0].gt(0).all()
+
+
+def test_a_nucleus_has_the_same_bits_however_it_was_found() -> None:
+    """A flat row makes the whole batch sort all tokens; a peaked one alone needs only the largest."""
+    logits = random_logits(3, 4, torch.float32, 3001) * torch.tensor([[0.01], [1.0], [3.0]])
+    rows = [RowSampling(i, SamplingParams(top_p=p), 0, 0, [1], 1) for i, p in enumerate((0.95, 0.95, 0.5))]
+    draws = Draws(rows, 3001)
+    together = draws.probs(logits, draws.roots())
+    for i, row in enumerate(rows):
+        alone = Draws([row], 3001)
+        assert torch.equal(alone.probs(logits[i : i + 1], alone.roots())[0], together[i])
+        kept = together[i] > 0
+        probs = logits[i].double().softmax(0)
+        assert probs[kept].sum() >= row.params.top_p - 1e-6
+        assert probs[kept].sum() - probs[kept].min() < row.params.top_p + 1e-6
+        assert probs[~kept].max() <= probs[kept].min()
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.999999])
+def test_nucleus_always_keeps_the_likeliest(top_p: float) -> None:
+    assert law_of([0.0, 9.0, 0.0], top_p=top_p)[1] > 0.99
+
+
+def test_penalties_come_after_processors_and_before_temperature() -> None:
+    """token 1 was generated: (2·3 - 0.5) / 2; the other order of any two steps gives another number."""
+    params = SamplingParams(
+        temperature=2.0, presence_penalty=0.5, repetition_penalty=2.0, logits_processors=[lambda _, x: x * 3]
+    )
+    draws = Draws([RowSampling(0, params, 0, 0, [0, 1], 1)], 3)
+    got = draws.transforms.narrow(draws.transforms.shape(torch.tensor([[1.0, 2.0, 4.0]]), draws.roots()), draws.roots())
+    assert got.tolist() == [[3 / 2 / 2, (6 / 2 - 0.5) / 2, 12 / 2]]
+
+
+def test_banned_tokens_stay_banned_whatever_the_bias() -> None:
+    assert law_of([0.0, 0.0, 0.0], banned_tokens=[1], logit_bias={1: 100.0})[1] == 0
+    assert law_of([0.0, 0.0, 0.0], banned_tokens=[1], logit_bias={1: 100.0}, temperature=0.0) == [1, 0, 0]
+
+
+def processed(processor: object, eos_ids: tuple[int, ...] = ()) -> Tensor:
+    params = SamplingParams(logits_processors=[processor])
+    draws = Draws([RowSampling(0, params, 0, 0, [1, 2], 1, eos_ids)], 4)
+    return draws.probs(torch.zeros(1, 4), draws.roots())[0]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [torch.zeros(3), torch.zeros(1, 4), torch.zeros(4, dtype=torch.int64), None, [0.0] * 4, torch.full((4,), math.nan)],
+)
+def test_processors_that_give_no_logits_are_refused(result: object) -> None:
+    with pytest.raises(InvalidRequest, match="return") as caught:
+        processed(lambda _, logits: result)
+    assert caught.value.field == "logits_processors"
+
+
+def test_a_dead_end_ends_the_text() -> None:
+    nothing = torch.full((4,), -math.inf)
+    assert processed(lambda _, logits: nothing, eos_ids=(3,)).tolist() == [0, 0, 0, 1]
+    with pytest.raises(InvalidRequest, match="no token is left after 2"):
+        processed(lambda _, logits: nothing)
+
+
+def test_processors_cannot_change_the_round() -> None:
+    """Writing into the logits or the text they are given touches neither the caller's logits nor the sequence."""
+
+    def rude(text: list[int], logits: Tensor) -> Tensor:
+        text.append(99)
+        return logits.zero_()
+
+    row = RowSampling(0, SamplingParams(logits_processors=[rude]), 0, 0, [1, 2], 1)
+    draws, logits = Draws([row], 4), torch.ones(1, 4)
+    draws.law(logits, draws.roots())
+    assert logits.tolist() == [[1.0] * 4]
+    assert row.tokens == [1, 2]

@@ -1,0 +1,356 @@
+"""The command line: clean text on standard output, everything else on standard error, mistakes in one line.
+
+Most tests answer with a scripted model, so that what is shown can be told exactly; the last ones run the real pair.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import forerun
+from forerun import card, cli
+from forerun.accept.outcome import Outcome, RowOutcome, Stats
+from forerun.accept.stop import StopChecker
+from forerun.cache.plan import plan_memory
+from forerun.engine.delta import Delta, Segment
+from forerun.engine.sequence import Origin
+from forerun.errors import ModelNotFound
+from forerun.llm import LLM
+from forerun.options import ModelOptions
+from forerun.sampling.params import SamplingParams
+from forerun.text import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "tests" / "data" / "stories260k"
+DRAFT = ROOT / "tests" / "data" / "stories280k"
+TOKENIZER = Tokenizer.load(TARGET)
+STORY = TOKENIZER.encode("Once upon a time, there was a dog.\nIt ran.")
+ORIGINS = (Origin.DRAFTED, Origin.DRAFTED, Origin.RECOVERED)
+
+
+class ScriptedLLM(LLM):
+    """Says STORY in rounds of three tokens: two drafted, one recovered. Remembers what it was asked."""
+
+    def __init__(self, interrupt_at: int | None = None) -> None:
+        self.tokenizer = TOKENIZER
+        self.fingerprint = "0123456789abcdef"
+        self.plan = plan_memory(weights_bytes=1, target_bytes_per_token=1, max_len=64, max_batch=1, budget_bytes=10**6)
+        self.asked: list[tuple[str | Sequence[int], SamplingParams]] = []
+        self.interrupt_at = interrupt_at
+        self.closed = 0
+        self._stats = Stats()
+
+    @property
+    def stats(self) -> Stats:
+        return self._stats
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, speculation: object = None
+    ) -> Iterator[Delta]:
+        assert params is not None
+        self.asked.append((prompt, params))
+        checker = StopChecker(params, [2], TOKENIZER, 99)
+        try:
+            for start in range(0, len(STORY), 3):
+                if start == self.interrupt_at:
+                    signal.raise_signal(signal.SIGINT)
+                run = STORY[start : start + 3]
+                stop = checker.push(run)
+                self._stats.record(Outcome([RowOutcome(0, 3, 3, 2, len(run))], 0, 0.0, 0.0))
+                yield Delta(
+                    request_id=0,
+                    sample=0,
+                    seq_id=0,
+                    token_ids=tuple(run[: stop.num_kept]),
+                    origins=ORIGINS[: stop.num_kept],
+                    segments=tuple(Segment(p.text, ORIGINS[p.ordinal % 3]) for p in stop.pieces),
+                    logprobs=(),
+                    finish_reason=stop.finish_reason,
+                    stop_reason=stop.stop_reason,
+                )
+                if stop.finish_reason is not None:
+                    return
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> ScriptedLLM:
+    model = ScriptedLLM()
+    monkeypatch.setattr(cli, "build_llm", lambda options, console: model)
+    return model
+
+
+def forerun_(*arguments: str, stdin: str | None = None, **env: str) -> Result:
+    clean = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm", "COLUMNS": "200"}
+    return CliRunner().invoke(cli.app, list(arguments), input=stdin, env=clean | env)
+
+
+def generate(*arguments: str, stdin: str | None = None, **env: str) -> Result:
+    return forerun_("generate", "--model", "some/model", *arguments, stdin=stdin, **env)
+
+
+def test_the_text_goes_to_standard_output_and_nothing_else_does(llm: ScriptedLLM) -> None:
+    result = generate("Prompt", "--draft", "ngram", "--max-tokens", str(len(STORY)))
+    assert result.exit_code == 0
+    assert result.stdout == TOKENIZER.decode(STORY)
+    assert llm.closed == 1
+    for word in ("some/model", "ngram, depth 4", "tokens/s", "tokens per round", "3.00", "66.7%", "1.00 1.00 0.00"):
+        assert word in result.stderr
+    assert all(line in result.stderr for line in llm.plan.lines())
+    assert str(llm.asked[0][1].seed) in result.stderr
+
+
+def test_options_reach_the_sampling_parameters(llm: ScriptedLLM) -> None:
+    given = (
+        "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --seed 5 --max-tokens 6 --stop x --stop yy --ignore-eos"
+    )
+    generate("Prompt", *given.split())
+    prompt, params = llm.asked[0]
+    assert prompt == "Prompt"
+    assert params == SamplingParams(
+        temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=5, max_tokens=6, stop=("x", "yy"), ignore_eos=True
+    )
+
+
+def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ModelOptions] = []
+
+    def build(options: ModelOptions, console: Console) -> LLM:
+        seen.append(options)
+        return ScriptedLLM()
+
+    monkeypatch.setattr(cli, "build_llm", build)
+    given = "--draft model:DIR --depth 3 --verification block --dtype bfloat16 --max-len 100 --threads 2"
+    assert generate("x", *given.split()).exit_code == 0
+    assert generate("x").exit_code == 0
+    assert seen[0] == ModelOptions("some/model", "model:DIR", 3, "block", "bfloat16", 100, 2)
+    assert seen[1] == ModelOptions("some/model")
+
+
+def test_a_stop_string_ends_the_text(llm: ScriptedLLM) -> None:
+    assert generate("x", "--stop", "there").stdout == "Once upon a time, "
+
+
+@pytest.mark.parametrize("arguments", [(), ("-",)])
+def test_the_prompt_may_come_from_standard_input(llm: ScriptedLLM, arguments: tuple[str, ...]) -> None:
+    generate(*arguments, stdin="two\nlines\n\n")
+    assert llm.asked[0][0] == "two\nlines\n"
+
+
+def test_colours_tell_origins_apart_and_add_nothing_to_the_text(llm: ScriptedLLM) -> None:
+    painted = generate("x", "--max-tokens", "6", FORCE_COLOR="1").stdout
+    assert painted == (
+        "\x1b[32mOnce\x1b[0m\x1b[32m upon\x1b[0m\x1b[33m a\x1b[0m"
+        + "\x1b[32m time\x1b[0m\x1b[32m,\x1b[0m\x1b[33m there\x1b[0m\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env"),
+    [((), {}), (("--raw",), {"FORCE_COLOR": "1"}), ((), {"FORCE_COLOR": "1", "NO_COLOR": "1"})],
+)
+def test_no_colours_where_none_are_wanted(llm: ScriptedLLM, arguments: tuple[str, ...], env: dict[str, str]) -> None:
+    result = generate("x", "--max-tokens", "6", *arguments, **env)
+    assert result.stdout.rstrip("\n") == "Once upon a time, there"
+    assert "\x1b[3" not in result.stderr
+
+
+def test_json_is_one_object_with_everything(llm: ScriptedLLM) -> None:
+    result = generate("x", "--json", "--draft", "ngram", "--seed", "9", "--max-tokens", str(len(STORY)))
+    answer = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert answer["text"] == TOKENIZER.decode(STORY)
+    assert answer["token_ids"] == STORY
+    assert answer["origins"][:3] == ["drafted", "drafted", "recovered"]
+    assert (answer["finish_reason"], answer["seed"], answer["draft"]) == ("length", 9, "ngram")
+    assert answer["stats"]["tokens_per_round"] == 3.0
+    assert answer["stats"]["acceptance_at_depth"] == [1.0, 1.0, 0.0]
+    assert answer["fingerprint"] == llm.fingerprint
+
+
+def test_a_seed_is_drawn_and_reported_where_none_is_given(llm: ScriptedLLM) -> None:
+    seeds = {json.loads(generate("x", "--json").stdout)["seed"] for _ in range(3)}
+    assert len(seeds) == 3
+    assert seeds == {params.seed for _, params in llm.asked}
+
+
+def test_interrupting_ends_the_answer_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ScriptedLLM(interrupt_at=3)
+    monkeypatch.setattr(cli, "build_llm", lambda options, console: model)
+    before = signal.getsignal(signal.SIGINT)
+    result = generate("x")
+    assert result.exit_code == 130
+    assert result.stdout == "Once upon a time, there"
+    assert model.closed == 1
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "error: temperature: -1.0 cannot be served"),
+        (["--max-tokens", "0"], "error: max_tokens: 0 cannot be served"),
+        (["--verification", "magic"], "'magic' is not one of coupled, token, block"),
+        (["--depth", "-1"], "--depth"),
+    ],
+)
+def test_mistakes_in_options_are_one_message_and_status_2(llm: ScriptedLLM, arguments: list[str], message: str) -> None:
+    result = generate("x", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+def test_an_error_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(options: ModelOptions, console: Console) -> LLM:
+        raise ModelNotFound("some/model is neither a folder with [config.json]\nnor " + "x" * 300)
+
+    monkeypatch.setattr(cli, "build_llm", build)
+    for command in ("generate", "chat"):
+        result = forerun_(command, "--model", "some/model", stdin="", COLUMNS="40")
+        assert result.exit_code == 2
+        assert result.stderr == f"error: some/model is neither a folder with [config.json] nor {'x' * 300}\n"
+
+
+def test_version_and_help() -> None:
+    assert forerun_("--version").stdout == f"forerun {forerun.__version__}\n"
+    for arguments in (["--help"], ["generate", "--help"], ["chat", "--help"]):
+        result = forerun_(*arguments)
+        assert result.exit_code == 0
+    assert forerun_().exit_code in (0, 2)
+    for option in ("--draft", "--depth", "--seed", "--stop", "--verification", "--max-len", "--json", "--raw"):
+        assert option in forerun_("generate", "--help", NO_COLOR="1").stdout
+
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture
+def talking(llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> ScriptedLLM:
+    from forerun.chat import ChatTemplate
+
+    monkeypatch.setattr(llm, "tokenizer", Tokenizer(TOKENIZER._backend, template=ChatTemplate(CHAT, "a test")))
+    return llm
+
+
+def chat(*arguments: str, lines: str) -> Result:
+    return forerun_("chat", "--model", "some/model", "--max-tokens", "3", *arguments, stdin=lines)
+
+
+def asked(llm: ScriptedLLM) -> list[str]:
+    return [llm.tokenizer.decode([i for i in prompt if isinstance(i, int)]) for prompt, _ in llm.asked]
+
+
+def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
+    result = chat("--system", "Be.", lines="hi\n\nand?\n/reset\nagain\n/exit\nnever\n")
+    assert result.exit_code == 0
+    assert asked(talking) == [
+        "<system>Be.\n<user>hi\n<assistant>",
+        "<system>Be.\n<user>hi\n<assistant>Once upon a\n<user>and?\n<assistant>",
+        "<system>Be.\n<user>again\n<assistant>",
+    ]
+    assert result.stdout == "Once upon a" * 3
+    assert "tokens/s" in result.stderr
+    assert chat(lines="hi").exit_code == 0  # the end of input leaves too
+
+
+def test_ctrl_c_cancels_the_answer_and_not_the_program(talking: ScriptedLLM) -> None:
+    talking.interrupt_at = 3
+    result = forerun_("chat", "--model", "m", stdin="hi\nand?\n")
+    assert result.exit_code == 0
+    assert len(talking.asked) == 2
+    assert "cancelled" in result.stderr
+    assert asked(talking)[1].startswith("<user>hi\n<assistant>Once upon a time, there\n<user>and?")
+
+
+def test_a_refused_turn_leaves_no_trace(talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.chat import ChatTemplate
+
+    refusing = "{% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}" + CHAT
+    monkeypatch.setattr(talking, "tokenizer", Tokenizer(TOKENIZER._backend, template=ChatTemplate(refusing, "t")))
+    result = chat(lines="no\nyes\n")
+    assert result.exit_code == 0
+    assert "error: messages: the chat template refuses them: not that" in result.stderr
+    assert asked(talking) == ["<user>yes\n<assistant>"]
+
+
+def test_chat_without_a_template_says_what_to_do(llm: ScriptedLLM) -> None:
+    result = chat(lines="hi\n")
+    assert result.exit_code == 2
+    assert "error: no chat template" in result.stderr
+    assert "forerun generate" in result.stderr
+
+
+def test_a_bar_appears_after_two_seconds_and_only_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(card.time, "monotonic", lambda: clock[0])
+    for terminal in (True, False):
+        console = Console(file=open(os.devnull, "w"), force_terminal=terminal, record=True)  # noqa: SIM115
+        with card.LoadingBar(console) as bar:
+            bar("loading m", 0.1)
+            assert bar._bar is None
+            clock[0] += 3
+            bar("loading m", 0.5)
+            assert (bar._bar is not None) is terminal
+            if bar._bar is not None:
+                assert [(task.description, task.completed) for task in bar._bar.tasks] == [("loading m", 0.5)]
+        console.file.close()
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The real command, in a process of its own."""
+    code = "from forerun.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")} | env,
+        check=False,
+        encoding="utf-8",
+    )
+
+
+def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
+    common = (
+        "generate",
+        "--model",
+        str(TARGET),
+        "Once upon a time",
+        "--max-tokens",
+        "24",
+        "--seed",
+        "7",
+        "--threads",
+        "1",
+    )
+    plain = forerun_(*common)
+    assert plain.exit_code == 0, plain.stderr
+    drafted = forerun_(*common, "--draft", f"model:{DRAFT}", "--json")
+    answer = json.loads(drafted.stdout)
+    assert answer["text"] == plain.stdout
+    assert (
+        TOKENIZER.decode(TOKENIZER.encode("Once upon a time") + answer["token_ids"])
+        == "Once upon a time" + plain.stdout
+    )
+    assert answer["stats"]["num_drafted"] > 0
+    assert "plain decoding" in plain.stderr
+    assert {"drafted"} < set(answer["origins"])
+
+
+def test_the_installed_command_reports_a_wrong_model_in_one_line() -> None:
+    result = run("generate", "--model", "./no/such/folder", "x")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "no/such/folder" in result.stderr

@@ -1,0 +1,67 @@
+"""Imports go one way, every module says what it is for, and the core does not load what it does not need."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+MODULES = sorted((SRC / "forerun").rglob("*.py"))
+# A part may import itself and the parts on earlier lines; parts on one line do not know each other.
+ORDER = """
+    errors __version__
+    tree config
+    sampling cache chat detokenize
+    text
+    models
+    verify
+    draft
+    accept
+    engine
+    llm
+    train serve bench tune prove
+    card
+    options
+    cli
+    __init__ __main__
+"""
+RANK = {part: rank for rank, line in enumerate(ORDER.strip().splitlines()) for part in line.split()}
+
+
+def part_of(path: Path) -> str:
+    """The file or folder directly below forerun that a module belongs to."""
+    return path.relative_to(SRC / "forerun").parts[0].removesuffix(".py")
+
+
+def imported_parts(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, part) of every import of forerun's own, also those for type checkers and inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import; write forerun. in full"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from ((node.lineno, name.split(".")[1]) for name in names if name.startswith("forerun."))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_go_one_way_and_a_docstring_says_why_the_file_exists(path: Path) -> None:
+    own = part_of(path)
+    assert own in RANK, f"{own} has no place in the import order; give it one in ORDER"
+    for line, part in imported_parts(path):
+        assert part in RANK, f"{path}:{line}: import {part} from the module that defines it"
+        assert part == own or RANK[part] < RANK[own], f"{path}:{line}: {own} may not import {part}"
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no module docstring"
+
+
+def test_importing_forerun_loads_neither_transformers_nor_a_server() -> None:
+    unwanted = {"transformers", "fastapi", "starlette", "pydantic", "uvicorn"}
+    code = f"import sys, forerun, forerun.cli; print(*({unwanted!r} & set(sys.modules)))"
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert run.stdout.split() == []

@@ -1,0 +1,54 @@
+"""README.md is true: its Python and its `forerun` lines run, its make targets and paths exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS: dict[str, list[str]] = {}
+for language, body in BLOCK.findall(README):
+    BLOCKS.setdefault(language, []).append(body)
+COMMANDS = [line for body in BLOCKS["sh"] for line in body.splitlines() if line.startswith("forerun ")]
+NAMED_PATH = re.compile(r"(?:`|\()((?:\.ci|src|tests|docs|scripts|benchmarks)/[\w./-]*)")
+
+
+def test_there_is_something_to_run_and_little_to_read() -> None:
+    assert BLOCKS["python"]
+    assert COMMANDS
+    assert len(README.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("source", BLOCKS["python"], ids=lambda source: source.splitlines()[0])
+def test_python_blocks_run(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_forerun_commands_run_and_print_the_prompt_s_continuation(command: str) -> None:
+    arguments = shlex.split(command, comments=True)[1:]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
+    start = [sys.executable, "-c", "from forerun.cli import main; main()", *arguments]
+    run = subprocess.run(
+        start, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "there was a" in run.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_make_targets_and_paths_that_are_named_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name}: make {target}"
+    for path in NAMED_PATH.findall(text):
+        assert (ROOT / path).exists(), f"{document.name}: {path}"

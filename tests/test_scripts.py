@@ -1,0 +1,107 @@
+"""The scripts that guard the repository do fail where they should: scripts/size and scripts/test-full."""
+
+import datetime
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+PROOFS = """
+import pytest, time, pathlib
+@pytest.mark.full
+@pytest.mark.parametrize("i", range(12))
+def test_proof(i):
+    assert i != 5 or pathlib.Path("repaired").exists()
+def test_short():
+    raise AssertionError("not a proof")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("x = 1\n" * 400, ""),
+        ("x = 1\n" * 401, "long.py: 401 lines, above 400\n"),
+        ("class A:\n    @x\n    def f(self):\n" + "        x = 1\n" * 59, ""),
+        ("class A:\n    def f(self):\n" + "        x = 1\n" * 60, "long.py:2: f has 61 lines, above 60\n"),
+        ("async def f():\n" + "    x = 1\n" * 60, "long.py:1: f has 61 lines, above 60\n"),
+    ],
+)
+def test_size_complains_above_its_limits_and_not_below(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, complaint: str
+) -> None:
+    (tmp_path / "long.py").write_text(source)
+    code = runpy.run_path(str(SCRIPTS / "size"))["main"](tmp_path)
+    assert capsys.readouterr().err == complaint
+    assert code == (1 if complaint else 0)
+
+
+def test_size_complains_of_the_total(tmp_path: Path) -> None:
+    size = runpy.run_path(str(SCRIPTS / "size"))
+    for i in range(size["TOTAL"] // 400 + 1):
+        (tmp_path / f"{i}.py").write_text("x = 1\n" * 400)
+    assert size["main"](tmp_path) == 1
+
+
+def test_shards_are_a_partition_and_a_week_visits_all_of_them() -> None:
+    script = runpy.run_path(str(SCRIPTS / "test-full"))
+    shards = [script["parse_shard"](f"{i}/7") for i in range(1, 8)]
+    for i in range(500):
+        assert sum(shard.holds(f"tests/test_a.py::test_b[{i}]") for shard in shards) == 1
+    assert all(any(s.holds(str(i)) for i in range(500)) for s in shards)
+    days = [script["shard_of"](datetime.date(2026, 1, 28) + datetime.timedelta(days=i)) for i in range(14)]
+    assert {day.index for day in days[:7]} == set(range(1, 8))
+    assert all(first.index == then.index for first, then in zip(days, days[7:], strict=False))
+    assert all(first.start != then.start for first, then in zip(days, days[7:], strict=False))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository of its own with twelve proofs, of which the sixth fails until `repaired` exists."""
+    for folder in ("scripts", "src", "tests"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(SCRIPTS / "test-full", tmp_path / "scripts")
+    (tmp_path / "tests/test_proofs.py").write_text(PROOFS)
+    (tmp_path / "constraints.txt").touch()
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["full"]\n')
+    return tmp_path
+
+
+def prove(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the project's own copy of the script, and keep its output to the summary."""
+    command = [sys.executable, "scripts/test-full", *arguments, "--", "-p", "no:cacheprovider"]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+
+
+def test_proofs_resume_where_they_failed_or_stopped(project: Path) -> None:
+    none = prove(project, "--time-limit", "-1")
+    assert "12 of 12 proofs; 0 passed now, 0 before, 0 skipped, 0 failed\n12 left" in none.stdout
+    assert none.returncode == 0
+    first = prove(project)
+    assert "12 of 12 proofs; 11 passed now, 0 before, 0 skipped, 1 failed\n0 left" in first.stdout
+    assert first.returncode == 1
+    (project / "repaired").touch()
+    second = prove(project)
+    assert "12 of 12 proofs; 1 passed now, 11 before, 0 skipped, 0 failed\n0 left" in second.stdout
+    assert second.returncode == 0
+    (project / "src/changed.py").touch()
+    third = prove(project, "--shard", "1/1")
+    assert "12 passed now, 0 before" in third.stdout
+
+
+def test_a_project_without_proofs_is_no_success(project: Path) -> None:
+    (project / "tests/test_proofs.py").write_text("def test_short(): pass\n")
+    nothing = prove(project)
+    assert nothing.returncode == 1
+    assert "no test is marked `full`" in nothing.stderr
+
+
+@pytest.mark.parametrize("shard", ["0/7", "8/7", "1", "a/b", "1/0"])
+def test_a_shard_that_does_not_exist_is_refused(shard: str) -> None:
+    script = runpy.run_path(str(SCRIPTS / "test-full"))
+    with pytest.raises(SystemExit):
+        script["options"](["--shard", shard])

@@ -1,0 +1,356 @@
+"""Tokens to text one at a time is tokens to text at once; ids agree with transformers; damage has a name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from forerun.errors import InvalidRequest, TokenizerError
+from forerun.text import IncrementalDecoder, Tokenizer
+
+DATA = Path(__file__).resolve().parent / "data"
+CORPUS = [
+    "the naïve café costs 3 €, 你好世界, 今日は, Привет 👩‍👩‍👧‍👦 🎉🇩🇪 e\u0301 a\u0308\u0323 \u200d x",
+    "def f(x):\n    return x ** 2  # ∑ ≥ 2\n\n\n\tend — ok",
+]
+PROSE = "Once upon a time, Lily's dog said:\n\n  «naïve café» 你好 👩‍👩‍👧 e\u0301\n\tEnd."
+
+
+def stories() -> Tokenizer:
+    return Tokenizer.load(DATA / "stories260k")
+
+
+def byte_level() -> Tokenizer:
+    """A byte-level BPE whose tokens cut through characters, with added tokens plain, spaced and special."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS * 3, trainer)
+    backend.add_tokens(["<|tool|>", "two words é"])
+    return Tokenizer(backend, named={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def word_piece() -> Tokenizer:
+    """A decoder that only the window reads: "##" joins, words are spaced."""
+    words = ["[UNK]", "hello", "wor", "##ld", "##s", "a", "b", ".", ",", "é", "##你", "'", "s", "n", "##'t"]
+    backend = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    return Tokenizer(backend)
+
+
+def gemma_like() -> Tokenizer:
+    """Byte fallback without a stripped space, as Gemma spells it."""
+    backend = tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(backend)
+
+
+TOKENIZERS = {t.__name__: t() for t in (stories, byte_level, word_piece, gemma_like)}
+BYTES_OF_STORIES = st.sampled_from([3 + byte for byte in "aé€👩\n ".encode()] + [3 + 0xFF, 35, 410])
+
+
+def joined(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    decoder = tokenizer.decoder(skip)
+    return "".join(decoder.push(token) for token in ids) + decoder.finish()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data(), skip=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_pieces_join_to_the_decoded_whole(name: str, data: st.DataObject, skip: bool) -> None:
+    tokenizer = TOKENIZERS[name]
+    known = st.integers(0, tokenizer.num_ids + 3)  # a few ids that the vocabulary does not have
+    bytes_mostly = BYTES_OF_STORIES | known if name != "word_piece" else known
+    ids = data.draw(st.lists(known, max_size=30) | st.lists(bytes_mostly, max_size=30))
+    assert joined(tokenizer, ids, skip) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like"])
+@given(text=st.text(st.characters(codec="utf-8") | st.sampled_from("👩‍👧e\u0301你é\n  ab"), max_size=25))
+@settings(max_examples=150, deadline=None)
+def test_real_text_is_never_split_inside_a_character(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoder = tokenizer.decoder(skip_special_tokens=False)
+    pieces = [decoder.push(token) for token in ids] + [decoder.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert sum(piece.count("\ufffd") for piece in pieces) == text.count("\ufffd")
+
+
+@pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like"])
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_piece_carries_the_ordinal_of_the_token_that_completed_it(name: str, data: st.DataObject) -> None:
+    """Whatever the ids: the text of the tokens up to a piece's ordinal holds the piece, that of fewer does not."""
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.num_ids - 1), max_size=15))
+    if name != "byte_level":
+        ids = [token for token in ids if token < 3 or token >= 259]  # a broken byte run is known by its end alone
+    decoder = tokenizer.decoder(skip_special_tokens=False)
+    pieces = [piece for token in ids for piece in decoder.feed(token)]
+    length = 0
+    for piece in pieces:
+        length += len(piece.text)
+        so_far = tokenizer.decode(ids[: piece.ordinal + 1], skip_special_tokens=False).rstrip("\ufffd")
+        before = tokenizer.decode(ids[: piece.ordinal], skip_special_tokens=False).rstrip("\ufffd")
+        assert len(before) < length
+        assert len(so_far) >= length or "\ufffd" in piece.text
+
+
+def test_text_appears_as_soon_as_it_is_certain() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    decoder = tokenizer.decoder()
+    ids = tokenizer.encode("a é b", add_special_tokens=False)
+    shown = ""
+    for i, token in enumerate(ids):
+        shown += decoder.push(token)
+        whole = tokenizer.decode(ids[: i + 1])
+        assert shown == whole.removesuffix("\ufffd")
+    tokenizer = TOKENIZERS["stories"]
+    decoder = tokenizer.decoder()
+    words = tokenizer.encode("Once upon a time")
+    assert [decoder.push(token) for token in words] == ["Once", " upon", " a", " time"]
+
+
+def test_a_byte_run_is_known_before_it_is_final() -> None:
+    """ "\\n" is a byte token here: a stop string must see it although an invalid byte could still spoil it."""
+    decoder = TOKENIZERS["stories"].decoder()
+    assert decoder.push(3 + ord("\n")) == ""
+    assert [piece.text for piece in decoder.undecided()] == ["\n"]
+    assert decoder.push(3 + 0xE2) == ""
+    assert list(decoder.undecided()) == []
+    assert decoder.push(3 + 0xFF) == "\ufffd" * 3
+    assert list(decoder.undecided()) == []
+
+
+def test_work_per_token_does_not_grow_with_the_text() -> None:
+    """No spelling keeps what it has handed out: its state stays small over thousands of tokens."""
+    for tokenizer in TOKENIZERS.values():
+        decoder = tokenizer.decoder()
+        for i in range(3000):
+            decoder.push(i * 7 % tokenizer.num_ids)
+            held = [v for v in vars(decoder._spelling).values() if isinstance(v, list)]
+            assert sum(map(len, held)) <= 8
+            assert len(decoder.undecided()) <= 300
+
+
+@pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like", "word_piece"])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_text_that_goes_on_from_a_prompt_keeps_its_leading_space(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    first = 259 if name in ("stories", "gemma_like") else 0  # whole words: a prompt ends between characters
+    words = st.lists(st.integers(first, tokenizer.num_ids - 1), min_size=1, max_size=6)
+    prompt, ids = data.draw(words), data.draw(words)
+    if name == "byte_level":
+        prompt = tokenizer.encode(data.draw(st.text(max_size=6)), add_special_tokens=False)
+    decoder = tokenizer.decoder(after=prompt)
+    added = "".join(decoder.push(token) for token in ids) + decoder.finish()
+    assert tokenizer.decode(prompt) + added == tokenizer.decode([*prompt, *ids])
+
+
+def test_a_bos_token_before_the_text_is_no_text() -> None:
+    tokenizer = TOKENIZERS["stories"]
+    decoder = tokenizer.decoder(after=[1])
+    assert decoder.push(403) == "Once"
+
+
+def save(folder: Path, backend: tokenizers.Tokenizer, **config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def llama_like() -> tokenizers.Tokenizer:
+    """The stories tokenizer with Llama's post-processor, which puts <s> in front."""
+    backend = tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", " two  spaces ", PROSE, "</s>x<s>"])
+@pytest.mark.parametrize("kind", ["stories260k", "stories280k", "llama", "llama_config", "byte_level"])
+def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, kind: str, text: str) -> None:
+    folder = DATA / kind
+    named = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if kind.startswith("llama"):
+        extra = {"add_bos_token": True} if kind == "llama_config" else {}
+        folder = save(tmp_path / "t", llama_like(), unk_token="<unk>", **named, **extra)
+    if kind == "byte_level":
+        backend = TOKENIZERS["byte_level"]._backend
+        backend.normalizer = normalizers.NFC()
+        folder = save(tmp_path / "t", backend, **named)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    ids = theirs(text).input_ids
+    assert ours.encode(text) == ids
+    assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+    assert ours.special_ids == set(theirs.all_special_ids)
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.vocab_size == len(theirs)
+
+
+def test_bos_where_the_configuration_alone_asks_for_it(tmp_path: Path) -> None:
+    source = DATA / "stories260k" / "tokenizer.json"
+    folder = save(tmp_path, tokenizers.Tokenizer.from_file(str(source)), bos_token="<s>", add_bos_token=True)
+    assert Tokenizer.load(folder).encode("Once") == [1, 403]
+    folder = save(tmp_path, llama_like(), bos_token="<s>", add_bos_token=True)
+    assert Tokenizer.load(folder).encode("Once") == [1, 403]
+
+
+def test_an_empty_text_is_the_bos_token() -> None:
+    tokenizer = TOKENIZERS["stories"]
+    assert tokenizer.encode("") == [tokenizer.bos_id] == [1]
+    assert tokenizer.encode("", add_special_tokens=False) == []
+    assert TOKENIZERS["word_piece"].encode("") == []
+
+
+def test_bos_by_the_id_in_the_models_configuration(tmp_path: Path) -> None:
+    source = DATA / "stories260k"
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(source / name, tmp_path)
+    assert Tokenizer.load(tmp_path).bos_id == 1
+
+
+def test_truncation_and_padding_of_training_do_not_reach_prompts(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    tokenizer = Tokenizer.load(save(tmp_path, backend))
+    assert tokenizer.encode("Once upon a time there was") == TOKENIZERS["stories"].encode("Once upon a time there was")
+    assert tokenizer.encode("Once") == [403]
+
+
+def test_tokens_that_only_the_configuration_declares(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json"))
+    token = {"content": "<|end|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False}
+    folder = save(tmp_path, backend, eos_token="<|end|>", added_tokens_decoder={"512": token})
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.eos_id == 512
+    assert 512 in tokenizer.special_ids
+    assert tokenizer.encode("Once<|end|>") == AutoTokenizer.from_pretrained(folder)("Once<|end|>").input_ids
+    folder = save(tmp_path, backend, added_tokens_decoder={"700": token})
+    with pytest.raises(TokenizerError, match=r"the id 700, tokenizer\.json the id 512"):
+        Tokenizer.load(folder)
+
+
+def test_a_named_token_is_special_even_where_tokenizer_json_forgot(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<end>": 2}, []))
+    tokenizer = Tokenizer.load(save(tmp_path, backend, eos_token="<end>", additional_special_tokens=["b", "none"]))
+    assert tokenizer.special_ids == {1, 2}
+    assert tokenizer.decode([0, 1, 2]) == "a"
+
+
+def test_fingerprints_are_equal_exactly_where_ids_mean_the_same(tmp_path: Path) -> None:
+    same = Tokenizer.load(DATA / "stories280k")
+    assert TOKENIZERS["stories"].fingerprint() == same.fingerprint()
+    spec = json.loads((DATA / "stories260k" / "tokenizer.json").read_text())
+    vocab = spec["model"]["vocab"]
+    vocab["▁Once"], vocab["▁time"] = vocab["▁time"], vocab["▁Once"]
+    swapped = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+    assert swapped.fingerprint() != same.fingerprint()
+    assert swapped.vocab_size == same.vocab_size == same.num_ids == 512
+
+
+def test_a_missing_or_damaged_tokenizer_says_which_file_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing.*save_pretrained"):
+        Tokenizer.load(tmp_path)
+    for damage in (b"{", b"{}", b"\xff\xfe", b"[1]"):
+        (tmp_path / "tokenizer.json").write_bytes(damage)
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json is damaged .*again"):
+            Tokenizer.load(tmp_path)
+    shutil.copy(DATA / "stories260k" / "tokenizer.json", tmp_path)
+    for damage in (b"{", b"\xff", b"[]"):
+        (tmp_path / "tokenizer_config.json").write_bytes(damage)
+        with pytest.raises(TokenizerError, match=r"tokenizer_config\.json .*again"):
+            Tokenizer.load(tmp_path)
+
+
+def test_text_that_is_not_unicode_is_the_users_mistake() -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        TOKENIZERS["stories"].encode("\ud800")
+
+
+LLAMA_CHAT = """{{ bos_token }}{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate!') }}
+    {% endif %}
+    {% if loop.index0 > 8 %}{% break %}{% endif %}
+    {% if message['role'] == 'user' %}
+        {{ '[INST] ' + message['content'] | trim + ' [/INST]' }}
+    {% else %}
+        {% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+    {% endif %}
+{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{{ messages | tojson(indent=2) }}"""
+TALK = [
+    {"role": "user", "content": " <hi> & é "},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "and?"},
+]
+
+
+@pytest.mark.parametrize("where", ["config", "file", "named"])
+@pytest.mark.parametrize("ask", [True, False])
+def test_a_conversation_is_rendered_as_transformers_does(tmp_path: Path, where: str, ask: bool) -> None:
+    template = {"config": LLAMA_CHAT, "file": "never read", "named": [{"name": "default", "template": LLAMA_CHAT}]}
+    folder = save(tmp_path, llama_like(), bos_token="<s>", eos_token="</s>", chat_template=template[where])
+    if where == "file":
+        (folder / "chat_template.jinja").write_text(LLAMA_CHAT)
+    tokenizer = Tokenizer.load(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=ask)
+    tokenizer.require_chat_template()
+    assert tokenizer.chat(TALK, ask) == expected
+
+
+def chatting(template: str | list[dict[str, str]] | None, folder: Path) -> Tokenizer:
+    config = {} if template is None else {"chat_template": template}
+    return Tokenizer.load(save(folder, llama_like(), bos_token="<s>", eos_token="</s>", **config))
+
+
+def test_a_template_that_refuses_blames_the_conversation(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        chatting(LLAMA_CHAT, tmp_path).chat(TALK[1:])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template in .*forerun generate"),
+        ([{"name": "tool_use", "template": "x"}], "which has tool_use by name"),
+        ("{% for %}", "does not parse"),
+        ("{{ messages[9].content.text }}", "fails"),
+        ("{{ messages + 1 }}", "fails"),
+        ("{{ ().__class__.__base__.__subclasses__() }}", "fails.*unsafe"),
+        ("{{ messages.append(1) }}", "fails.*unsafe|fails.*immutable|fails.*safe"),
+    ],
+)
+def test_a_missing_or_broken_template_says_what_to_do(
+    tmp_path: Path, template: str | list[dict[str, str]] | None, message: str
+) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        chatting(template, tmp_path).chat(TALK)
+
+
+def test_templates_may_ask_for_the_date(tmp_path: Path) -> None:
+    year = chatting("{{ strftime_now('%Y') }}", tmp_path).chat(TALK)
+    assert len(year) == 4
+    assert int(year) >= 2024
+
+
+def test_the_decoder_is_what_it_says() -> None:
+    assert isinstance(TOKENIZERS["stories"].decoder(), IncrementalDecoder)
