@@ -1,6 +1,7 @@
 """What every test shares: shapes checked at run time, the models in the repository, long proofs set apart.
 
-Must not import forerun: the import hook below has to come first. FORERUN_TYPECHECK=0 switches the hook off.
+Must not import forerun: the import hook below has to come first. FORERUN_TYPECHECK=0 switches the hook off,
+FORERUN_TEST_THREADS sets the number of threads.
 """
 
 import os
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,9 @@ if find_spec("forerun") is None:
     sys.path.insert(0, str(ROOT / "src"))
 if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
     install_import_hook("forerun", "beartype.beartype")
+
+
+torch.set_num_threads(int(os.environ.get("FORERUN_TEST_THREADS", "1")))  # small models: barriers cost more than they win
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

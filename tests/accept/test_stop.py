@@ -32,7 +32,6 @@ def letters() -> Tokenizer:
 
 LETTERS = letters()
 LETTER_EOS = 0  # <s> is special; <e>, the last, is not
-STOPS = st.lists(st.text("abcé", min_size=1, max_size=5), max_size=3)
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,20 @@ def oracle(ids: Sequence[int], params: SamplingParams, eos: int, limit: int, tok
     return Ending(limit, decoded(limit), "length", None)
 
 
+def stops_within(text: str) -> st.SearchStrategy[list[str]]:
+    """Up to three stop strings: mostly cut out of the text itself, so that they overlap and are met."""
+    parts = st.tuples(st.integers(0, len(text)), st.integers(1, 6)).map(lambda cut: text[cut[0] : sum(cut)])
+    clean = parts.filter(lambda part: part and "\ufffd" not in part)  # half a character is no text yet
+    return st.lists(clean | st.text("abcé", min_size=1, max_size=4), max_size=3)
+
+
 @given(data=st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=800, deadline=None)
 def test_any_runs_end_where_the_definition_says(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=14))
     max_tokens = data.draw(st.integers(1, len(ids)))
     params = SamplingParams(
-        stop=data.draw(STOPS),
+        stop=data.draw(stops_within(LETTERS.decode(ids))),
         stop_token_ids=data.draw(st.sampled_from([(), (10,), (3, 10), (0,)])),
         include_stop_str_in_output=data.draw(st.booleans()),
         ignore_eos=data.draw(st.booleans()),
@@ -116,10 +122,17 @@ def test_any_runs_end_where_the_definition_says(data: st.DataObject) -> None:
     assert ordinals == sorted(ordinals)
 
 
-BYTES = st.sampled_from([3 + byte for byte in "\n é€".encode()])
+CHUNKS = st.sampled_from([[3 + byte for byte in char.encode()] for char in "\n é€é€"] + [[3 + 0xFF], [3 + 0xC3]])
 
 
-@given(ids=st.lists(BYTES | st.sampled_from([1, 410, 403, 429, 448]) | st.just(3 + 0xFF), min_size=1, max_size=12))
+def joined(parts: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+WORDS = st.sampled_from([[1], [410], [403], [429]])
+
+
+@given(ids=st.lists(CHUNKS | CHUNKS | WORDS, min_size=1, max_size=9).map(joined))
 @example(ids=[3 + 10, 3 + 0xFF, 403])
 @settings(max_examples=300, deadline=None)
 def test_byte_tokens_end_a_text_as_soon_as_the_whole_would_hold_the_stop_string(ids: list[int]) -> None:

@@ -101,6 +101,11 @@ def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget]
                 assert tree.q is not None
                 assert drawn.law is not None
                 assert torch.equal(tree.q.probs[tree.q.row[b, node]], drawn.law[b])
+        for level in range(tree.depth):
+            nodes = [n for n in tree.valid[b].nonzero()[:, 0].tolist() if depths[b, n] == level]
+            nodes.sort(key=lambda n: -survival[b, n].item())  # stable, as the growing is
+            counts = [sum(c >= 0 for c in children[b][n]) for n in nodes]
+            assert counts == sorted(counts, reverse=True), "likelier nodes have no fewer children"
     assert (tree.q is not None) == (rejection and any(b.depth for b in budgets))
     if tree.q is not None:
         told = (tree.q.row >= 0).sum().item()

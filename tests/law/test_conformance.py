@@ -21,6 +21,7 @@ from draft.rounds import Row, chunked, committed, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter
 from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.model import ModelDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
@@ -215,8 +216,8 @@ def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Draft
 
 
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
-TREES = (Speculation(4), Speculation(1), Speculation(3, 2, 8), Speculation(5, 3, 15))
-NUM_TOKENS = 40
+TREES = (Speculation(4), Speculation(3, 2, 8), Speculation(5, 3, 15))
+NUM_TOKENS = 24
 
 
 def params(temperature: float, seed: int) -> SamplingParams:
@@ -253,7 +254,7 @@ def test_the_output_is_that_of_plain_decoding(spec: str, temperature: float) -> 
     for speculation in TREES:
         for batch in (1, 5):
             assert answers(llm, temperature, batch, speculation) == plain(temperature)[:batch], (speculation, batch)
-    assert llm.stats.num_drafted > 100
+    assert llm.stats.num_drafted > 50
     assert llm.stats.num_accepted > 0
     assert size_of(llm.engine.drafter) == size_of(LLM(str(TARGET), spec, dtype="float32").engine.drafter)
 
@@ -280,8 +281,9 @@ def test_under_rejection_rules_greedy_output_is_plain_too(name: str, verificatio
 def test_every_guess_of_an_oracle_is_accepted(temperature: float) -> None:
     llm = LLM(str(TARGET), Hostile(HOSTILE["oracle"], full_texts(temperature)), dtype="float32")
     answers(llm, temperature, 5, Speculation(7))
-    assert llm.stats.num_accepted == llm.stats.num_drafted
-    assert llm.stats.tokens_per_round == 8.0
+    assert llm.stats.num_accepted == llm.stats.num_drafted > 0
+    rounds_each = 1 + -(-(NUM_TOKENS - 1) // 8)  # the first, with the prompt, is not drafted
+    assert llm.stats.num_rounds <= 5 * rounds_each
     wrong = LLM(str(TARGET), Hostile(HOSTILE["always_wrong"], full_texts(temperature)), dtype="float32")
     answers(wrong, temperature, 5, Speculation(7))
     assert wrong.stats.num_accepted == 0 < wrong.stats.num_drafted
@@ -292,3 +294,25 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     for temperature in (0.0, 1.0):
         answers(llm, temperature, 5, Speculation(4))
     assert llm.stats.num_accepted == llm.stats.num_drafted > 0
+
+
+def test_beyond_the_drafters_context_decoding_goes_on_undrafted() -> None:
+    """The drafter has 256 positions, the target 512: chains end with the one, the text with the other."""
+    to_the_end = SamplingParams(temperature=1.0, seed=5, max_tokens=None, ignore_eos=True)
+    expected = LLM(str(TARGET), dtype="float32").generate(PROMPTS[0], to_the_end)[0].completions[0]
+    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32")
+    found = llm.generate(PROMPTS[0], to_the_end, Speculation(4))[0]
+    assert found.completions[0].token_ids == expected.token_ids
+    assert len(found.prompt_token_ids) + len(expected.token_ids) == 512
+    assert 150 < llm.stats.num_drafted < 4 * 256
+
+
+def test_a_drafter_short_of_memory_changes_nothing() -> None:
+    small = Blueprint.of(str(SMALL), "float32")
+    for num_tokens in (0, 64, 192):
+        drafter = ModelDrafter(small.load(num_tokens), VOCAB)
+        llm = LLM(str(TARGET), drafter, dtype="float32")
+        assert answers(llm, 1.0, 5, Speculation(4, 2, 8)) == plain(1.0)
+        assert (llm.stats.num_drafted > 0) == (num_tokens > 0)
+        drafter.runner.cache.check()
+        assert drafter.runner.cache.num_free_tokens == num_tokens

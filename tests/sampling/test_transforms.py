@@ -170,12 +170,12 @@ def test_filters_off_beside_filters_on_change_nothing() -> None:
 
 def test_a_nucleus_has_the_same_bits_however_it_was_found() -> None:
     """A flat row makes the whole batch sort all tokens; a peaked one alone needs only the largest."""
-    logits = random_logits(3, 4, torch.float32, 3001) * torch.tensor([[0.01], [1.0], [3.0]])
+    logits = random_logits(3, 4, torch.float32, 20_001) * torch.tensor([[0.01], [1.0], [4.0]])
     rows = [RowSampling(i, SamplingParams(top_p=p), 0, 0, [1], 1) for i, p in enumerate((0.95, 0.95, 0.5))]
-    draws = Draws(rows, 3001)
+    draws = Draws(rows, 20_001)
     together = draws.probs(logits, draws.roots())
     for i, row in enumerate(rows):
-        alone = Draws([row], 3001)
+        alone = Draws([row], 20_001)
         assert torch.equal(alone.probs(logits[i : i + 1], alone.roots())[0], together[i])
         kept = together[i] > 0
         probs = logits[i].double().softmax(0)

@@ -80,10 +80,10 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
     drafter, name = Blueprint.of(spec.argument, context.dtype), str(spec)
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
-    vocab_size = context.target.config.vocab_size
+    vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
     def build(cache_tokens: CacheTokens, progress: Progress | None) -> Drafter:
-        return ModelDrafter(drafter.load(cache_tokens[name], progress), vocab_size)
+        return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
 
     return DraftPlan(drafter.num_bytes, {name: drafter.bytes_per_token}, build)
 

@@ -39,7 +39,11 @@ class Controller(Protocol):
         ...
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """What of the draft is verified; may cut by survival computed before the cut token was drawn."""
+        """What of the draft is verified.
+
+        It sees the drawn tokens, so a tree that it changes is judged by `follow`, which is exact for any choice: the
+        drafter's law would no longer be the law of what is left.
+        """
         ...
 
     def record(self, outcome: Outcome) -> None:

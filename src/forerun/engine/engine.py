@@ -130,6 +130,8 @@ class Engine:
             return DraftTree.bare(roots)
         draft = self.drafter.propose(plan.draws, budgets)
         tree = self.controller.admit(draft, load)
+        if tree is not draft.tree:
+            tree = tree.without_law()  # pruned after its tokens were drawn: they no longer follow the law of the draw
         return sanitize(tree, roots, budgets, self.runner.decoder.config.vocab_size)
 
     def spare_slots(self, plan: Round) -> int:

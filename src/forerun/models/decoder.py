@@ -19,7 +19,7 @@ from torch.nn import functional
 from forerun.cache.paged import PagedCache
 from forerun.models.attention import AttentionPath, attend
 from forerun.models.config import ModelConfig
-from forerun.models.linear import MIN_ROWS, Linear, LinearFactory
+from forerun.models.linear import Linear, LinearFactory, padded_rows
 from forerun.models.rope import rope_tables
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
@@ -145,8 +145,7 @@ class Decoder:
         total = len(batch.tokens)
         x = self.embedding[batch.tokens] if inputs is None else inputs
         cos, sin = self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None]
-        if total < MIN_ROWS:  # the row again, for the linears' sake; attention and cache see the real one only
-            x, cos, sin = x.repeat(MIN_ROWS, 1), cos.repeat(MIN_ROWS, 1, 1), sin.repeat(MIN_ROWS, 1, 1)
+        x, cos, sin = (pad_rows(t, padded_rows(total)) for t in (x, cos, sin))
         kept: dict[int, Tensor] = {}
         for i in range(len(self.layers)) if layers is None else layers:
             if i in taps:
@@ -173,17 +172,19 @@ class Decoder:
         cache.values[index].index_copy_(1, batch.slots, value.transpose(0, 1))
         query = rotated[:total, : c.heads]
         mixed = attend(query, cache.keys[index], cache.values[index], batch.paths, layer.window)
-        flat = mixed.reshape(total, -1)
-        x = x + layer.out(flat if total == len(x) else flat.repeat(len(x), 1))
+        x = x + layer.out(pad_rows(mixed.view(total, -1), len(x)))
         gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)).chunk(2, dim=1)
         return x + layer.down(silu_rows(gate) * up)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32 of the rows given: only those that are judged need be."""
-        rows = len(hidden)
-        if rows < MIN_ROWS:
-            hidden = hidden.repeat(MIN_ROWS, 1)
-        return self.head(rms_norm(hidden, self.norm, self.config.norm_eps))[:rows].float()
+        rows = pad_rows(hidden, padded_rows(len(hidden)))
+        return self.head(rms_norm(rows, self.norm, self.config.norm_eps))[: len(hidden)].float()
+
+
+def pad_rows(x: Float[Tensor, "rows ..."], rows: int) -> Float[Tensor, "padded ..."]:
+    """With rows of zeros behind, which no other row knows of."""
+    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
 def rms_norm(x: Float[Tensor, "*rows width"], gain: Tensor, eps: float) -> Float[Tensor, "*rows width"]:

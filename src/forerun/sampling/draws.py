@@ -206,7 +206,7 @@ class Draws:
         if missing:
             self._noise |= zip(missing, gumbel(self._column(missing), self.vocab).unbind(0), strict=True)
         scores = torch.empty_like(logits)
-        for key, row, perturbed in zip(wanted, logits, scores, strict=True):
+        for key, row, perturbed in zip(wanted, logits.detach(), scores, strict=True):
             torch.add(row, self._noise[key], out=perturbed)
         return scores
 

@@ -125,7 +125,7 @@ class Transforms:
             row = self.rows[index]
             if row.params.logits_processors:
                 text = [*row.tokens, *(token for token in drawn if token >= 0)]
-                done[node] = _run_processors(row, text, logits[node])
+                done[node] = _run_processors(row, text, logits[node], self.num_ids)
         return torch.stack(done)
 
     def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:
@@ -197,8 +197,10 @@ class Transforms:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
-def _run_processors(row: RowSampling, text: list[int], logits: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
-    """One node's processors in turn.
+def _run_processors(
+    row: RowSampling, text: list[int], logits: Float[Tensor, " vocab"], num_ids: int
+) -> Float[Tensor, " vocab"]:
+    """One node's processors in turn; what they say of padding ids, from `num_ids` on, does not count.
 
     A dead end (nothing left to draw) ends the text: guessed continuations reach dead ends that the target never
     would, and must not fail the request. Raises InvalidRequest for a result that is no logits.
@@ -209,7 +211,7 @@ def _run_processors(row: RowSampling, text: list[int], logits: Float[Tensor, " v
         if not isinstance(logits, Tensor) or logits.shape != given.shape or not logits.is_floating_point():
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise InvalidRequest(field, f"{processor!r} gave {got}; return floating logits of {tuple(given.shape)}")
-    logits = logits.to(given)
+    logits = torch.cat([logits.to(given)[:num_ids], given[num_ids:]])
     if logits.isnan().any() and not given.isnan().any():
         raise InvalidRequest(field, f"the result after {len(text)} tokens has NaN; return finite numbers or -inf")
     if not logits.isneginf().all() or given.isneginf().all():
@@ -245,7 +247,8 @@ def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
     # Sorting 150,000 tokens takes 10 ms, the largest 1024 half a millisecond, and they nearly always hold the
     # nucleus. On CPUs the sums over them have the bits of the sums over all (cumsum runs from the left), so that
     # which way was taken, a matter of batch-mates too, does not show.
-    prefix = _PREFIX if logits.device.type == "cpu" and logits.shape[1] > _PREFIX else logits.shape[1]
+    large = logits.device.type == "cpu" and logits.shape[1] >= 16 * _PREFIX
+    prefix = _PREFIX if large else logits.shape[1]
     ranked = probs.topk(prefix, dim=1).values
     mass = ranked.cumsum(1)
     if prefix < logits.shape[1] and not (off | (mass[:, -1:] >= top_p)).all():

@@ -19,7 +19,7 @@ A false `q` that looks like a law cannot be noticed here, nor anywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -30,6 +30,7 @@ from forerun.tree import DraftLaw, DraftTree
 MASS_TOLERANCE = 1e-3  # float32 sums over 150 000 tokens stay well inside
 
 
+@runtime_checkable
 class Limit(Protocol):
     """What one sequence may be offered: `draft.base.Budget` is one."""
 
@@ -46,9 +47,10 @@ class Limit(Protocol):
 def sanitize(tree: DraftTree, roots: Int[Tensor, " batch"], limits: Sequence[Limit], vocab: int) -> DraftTree:
     """The harmless part of a draft: all invariants of DraftTree hold, and each sequence is within its limit.
 
-    A guess that cannot stay becomes padding, together with all below it; the others keep their node indices. Columns
-    beyond the largest limit are cut off. Declared depth and width are held to, not trusted: what exceeds them goes.
-    Tensors of the wrong kind, shape or batch leave the roots alone. A clean draft comes back with the same values.
+    A guess that cannot stay becomes padding, together with all below it; the others keep their node indices. A draft
+    has a column for the root and one for each guess of the largest limit; what stands beyond is cut off. Declared
+    depth and width are held to, not trusted: what exceeds them goes. Tensors of the wrong kind, shape or batch leave
+    the roots alone. A clean draft comes back with the same values.
     """
     assert len(limits) == len(roots), f"{len(limits)} limits for {len(roots)} sequences"
     if not _well_formed(tree, roots):

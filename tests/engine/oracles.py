@@ -1,0 +1,103 @@
+"""A drafter that knows the answers beforehand, and what of an answer must not depend on drafting.
+
+With it a test decides in which round, and at which place of a draft, a token is said: right guesses are accepted,
+wrong ones end the run where the test wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.llm import Result
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.transforms import RowSampling
+from forerun.tree import DraftTree
+
+Key = tuple[int, tuple[int, ...], int]  # the request's parameters as an object, its prompt, the sample
+FILLER = 300  # guessed where the answer is not known any more
+VOCAB = 512
+
+
+def never(place: int) -> bool:
+    """For an oracle that does not err."""
+    return False
+
+
+@dataclass
+class Oracle:
+    """Guesses the known answers of samples, in full.
+
+    `errs(i)` says whether the i-th token of an answer is to be guessed wrong. Behind the known part, and below a
+    wrong guess, it goes on with tokens of its own. Trees offer wrong siblings first, as many as the budget allows.
+    """
+
+    answers: dict[Key, Sequence[int]] = field(default_factory=dict)
+    asked: list[SamplingParams] = field(default_factory=list)
+    errs: Callable[[int], bool] = never
+    known: set[int] = field(default_factory=set)
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("oracle",)
+
+    def learn(self, results: Sequence[Result], params: Sequence[SamplingParams]) -> None:
+        """Remember these as the answers to requests with these very parameter objects."""
+        self.asked += params  # an id stays an object's own while the object lives
+        for result, asked in zip(results, params, strict=True):
+            for sample in result.completions:
+                self.answers[id(asked), result.prompt_token_ids, sample.index] = sample.token_ids
+
+    def observe(self, news: Committed) -> None:
+        self.known.update(news.seq_ids)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        grown = [self.grow(row, budget) for row, budget in zip(draws.rows, budgets, strict=True)]
+        nodes = max(len(tokens) for tokens, _ in grown)
+        tokens = torch.tensor([t + [-1] * (nodes - len(t)) for t, _ in grown])
+        parents = torch.tensor([p + [-1] * (nodes - len(p)) for _, p in grown])
+        depth, width = max(b.depth for b in budgets), max(b.width for b in budgets)
+        return Draft(DraftTree(tokens, parents, depth, width))
+
+    def grow(self, row: RowSampling, budget: Budget) -> tuple[list[int], list[int]]:
+        """One row's tree: the answer as a spine, wrong guesses beside it while there are nodes to spare."""
+        tokens, parents, spine = [row.tokens[-1]], [-1], 0
+        prompt, said = tuple(row.tokens[: row.num_prompt]), row.tokens[row.num_prompt :]
+        answer = self.answers.get((id(row.params), prompt, row.sample), ())
+        assert tuple(answer[: len(said)]) == tuple(said[: len(answer)]), "the oracle knows another answer"
+        for level in range(budget.depth):
+            place = len(said) + level
+            right = answer[place] if place < len(answer) else FILLER
+            wrong = [(right + 7 + i) % VOCAB for i in range(budget.width)]
+            spare = budget.nodes - (len(tokens) - 1) - (budget.depth - level)
+            beside = wrong[: min(budget.width - 1, spare)]
+            children = [*beside, wrong[-1] if self.errs(place) else right]
+            tokens += children
+            parents += [spine] * len(children)
+            spine = len(tokens) - 1
+        return tokens, parents
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return Outlook([0] * len(seq_ids), [10**6] * len(seq_ids), [None] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [len(prefix) for prefix in prefixes]
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        self.known -= set(seq_ids)
+
+
+def seen(result: Result) -> Mapping[str, object]:
+    """All of an answer that plain and drafted decoding must share, to the bit: everything but who guessed what."""
+    return {
+        "prompt": result.prompt_token_ids,
+        "prompt_logprobs": result.prompt_logprobs,
+        "seed": result.seed,
+        "fingerprint": result.fingerprint,
+        "samples": [
+            (c.index, c.token_ids, c.text, c.logprobs, c.finish_reason, c.stop_reason, len(c.origins))
+            for c in result.completions
+        ],
+    }

@@ -1,0 +1,155 @@
+"""A drafter that is right at random, around real ones; and engines built by hand for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.model import ModelDrafter
+from forerun.draft.ngram import NgramDrafter
+from forerun.engine.controller import Controller
+from forerun.engine.engine import Engine
+from forerun.engine.request import Requests
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read, Runner
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
+
+
+@dataclass(slots=True)
+class RandomlyRight:
+    """Copies the known answer, each sequence's guesses right at a rate of its own; or lets a real drafter guess.
+
+    Real drafters are told everything, so their state is there to be compared with one rebuilt.
+    """
+
+    rng: random.Random
+    answers: dict[int, list[int]]
+    members: Sequence[Drafter]
+    vocab: int
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("random",)
+    texts: dict[int, int] = field(default_factory=dict)  # tokens committed, the root not counted
+
+    def observe(self, news: Committed) -> None:
+        for member in self.members:
+            member.observe(news)
+        for seq_id, tokens, _ in news.rows():
+            self.texts[seq_id] = self.texts.get(seq_id, 0) + len(tokens)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        if self.members and self.rng.random() < 0.5:
+            return self.rng.choice(self.members).propose(draws, budgets, tail)
+        trees = [self.tree(s, b, int(r)) for s, b, r in zip(draws.seq_ids, budgets, draws.roots_tokens, strict=True)]
+        widest = max(len(tokens) for tokens, _ in trees)
+        tokens = torch.tensor([t + [-1] * (widest - len(t)) for t, _ in trees])
+        parents = torch.tensor([p + [-1] * (widest - len(p)) for _, p in trees])
+        return Draft(DraftTree(tokens, parents, depth=max(b.depth for b in budgets), width=4))
+
+    def tree(self, seq_id: int, budget: Budget, root: int) -> tuple[list[int], list[int]]:
+        """The answer's continuation, wrong from some depth on, with wrong branches beside it where there is room."""
+        tokens, parents, rate = [root], [-1], (seq_id % 5) / 4
+        answer = self.answers.get(seq_id, [])[self.texts.get(seq_id, 0) + 1 :]
+        node = 0
+        for token in answer[: self.rng.randrange(budget.depth + 1)]:
+            if self.rng.random() > rate:
+                token = (token + 1) % self.vocab
+            siblings = self.rng.randrange(3) if budget.width > 1 else 0
+            guesses = [token, *((token + 2 + i) % self.vocab for i in range(siblings))]
+            guesses = guesses[: max(0, budget.nodes - len(tokens) + 1)]
+            first, right = len(tokens), self.rng.randrange(max(1, len(guesses)))
+            tokens += guesses[1 : right + 1] + guesses[:1] + guesses[right + 1 :]
+            parents += [node] * len(guesses)
+            if not guesses:
+                break
+            node = first + right
+        return tokens, parents
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return Outlook(unread=[0] * len(seq_ids), limit=[9] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [0] * len(seq_ids)
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        for member in self.members:
+            member.forget(seq_ids)
+        for seq_id in seq_ids:
+            self.texts.pop(seq_id, None)
+
+
+@dataclass(slots=True)
+class Bench:
+    """The reference pair, loaded once; engines of any size over it."""
+
+    target: Blueprint
+    draft: Blueprint
+    runner: Runner
+    reader: Runner
+
+    @classmethod
+    def of(cls, target_dir: Path, draft_dir: Path, dtype: str = "float32") -> Bench:
+        target, draft = Blueprint.of(str(target_dir), dtype), Blueprint.of(str(draft_dir), dtype)
+        return cls(target, draft, target.load(1 << 14), draft.load(1 << 14))
+
+    def with_cache(self, runner: Runner, num_tokens: int, block_size: int = 16) -> Runner:
+        """The same weights over a cache of its own."""
+        c = runner.decoder.config
+        shape = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+        cache = type(runner.cache)(**shape, num_tokens=num_tokens, dtype=runner.decoder.dtype, block_size=block_size)
+        return Runner(runner.decoder, cache)
+
+    def model_drafter(self, num_tokens: int = 4096) -> ModelDrafter:
+        return ModelDrafter(self.with_cache(self.reader, num_tokens), self.target.config.vocab_size)
+
+    def engine(
+        self,
+        drafter: Drafter | None = None,
+        num_tokens: int = 8192,
+        controller: Controller | None = None,
+        options: EngineOptions | None = None,
+    ) -> Engine:
+        runner = self.with_cache(self.runner, num_tokens)
+        return Engine(runner, drafter, options=options, controller=controller, num_ids=self.target.config.vocab_size)
+
+    def requests(self) -> Requests:
+        c = self.target.config
+        return Requests(self.target.tokenizer(), c.vocab_size, c.max_positions, c.eos_ids, Speculation())
+
+
+def run(engine: Engine, sequences: Sequence[object], every: Callable[[], None] | None = None) -> list[list[int]]:
+    """Run sequences to their ends; all their tokens."""
+    for sequence in sequences:
+        engine.submit(sequence)  # type: ignore[arg-type]
+    while engine.has_work:
+        engine.step()
+        if every is not None:
+            every()
+    return [sequence.tokens for sequence in sequences]  # type: ignore[attr-defined]
+
+
+def read_anew(bench: Bench, runner: Runner, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a text read in one go."""
+    fresh = bench.with_cache(runner, 1024)
+    if tokens:
+        fresh.read([Read(0, list(tokens))])
+        fresh.keep([0], [range(len(tokens))])
+    else:
+        fresh.cache.reserve([0], [0])
+    return rows_of(fresh, 0)
+
+
+def rows_of(runner: Runner, seq_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The committed keys and values of a sequence."""
+    first = runner.cache.start(seq_id)
+    run = slice(first, first + runner.cache.length(seq_id))
+    return runner.cache.keys[:, :, run], runner.cache.values[:, :, run]
+
+
+__all__ = ["Bench", "NgramDrafter", "RandomlyRight", "read_anew", "rows_of", "run"]

@@ -1,0 +1,177 @@
+"""T2: zeros, equal laws, point masses and subnormals: nothing illegal is emitted, and nothing is ever NaN."""
+
+import math
+
+import pytest
+import torch
+from exact import BELOW_ONE, RULES, TOLERANCE, chains, deviation, families, trees
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftLaw, DraftTree
+from forerun.verify.rules import AcceptLaw, block_law, token_law, walk
+from forerun.verify.verify import Rule, verify
+
+LAWS = pytest.mark.parametrize("rule", [token_law, block_law])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+def chain(
+    p: list[list[float]], q: list[list[float]], guesses: list[int], dtype: torch.dtype
+) -> tuple[DraftTree, Tensor, Tensor]:
+    """One chain with these laws, as (tree, p, row)."""
+    depth = len(guesses)
+    known = DraftLaw(torch.tensor([[*range(depth), -1]]), torch.tensor(q, dtype=dtype))
+    tree = DraftTree.chains(torch.tensor([0]), torch.tensor([guesses]), q=known)
+    return tree, torch.tensor(p, dtype=dtype), torch.arange(depth + 1)[None]
+
+
+def sound(law: AcceptLaw) -> None:
+    """Chances are chances, laws are laws."""
+    assert ((law.accept >= 0) & (law.accept <= 1)).all(), law.accept
+    assert (law.after >= 0).all(), "a negative or undefined probability"
+    assert torch.allclose(law.after.sum(1), torch.ones(len(law.after), dtype=law.after.dtype), atol=1e-5)
+
+
+@LAWS
+@DTYPES
+def test_an_illegal_guess_is_rejected_by_every_coin(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+    args = chain([[0.0, 0.25, 0.75], [0.2, 0.3, 0.5]], [[0.5, 0.25, 0.25]], [0], dtype)
+    law = rule(*args)
+    sound(law)
+    assert law.accept[0, 1] == 0
+    walked = walk(args[0], law, torch.zeros(1, 2))
+    assert walked.length.tolist() == [0]
+    assert law.after[0].tolist() == [0.0, 0.0, 1.0]
+
+
+@LAWS
+@DTYPES
+def test_disjoint_supports_reject_and_leave_the_target_law(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+    p = [0.0, 0.25, 0.75, 0.0]
+    law = rule(*chain([p, [0.25] * 4], [[0.5, 0.0, 0.0, 0.5]], [3], dtype))
+    sound(law)
+    assert law.accept[0, 1] == 0
+    assert law.after[0].tolist() == p
+
+
+@LAWS
+@DTYPES
+def test_no_support_on_the_mode_of_the_target(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+    law = rule(*chain([[0.8, 0.1, 0.1], [0.2, 0.3, 0.5]], [[0.0, 0.5, 0.5]], [1], dtype))
+    sound(law)
+    assert law.accept[0, 1].item() == pytest.approx(0.2)
+    assert law.after[0].tolist() == [1.0, 0.0, 0.0]
+
+
+@LAWS
+@DTYPES
+def test_equal_laws_accept_everything(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+    """The residual is empty; the law that stands in for it is the target's."""
+    p = [[0.1, 0.2, 0.7], [0.3, 0.3, 0.4], [0.5, 0.2, 0.3]]
+    args = chain(p, p[:2], [2, 0], dtype)
+    law = rule(*args)
+    sound(law)
+    walked = walk(args[0], law, torch.full((1, 3), BELOW_ONE, dtype=torch.float64))
+    assert walked.length.tolist() == [2]
+    assert torch.equal(law.after, args[1])
+
+
+@LAWS
+@DTYPES
+@pytest.mark.parametrize("guess", [0, 1])
+def test_a_point_mass_target_accepts_its_token_alone(rule, dtype, guess: int) -> None:  # type: ignore[no-untyped-def]
+    law = rule(*chain([[0.0, 1.0, 0.0]] * 2, [[0.3, 0.3, 0.4]], [guess], dtype))
+    sound(law)
+    assert law.accept[0, 1].item() == float(guess == 1)
+    assert law.after.tolist() == [[0.0, 1.0, 0.0]] * 2
+
+
+@LAWS
+@DTYPES
+def test_a_point_mass_draft_is_judged_like_a_chosen_one(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+    p = [[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]]
+    tree, packed, row = chain(p, [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], [1, 0], dtype)
+    drawn = rule(tree, packed, row)
+    chosen = rule(tree.without_law(), packed, row)
+    sound(drawn)
+    assert drawn.accept[0, 1].item() == pytest.approx(0.2 if rule is token_law else 0.2 * 0.9 / (0.2 * 0.9 + 0.8))
+    torch.testing.assert_close(drawn.accept, chosen.accept)
+    torch.testing.assert_close(drawn.after, chosen.after)
+
+
+@DTYPES
+def test_siblings_beyond_the_support_are_judged_as_chosen(dtype: torch.dtype) -> None:
+    """q has one token; the second sibling was taken by no chance, and has what the first one left."""
+    tree = DraftTree(
+        tokens=torch.tensor([[0, 1, 2]]),
+        parents=torch.tensor([[-1, 0, 0]]),
+        depth=1,
+        width=2,
+        q=DraftLaw(torch.tensor([[0, -1, -1]]), torch.tensor([[0.0, 1.0, 0.0]], dtype=dtype)),
+    )
+    p = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]], dtype=dtype)
+    law = token_law(tree, p, torch.arange(3)[None])
+    sound(law)
+    assert law.accept[0].tolist() == pytest.approx([0.0, 0.2, 0.3 / 0.8])
+    assert law.after[0].tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_families_that_are_mostly_zeros(rule: str) -> None:
+    for family in families(24, zeros=0.6):
+        assert deviation(RULES[rule](chains(family.q, 3), family.p, family.vocab), family.p) < TOLERANCE
+
+
+def test_trees_over_families_that_are_mostly_zeros() -> None:
+    for family in families(24, zeros=0.6):
+        drafts = trees(family.q, (-1, -1, -1, 0, 1))
+        assert deviation(RULES["token"](drafts, family.p, family.vocab), family.p) < TOLERANCE
+
+
+WEIGHTS = st.sampled_from([0.0, 0.0, 1e-45, 1e-40, 1e-30, 1e-8, 0.3, 1.0])
+ROWS = st.lists(WEIGHTS, min_size=5, max_size=5).filter(lambda row: max(row) >= 0.3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(ROWS, min_size=8, max_size=8), st.lists(st.integers(0, 4), min_size=3, max_size=3), st.booleans())
+def test_no_mixture_of_zeros_and_subnormals_gives_nan(
+    rows: list[list[float]], guesses: list[int], double: bool
+) -> None:
+    dtype = torch.float64 if double else torch.float32
+    laws = torch.tensor(rows, dtype=dtype)
+    laws = laws / laws.sum(1, keepdim=True)
+    tree, _, row = chain([[1.0] * 5] * 4, rows[4:7], guesses, dtype)
+    for rule in (token_law, block_law):
+        law = rule(tree, laws[:4], row)
+        sound(law)
+        assert not law.after[laws[:4] == 0].any(), "a token that the target never draws"
+        for step, guess in enumerate(guesses):
+            assert laws[step, guess] > 0 or law.accept[0, step + 1] == 0 or rule is block_law
+    star = DraftTree(
+        tokens=torch.tensor([[0, 4, 0, 2]]),
+        parents=torch.tensor([[-1, 0, 0, 0]]),
+        depth=1,
+        width=3,
+        q=DraftLaw(torch.tensor([[0, -1, -1, -1]]), laws[7:]),
+    )
+    law = token_law(star, laws[:4], torch.arange(4)[None])
+    sound(law)
+    assert not law.after[laws[:4] == 0].any()
+
+
+@pytest.mark.parametrize("rule", ["coupled", "token", "block"])
+def test_logits_of_minus_infinity(rule: Rule) -> None:
+    """One token is left after the filters; a guess of it is accepted, another is not, and it is what is drawn."""
+    params = SamplingParams(top_k=1)
+    rows = [RowSampling(i, params, 5, 0, [1, 2], 2) for i in range(2)]
+    draws = Draws(rows, 4, rejection=rule != "coupled")
+    law = DraftLaw(torch.tensor([[0, -1]] * 2), torch.tensor([[0.25] * 4]))
+    tree = DraftTree.chains(torch.tensor([2, 2]), torch.tensor([[3], [0]]), q=None if rule == "coupled" else law)
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0]]).repeat(4, 1)
+    verdict = verify(tree, logits, draws, rule)
+    assert verdict.length.tolist() == [1, 0]
+    assert verdict.next_token.tolist() == [3, 3]

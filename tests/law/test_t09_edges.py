@@ -1,0 +1,370 @@
+"""T9: the edges. Wherever a text ends, drafted decoding ends it as plain decoding does: the same tokens, text, reasons
+and log-probabilities, to the bit.
+
+Places are chosen by an oracle that drafts the right answer (and on, past its end): behind a prompt of several tokens
+the first round says one token, and every later one a draft of DEPTH and the token behind it.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.oracles import Oracle, never, seen
+from forerun.config import Speculation
+from forerun.engine.sequence import Origin
+from forerun.errors import InvalidRequest, PromptTooLong
+from forerun.llm import LLM, Result
+from forerun.sampling.params import SamplingParams
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+DEPTH = 4
+SHAPES = (Speculation(DEPTH), Speculation(DEPTH, 3, 10))
+EOS, CONTEXT = 2, 512
+PROMPT = "Once upon a time"
+LONGEST = 18
+
+
+@dataclass(frozen=True)
+class Say:
+    """A logits processor: `token` is said when the text has `at` tokens."""
+
+    at: int
+    token: int
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        return torch.where(torch.arange(len(logits)) == self.token, 99.0, -99.0) if len(tokens) == self.at else logits
+
+
+@cache
+def plain() -> LLM:
+    return LLM(str(TARGET), dtype="float32", max_batch=32)
+
+
+def num_tokens(prompt: str) -> int:
+    return len(plain().tokenizer.encode(prompt))
+
+
+def asking(temperature: float = 0.0, seed: int = 0, **others: object) -> SamplingParams:
+    """Parameters that also want log-probabilities; the same request asked for longer shares its beginning."""
+    settings: dict[str, object] = {"max_tokens": LONGEST, "logprobs": 3} | others
+    return SamplingParams(temperature=temperature, seed=seed, **settings)  # type: ignore[arg-type]
+
+
+def endless(params: SamplingParams) -> SamplingParams:
+    """The same request without its ends: what an oracle guesses beyond them."""
+    return replace(params, stop=(), stop_token_ids=(), ignore_eos=True, max_tokens=LONGEST, min_tokens=0)
+
+
+def drafted(
+    prompts: Sequence[str | list[int]],
+    params: Sequence[SamplingParams],
+    speculation: Speculation,
+    errs: Callable[[int], bool] = never,
+    past: Callable[[SamplingParams], SamplingParams] = endless,
+) -> list[Result]:
+    """Answers drafted by an oracle, all in one batch, found equal to plain ones."""
+    expected = plain().generate(prompts, params)
+    oracle = Oracle(errs=errs)
+    oracle.learn(plain().generate(prompts, [past(q) for q in params]), params)
+    llm = LLM(str(TARGET), oracle, dtype="float32", max_batch=32)
+    found = llm.generate(prompts, params, speculation)
+    for one, other in zip(found, expected, strict=True):
+        assert seen(one) == seen(other)
+    assert llm.engine.runner.cache.num_rows == 0
+    assert not oracle.known
+    return found
+
+
+PLACES = {
+    "first": (1, Origin.DRAFTED),
+    "middle": (2, Origin.DRAFTED),
+    "last": (DEPTH, Origin.DRAFTED),
+    "recovered": (3, Origin.RECOVERED),
+    "bonus": (DEPTH + 1, Origin.BONUS),
+    "first of a later round": (DEPTH + 2, Origin.DRAFTED),
+}
+
+
+@pytest.mark.parametrize("speculation", SHAPES, ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_end_of_a_text_anywhere_in_a_draft(place: str, speculation: Speculation) -> None:
+    """Eos by the model's own will, eos behind a stop id that never comes, and stop ids."""
+    index, origin = PLACES[place]
+    at = num_tokens(PROMPT) + index
+    params = [
+        asking(t, seed=index, logits_processors=[Say(at, token)], **others)
+        for t in (0.0, 1.0)
+        for token, others in ((EOS, {}), (EOS, {"stop_token_ids": [509]}), (300, {"stop_token_ids": [300, 301]}))
+    ]
+    # The right answer goes on behind the end: what is accepted there must not be said.
+    errs = never if origin is not Origin.RECOVERED else index.__eq__
+    for found in drafted([PROMPT] * len(params), params, speculation, errs):
+        answer = found.completions[0]
+        assert answer.token_ids[-1] == answer.stop_reason
+        assert answer.stop_reason in (EOS, 300)
+        assert answer.finish_reason == "stop"
+        if not set(answer.token_ids[:index]) & {EOS, 300, 301}:
+            assert len(answer.token_ids) == index + 1
+            assert answer.origins[-1] is origin
+
+
+@pytest.mark.parametrize("speculation", SHAPES, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_any_token_of_an_answer_as_its_stop_id(temperature: float, speculation: Speculation) -> None:
+    whole = plain().generate(PROMPT, asking(temperature, ignore_eos=True))[0].completions[0].token_ids
+    stops = list(dict.fromkeys(whole))
+    params = [asking(temperature, ignore_eos=True, stop_token_ids=[token]) for token in stops]
+    for token, found in zip(stops, drafted([PROMPT] * len(params), params, speculation), strict=True):
+        answer = found.completions[0]
+        assert answer.token_ids == whole[: whole.index(token) + 1]
+        assert answer.stop_reason == token
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_strings_across_tokens_and_rounds(temperature: float, include: bool) -> None:
+    """Every border between two tokens of an answer lies within a stop string, short or long."""
+    full = plain().generate(PROMPT, asking(temperature, seed=5))[0].completions[0]
+    decoder = plain().tokenizer.decoder(after=plain().tokenizer.encode(PROMPT))
+    pieces = [decoder.push(token) for token in full.token_ids]
+    borders = [sum(map(len, pieces[: i + 1])) for i in range(12)]
+    params = [
+        asking(temperature, seed=5, stop=full.text[max(0, at - reach) : at + reach], include_stop_str_in_output=include)
+        for at in borders
+        for reach in (1, 4)
+    ]
+    for speculation in SHAPES:
+        for asked, found in zip(params, drafted([PROMPT] * len(params), params, speculation), strict=True):
+            answer, (stop,) = found.completions[0], asked.stop
+            at = full.text.index(stop)
+            assert answer.text == full.text[: at + len(stop) * include]
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+
+
+def test_several_stop_strings_and_none_that_comes() -> None:
+    params = [asking(1.0, seed, stop=["e", " the", "Lily and", "\n"]) for seed in range(5)]
+    params += [asking(1.0, seed, stop=["never said", "quite so long that all text is held back"]) for seed in range(3)]
+    for speculation in SHAPES:
+        drafted([PROMPT] * len(params), params, speculation)
+
+
+@pytest.mark.parametrize("speculation", SHAPES, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_max_tokens_within_an_accepted_run(temperature: float, speculation: Speculation) -> None:
+    whole = plain().generate(PROMPT, asking(temperature))[0].completions[0].token_ids
+    params = [asking(temperature, max_tokens=n) for n in range(1, 14)]
+    for n, found in enumerate(drafted([PROMPT] * len(params), params, speculation), start=1):
+        answer = found.completions[0]
+        assert answer.token_ids == whole[:n]
+        assert (answer.finish_reason, answer.stop_reason) == ("length", None)
+
+
+@pytest.mark.parametrize("speculation", SHAPES, ids=str)
+def test_eos_at_the_limit_is_a_stop(speculation: Speculation) -> None:
+    at = num_tokens(PROMPT)
+    params = [asking(max_tokens=n, logits_processors=[Say(at + n - 1, EOS)]) for n in range(1, 9)]
+    for found in drafted([PROMPT] * len(params), params, speculation):
+        assert (found.completions[0].finish_reason, found.completions[0].stop_reason) == ("stop", EOS)
+
+
+@pytest.mark.parametrize("speculation", SHAPES, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_hold_within_a_draft(temperature: float, speculation: Speculation) -> None:
+    """Ends that are wanted at once come as soon as they are allowed: behind exactly `min_tokens` tokens."""
+    wanted = {EOS: 300.0, 400: 80.0}
+    params = [asking(temperature, min_tokens=n, logit_bias=wanted) for n in range(8)]
+    params += [asking(temperature, min_tokens=n, logit_bias=wanted, stop_token_ids=[400]) for n in range(8)]
+    params += [asking(temperature, min_tokens=n, stop=["a", "e"]) for n in range(8)]
+    # The oracle knows the answer only up to its end: without `min_tokens` it would be another one.
+    founds = drafted([PROMPT] * len(params), params, speculation, past=lambda q: q)
+    for asked, found in zip(params, founds, strict=True):
+        answer = found.completions[0]
+        assert answer.finish_reason == "stop"
+        if asked.stop:
+            assert len(answer.token_ids) > asked.min_tokens
+        else:
+            assert len(answer.token_ids) == asked.min_tokens + 1
+            assert answer.stop_reason == EOS
+
+
+def test_ignored_eos_is_a_token_like_others() -> None:
+    always = asking(ignore_eos=True, logit_bias={EOS: 300.0})
+    params = [replace(always, temperature=t, skip_special_tokens=skip) for t in (0, 1) for skip in (False, True)]
+    for found in drafted([PROMPT] * len(params), params, SHAPES[0]):
+        assert found.completions[0].token_ids == (EOS,) * LONGEST
+        assert found.completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("nothing", [0, False, Speculation(0), Speculation(0, 4, 9)])
+def test_no_draft_is_plain_decoding(nothing: int | bool | Speculation) -> None:
+    oracle = Oracle()
+    llm = LLM(str(TARGET), oracle, dtype="float32")
+    params = [asking(t, seed) for t in (0.0, 1.0) for seed in range(2)]
+    found = llm.generate([PROMPT] * 4, params, nothing)
+    assert list(map(seen, found)) == [seen(plain().generate([PROMPT], p)[0]) for p in params]
+    assert llm.stats.num_drafted == 0
+    assert {origin for result in found for origin in result.completions[0].origins} == {Origin.TARGET}
+
+
+@pytest.mark.parametrize("speculation", [Speculation(64), Speculation(64, 4, 200)], ids=str)
+def test_drafts_deeper_than_what_may_still_be_said(speculation: Speculation) -> None:
+    """Guesses that could not be said are not made: one round for the prompt, one for all the rest."""
+    params = [asking(t, seed=3, max_tokens=n) for t in (0.0, 1.0) for n in (1, 2, 6)]
+    drafted([PROMPT] * len(params), params, speculation)
+    oracle, six = Oracle(), asking(max_tokens=6)
+    oracle.learn(plain().generate([PROMPT], six), [six])
+    llm = LLM(str(TARGET), oracle, dtype="float32")
+    llm.generate([PROMPT], six, Speculation(64))
+    assert (llm.stats.num_rounds, llm.stats.num_drafted, llm.stats.num_accepted) == (2, 4, 4)
+
+
+def test_the_first_token_alone_and_no_token_at_all() -> None:
+    params = [asking(t, seed) for t in (0.0, 1.0) for seed in range(3)]
+    for speculation in SHAPES:
+        drafted([[1]] * 6, params, speculation)
+        drafted([[1], [403]] * 3, params, speculation, errs=lambda place: place % 3 == 0)
+    with pytest.raises(InvalidRequest, match="prompt: it is empty") as error:
+        plain().generate([[]])
+    assert error.value.field == "prompt"
+    # Text without a token starts from the first token, if the tokenizer has one.
+    assert seen(plain().generate([""], asking())[0]) == seen(plain().generate([[1]], asking())[0])
+
+
+@cache
+def long_text() -> list[int]:
+    """512 tokens of the target's own."""
+    found = plain().generate(PROMPT, SamplingParams(seed=1, max_tokens=None, ignore_eos=True))[0]
+    return [*found.prompt_token_ids, *found.completions[0].token_ids]
+
+
+def test_a_text_ends_with_its_context() -> None:
+    assert len(long_text()) == CONTEXT
+
+
+@pytest.mark.parametrize("draft", ["oracle", "ngram", f"model:{SMALL}", f"model:{TARGET}"], ids=lambda d: d[-11:])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_context_limit(draft: str, temperature: float) -> None:
+    """Prompts of 505 to 511 tokens in a context of 512; the smaller drafter has 256 positions and cannot follow."""
+    prompts = [long_text()[:length] for length in range(505, CONTEXT)]
+    params = [asking(temperature, seed, max_tokens=None, ignore_eos=True) for seed in range(len(prompts))]
+    expected = plain().generate(prompts, params)
+    oracle = Oracle()
+    oracle.learn(expected, params)
+    llm = LLM(str(TARGET), oracle if draft == "oracle" else draft, dtype="float32")
+    for speculation in (*SHAPES, Speculation(9, 2, 20)):
+        found = llm.generate(prompts, params, speculation)
+        assert list(map(seen, found)) == list(map(seen, expected))
+    for result in found:
+        assert len(result.prompt_token_ids) + len(result.completions[0].token_ids) == CONTEXT
+        assert result.completions[0].finish_reason == "length"
+    assert (llm.stats.num_drafted == 0) == (draft == f"model:{SMALL}")
+
+
+def test_a_prompt_that_leaves_no_room_is_refused() -> None:
+    for length in (CONTEXT, CONTEXT + 1, 3000):
+        with pytest.raises(PromptTooLong, match=f"prompt: {length} tokens leave no room in a context of 512"):
+            plain().generate([(long_text() * 6)[:length]])
+
+
+NUM_PADS = 64
+
+
+def padded(source: Path, folder: Path) -> Path:
+    """The same model with 64 more ids than its tokenizer has, made to be the likeliest of all nearly everywhere.
+
+    The tied rows are long vectors along each axis and against it: one of them agrees with any state.
+    """
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    assert len(table) == config["vocab_size"] == CONTEXT
+    half = torch.eye(table.shape[1])[: NUM_PADS // 2] * 100
+    tensors["model.embed_tokens.weight"] = torch.cat([table, half, -half])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(table) + NUM_PADS}))
+    return folder
+
+
+def to_zeros(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    """A processor that knows nothing of padding."""
+    return torch.zeros_like(logits)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return padded(TARGET, tmp_path_factory.mktemp("wide") / "target")
+
+
+@pytest.fixture(scope="module")
+def wide_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return padded(SMALL, tmp_path_factory.mktemp("wide") / "small")
+
+
+def padding_params() -> list[SamplingParams]:
+    """Requests under which ids of padding are likeliest, or seem to be as good as any."""
+    kinds: list[dict[str, object]] = [{}, {"top_k": 5}, {"top_p": 0.5, "min_p": 0.1}, {"repetition_penalty": 1.5}]
+    kinds += [{"logits_processors": [to_zeros]}, {"banned_tokens": range(3, 500)}]
+    asked = [asking(t, seed, ignore_eos=True, **kind) for t in (0.0, 1.0, 50.0) for seed, kind in enumerate(kinds)]
+    return [*asked, *(asking(1.0, seed, ignore_eos=True, logits_processors=[to_zeros]) for seed in range(50, 54))]
+
+
+def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> None:
+    """Nor does it show in any other way but as an alternative: the answers are those of the model without padding."""
+    params = padding_params()
+    narrow = plain().generate([PROMPT] * len(params), params)
+    expected = LLM(str(wide), dtype="float32", max_batch=32).generate([PROMPT] * len(params), params)
+    tops = [alternatives for r in expected for alternatives in r.completions[0].logprobs]
+    assert sum(t.top_ids[0] >= CONTEXT for t in tops) > 0.9 * len(tops), "the padding is not likely enough to matter"
+    for wide_one, narrow_one in zip(expected, narrow, strict=True):
+        assert max(wide_one.completions[0].token_ids) < CONTEXT
+        assert wide_one.completions[0].token_ids == narrow_one.completions[0].token_ids
+    oracle = Oracle()
+    oracle.learn(expected, params)
+    for draft in (oracle, f"model:{wide_small}", f"model:{SMALL}", f"model:{wide}", Padding()):
+        llm = LLM(str(wide), draft, dtype="float32", max_batch=32)
+        for speculation in SHAPES:
+            found = llm.generate([PROMPT] * len(params), params, speculation)
+            assert list(map(seen, found)) == list(map(seen, expected))
+        assert llm.stats.num_drafted > 0
+    narrow_drafted = LLM(str(TARGET), f"model:{wide_small}", dtype="float32", max_batch=32)
+    found = narrow_drafted.generate([PROMPT] * len(params), params)
+    assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in expected]
+    assert narrow_drafted.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_padding_is_never_said_by_rejection_rules(wide: Path, wide_small: Path, verification: str) -> None:
+    for draft in (f"model:{wide_small}", Padding()):
+        llm = LLM(str(wide), draft, dtype="float32", max_batch=32, verification=verification)  # type: ignore[arg-type]
+        for speculation in SHAPES:
+            for result in llm.generate([PROMPT] * len(padding_params()), padding_params(), speculation):
+                assert max(result.completions[0].token_ids) < CONTEXT
+
+
+class Padding(Oracle):
+    """Guesses nothing but ids of padding."""
+
+    def grow(self, row: object, budget: object) -> tuple[list[int], list[int]]:
+        return [row.tokens[-1], 512, 575], [-1, 0, 1]  # type: ignore[attr-defined]
+
+
+def test_ids_of_padding_are_no_prompt_and_no_parameter(wide: Path) -> None:
+    llm = LLM(str(wide), dtype="float32")
+    for prompt in ([1, CONTEXT], [CONTEXT + NUM_PADS - 1], [CONTEXT + NUM_PADS], [-1]):
+        with pytest.raises(InvalidRequest, match=f"{prompt[-1]} is not a token id from 0 to 511"):
+            llm.generate([prompt])
+    for field, value in (("logit_bias", {512: 1.0}), ("banned_tokens", [512]), ("stop_token_ids", [575])):
+        with pytest.raises(InvalidRequest, match=f"{field}.*below the vocabulary size, 512"):
+            llm.generate(PROMPT, asking(**{field: value}))
+    with pytest.raises(InvalidRequest, match="all 512 are banned"):
+        llm.generate(PROMPT, asking(banned_tokens=range(CONTEXT)))

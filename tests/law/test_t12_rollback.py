@@ -1,0 +1,191 @@
+"""T7 and T12: after any number of random rounds all state is what the committed tokens alone would give.
+
+Sequences join, finish, are cancelled and preempted; guesses are right at random. Caches, indexes, counters and texts
+are compared with ones rebuilt, bit for bit, and memory stays what it was.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
+
+from forerun.accept.outcome import Stats
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Committed
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence as Text
+from forerun.engine.sequence import Status
+from forerun.sampling.params import SamplingParams
+
+NUM_ROUNDS = 1000
+
+
+@pytest.fixture(scope="module")
+def bench(target_dir: Path, draft_dir: Path) -> Bench:
+    return Bench.of(target_dir, draft_dir)
+
+
+class Traffic:
+    """Random requests in a cache too small for all of them; every answer is known from a run of its own."""
+
+    def __init__(self, bench: Bench, seed: int) -> None:
+        self.bench, self.rng = bench, random.Random(seed)
+        self.requests = bench.requests()
+        self.answers: dict[int, list[int]] = {}
+        self.members = (NgramDrafter(), bench.model_drafter(num_tokens=768))
+        self.drafter = RandomlyRight(random.Random(seed + 1), self.answers, self.members, 512)
+        options = EngineOptions(max_batch=8, chunk_tokens=48)
+        self.engine = bench.engine(self.drafter, num_tokens=800, options=options)
+        self.plain = bench.engine()
+        self.pool = [self.known(i) for i in range(24)]
+        self.live: dict[int, tuple[Text, list[int]]] = {}
+        self.crowd = 12
+        self.counts = dict.fromkeys(("finished", "cancelled", "preempted", "accepted"), 0)
+
+    def known(self, i: int) -> tuple[list[int], SamplingParams, list[int]]:
+        """A prompt, its parameters, and the whole text that plain decoding gives."""
+        prompt = [1, *(self.rng.randrange(3, 512) for _ in range(self.rng.randrange(0, 120)))]
+        params = SamplingParams(
+            temperature=self.rng.choice([0.0, 0.8, 1.0]),
+            top_k=self.rng.choice([0, 0, 20]),
+            repetition_penalty=self.rng.choice([1.0, 1.2]),
+            max_tokens=self.rng.randrange(1, 90),
+            seed=i,
+        )
+        (text,) = self.requests.sequences(prompt, params)
+        self.plain.submit(text)
+        while self.plain.has_work:
+            self.plain.step()
+        return prompt, params, text.tokens
+
+    def join(self) -> None:
+        prompt, params, answer = self.rng.choice(self.pool)
+        width = self.rng.choice([1, 1, 3])
+        wish = Speculation(depth=self.rng.randrange(0, 8), width=width, nodes=self.rng.randrange(1, 12))
+        (text,) = self.requests.sequences(prompt, params, wish)
+        self.answers[text.id] = answer
+        self.live[text.id] = (text, answer)
+        self.engine.submit(text)
+
+    def round(self) -> None:
+        if self.rng.random() < 0.03:
+            self.crowd = self.rng.choice([2, 5, 12])  # room for guesses, or for nobody
+        while len(self.live) < self.crowd:
+            self.join()
+        if self.rng.random() < 0.02:
+            self.counts["cancelled"] += 1
+            victim = self.live.pop(self.rng.choice(list(self.live)))[0]
+            self.engine.cancel(victim.request_id)
+        for delta in self.engine.step():
+            if delta.finish_reason is not None:
+                text, answer = self.live.pop(delta.seq_id)
+                assert text.tokens == answer
+                self.counts["finished"] += 1
+                self.counts["preempted"] += text.num_preempted
+        self.counts["accepted"] = self.engine.stats.num_accepted
+
+
+def check_texts(traffic: Traffic) -> None:
+    """Unfinished texts are beginnings of their answers; what is said to be read is in the cache."""
+    engine = traffic.engine
+    assert set(engine.sequences) == set(traffic.live)
+    for text, answer in traffic.live.values():
+        assert text.tokens == answer[: len(text.tokens)]
+        running = text.status is Status.RUNNING
+        assert (text.id in engine.runner.cache) == (running and text.num_read > 0)
+        assert engine.runner.length(text.id) == text.num_read
+        assert len(text.origins) == text.num_output
+    assert not engine.runner.tails
+    engine.runner.cache.check()
+
+
+def check_caches(traffic: Traffic) -> None:
+    """Keys and values of the target and of the drafter are those of a text read in one go."""
+    bench, engine, (_, model) = traffic.bench, traffic.engine, traffic.members
+    for text, _ in traffic.live.values():
+        if text.id in engine.runner.cache:
+            assert_same(rows_of(engine.runner, text.id), read_anew(bench, engine.runner, text.tokens[: text.num_read]))
+        known = model.sequences.get(text.id)
+        if known is not None:
+            assert known.text == text.tokens[: text.num_read]
+            num_kept = model.runner.length(text.id)
+            if num_kept:
+                kept = rows_of(model.runner, text.id)
+                assert_same(kept, read_anew(bench, model.runner, text.tokens[:num_kept]))
+    assert set(model.sequences) <= set(traffic.live)
+    model.runner.cache.check()
+
+
+def check_index(traffic: Traffic) -> None:
+    """The n-gram index is that of the committed tokens."""
+    ngram = traffic.members[0]
+    read = {text.id: text for text, _ in traffic.live.values() if text.num_read}
+    assert set(ngram.histories) == set(read)
+    fresh = NgramDrafter()
+    for text in read.values():
+        tokens = text.tokens[: text.num_read]
+        fresh.observe(Committed([text.id], tokens, [0, len(tokens)], [text.tokens[text.num_read]]))
+    assert fresh.histories == ngram.histories
+
+
+def assert_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def check_counters(engine: Engine, outcomes: list[object]) -> None:
+    """The counters are the sums of the rounds."""
+    fresh = Stats()
+    for outcome in outcomes:
+        fresh.record(outcome)  # type: ignore[arg-type]
+    assert fresh == engine.stats
+
+
+def test_a_thousand_random_rounds_leave_what_the_tokens_alone_would(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic, outcomes = Traffic(bench, seed=11), []
+    monkeypatch.setattr(traffic.engine.controller, "record", outcomes.append)
+    tensors = (traffic.engine.runner.cache.keys, traffic.members[1].runner.cache.keys)
+    places, process = [t.data_ptr() for t in tensors], psutil.Process()
+    settled = 0
+    for number in range(NUM_ROUNDS):
+        traffic.round()
+        check_texts(traffic)
+        if number % 50 == 0:
+            check_caches(traffic)
+            check_index(traffic)
+        if number == NUM_ROUNDS // 2:
+            settled = process.memory_info().rss
+    check_caches(traffic)
+    check_index(traffic)
+    check_counters(traffic.engine, outcomes)
+    assert traffic.counts["finished"] > 50
+    assert traffic.counts["cancelled"] > 5
+    assert traffic.counts["preempted"] > 5
+    assert traffic.counts["accepted"] > 300
+    assert process.memory_info().rss - settled < 16 << 20
+    assert [t.data_ptr() for t in tensors] == places
+    for text, _ in list(traffic.live.values()):
+        traffic.engine.cancel(text.request_id)
+    assert_empty(traffic)
+
+
+def assert_empty(traffic: Traffic) -> None:
+    """Nothing is held for a sequence that is gone."""
+    engine, (ngram, model) = traffic.engine, traffic.members
+    assert not engine.has_work
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert not ngram.histories
+    assert not model.sequences
+    assert not traffic.drafter.texts
+    for runner in (engine.runner, model.runner):
+        assert not runner.tails
+        assert runner.cache.num_rows == 0
+        assert runner.cache.num_free_tokens == runner.cache.blocks.num_blocks * runner.cache.blocks.block_size

@@ -1,0 +1,99 @@
+"""DraftTree: what is derived from the two integer tensors agrees with walking the tree by hand."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.tree import DraftLaw, DraftTree
+
+VOCAB = 7
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    """Ragged batches of random trees, padding anywhere, bounds exact or too generous."""
+    nodes = draw(st.integers(1, 8))
+    rows = draw(st.lists(st.lists(st.integers(-1, 6), min_size=nodes - 1, max_size=nodes - 1), min_size=1, max_size=4))
+    tokens, parents = [], []
+    for row in rows:
+        token, parent = [draw(st.integers(0, VOCAB - 1))], [-1]
+        for node, wish in enumerate(row, start=1):
+            above = wish % node if wish >= 0 else -1
+            free = [t for t in range(VOCAB) if (above, t) not in zip(parent, token, strict=True)]
+            alive = above >= 0 and token[above] >= 0 and free
+            token.append(draw(st.sampled_from(free)) if alive else -1)
+            parent.append(above if alive else -1)
+        tokens.append(token)
+        parents.append(parent)
+    depth = max(len(climb(p, node)) - 1 for p in parents for node in range(nodes))
+    width = max((p.count(node) for p in parents for node in range(nodes)), default=1)
+    spare = draw(st.integers(0, 1))
+    return DraftTree(torch.tensor(tokens), torch.tensor(parents), depth=depth + spare, width=max(width, 1) + spare)
+
+
+def climb(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root down to this one."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees())
+def test_depths_paths_and_children_agree_with_walking_by_hand(tree: DraftTree) -> None:
+    depths, paths, texts, children = tree.depths(), tree.paths(), tree.path_tokens(), tree.children()
+    for b, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        for node in range(len(tokens)):
+            path = climb(parents, node)
+            assert depths[b, node] == len(path) - 1
+            assert paths[b, node].tolist() == path + [-1] * (tree.depth + 1 - len(path))
+            text = [tokens[i] for i in path[1:]]
+            assert texts[b, node].tolist() == text + [-1] * (tree.depth - len(text))
+            below = [i for i, parent in enumerate(parents) if parent == node]
+            assert children[b, node].tolist() == below + [-1] * (tree.width - len(below))
+            assert tree.valid[b, node] == (tokens[node] >= 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(-1, 5), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_chains_end_at_the_first_missing_guess(guesses: list[list[int]]) -> None:
+    roots = torch.arange(len(guesses))
+    tree = DraftTree.chains(roots, torch.tensor(guesses))
+    for b, row in enumerate(guesses):
+        length = row.index(-1) if -1 in row else 3
+        assert tree.tokens[b].tolist() == [b, *row[:length]] + [-1] * (3 - length)
+        assert tree.parents[b].tolist() == [-1, *range(length)] + [-1] * (3 - length)
+    assert (tree.depth, tree.width) == (3, 1)
+
+
+def test_a_bare_tree_is_its_roots() -> None:
+    tree = DraftTree.bare(torch.tensor([4, 2]))
+    assert tree.tokens.tolist() == [[4], [2]]
+    assert tree.depths().tolist() == [[0], [0]]
+    assert tree.paths().tolist() == [[[0]], [[0]]]
+    assert tree.path_tokens().shape == (2, 1, 0)
+    assert tree.children().tolist() == [[[-1]], [[-1]]]
+
+
+def test_chains_of_no_guesses_are_bare() -> None:
+    tree = DraftTree.chains(torch.tensor([4, 2]), torch.empty(2, 0, dtype=torch.int64))
+    assert tree.tokens.tolist() == [[4], [2]]
+    assert tree.depth == 0
+
+
+def test_a_sparse_law_is_spread_over_the_vocabulary() -> None:
+    law = DraftLaw(torch.tensor([[0]]), torch.tensor([[0.25, 0.75]]), ids=torch.tensor([[4, 1]]))
+    assert law.dense(6).tolist() == [[0.0, 0.75, 0.0, 0.0, 0.25, 0.0]]
+    whole = DraftLaw(torch.tensor([[0]]), torch.tensor([[0.25, 0.75]]))
+    assert whole.dense(2) is whole.probs
+
+
+def test_a_tree_without_its_law_keeps_its_guesses() -> None:
+    tree = DraftTree.chains(
+        torch.tensor([1]), torch.tensor([[2]]), q=DraftLaw(torch.tensor([[0, -1]]), torch.ones(1, 1))
+    )
+    judged_by_match = tree.without_law()
+    assert judged_by_match.q is None
+    assert torch.equal(judged_by_match.tokens, tree.tokens)
+    assert tree.q is not None

@@ -1,0 +1,129 @@
+"""verify: logits and draws to a verdict, under each rule, on chains and trees, with and without q."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftLaw, DraftTree
+from forerun.verify.rules import Verdict
+from forerun.verify.verify import Rule, verify
+
+VOCAB = 16
+MODEL = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))  # row t: what follows token t
+EVERY = pytest.mark.parametrize("rule", ["coupled", "token", "block"])
+
+
+def draws_for(texts: list[list[int]], *, temperature: float = 1.0, rejection: bool = False) -> Draws:
+    params = SamplingParams(temperature=temperature)
+    rows = [RowSampling(i, params, 9, 0, text, len(text)) for i, text in enumerate(texts)]
+    return Draws(rows, VOCAB, rejection=rejection)
+
+
+def logits_of(tree: DraftTree) -> Tensor:
+    """One row per valid node, batch-major."""
+    return MODEL[tree.tokens[tree.valid]]
+
+
+def plain(text: list[int], count: int, temperature: float) -> list[int]:
+    """Plain decoding: one token a round, nothing guessed."""
+    for _ in range(count):
+        draws = draws_for([text], temperature=temperature)
+        text = [*text, int(draws.draw(MODEL[[text[-1]]], draws.roots()))]
+    return text
+
+
+def said(tree: DraftTree, verdict: Verdict, b: int) -> list[int]:
+    path = verdict.path[b][: verdict.length[b] + 1].tolist()
+    return [*tree.tokens[b, path[1:]].tolist(), int(verdict.next_token[b])]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@EVERY
+def test_guesses_without_a_law_are_the_targets_own_tokens_under_every_rule(rule: Rule, temperature: float) -> None:
+    """A ragged batch: right to the end, right at first, wrong, and nothing guessed."""
+    texts = [[1, 2], [5], [3, 3, 3], [7, 1]]
+    truth = [plain(text, 4, temperature)[len(text) :] for text in texts]
+    wrong = [(truth[1][1] + 1) % VOCAB, (truth[2][0] + 1) % VOCAB]
+    guesses = torch.tensor([truth[0][:3], [truth[1][0], wrong[0], truth[1][2]], [wrong[1], 0, -1], [-1, -1, -1]])
+    tree = DraftTree.chains(torch.tensor([text[-1] for text in texts]), guesses)
+    draws = draws_for(texts, temperature=temperature, rejection=rule != "coupled")
+    verdict = verify(tree, logits_of(tree), draws, rule)
+    assert verdict.length.tolist() == [3, 1, 0, 0]
+    for b, text in enumerate(truth):
+        assert said(tree, verdict, b) == text[: verdict.length[b] + 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_is_followed_down_the_branch_that_the_target_draws(temperature: float) -> None:
+    truth = plain([1, 2], 3, temperature)[2:]
+    other = [(token + 1) % VOCAB for token in truth]
+    tree = DraftTree(
+        tokens=torch.tensor([[2, other[0], truth[0], other[1], truth[1], truth[1]]]),
+        parents=torch.tensor([[-1, 0, 0, 2, 1, 2]]),
+        depth=2,
+        width=2,
+    )
+    verdict = verify(tree, logits_of(tree), draws_for([[1, 2]], temperature=temperature), "coupled")
+    assert verdict.path.tolist() == [[0, 2, 5]]
+    assert said(tree, verdict, 0) == truth
+
+
+def with_law(tree: DraftTree, law: Tensor) -> DraftTree:
+    row = torch.where(tree.valid, 0, -1)
+    return replace(tree, q=DraftLaw(row, law[None]))
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_greedy_rows_get_the_greedy_text_under_the_rejection_rules(rule: Rule) -> None:
+    truth = plain([1, 2], 3, 0.0)[2:]
+    guesses = torch.tensor([[truth[0], truth[1]], [truth[0], (truth[1] + 1) % VOCAB]])
+    tree = with_law(DraftTree.chains(torch.tensor([2, 2]), guesses), torch.full((VOCAB,), 1 / VOCAB))
+    draws = draws_for([[1, 2], [1, 2]], temperature=0.0, rejection=True)
+    verdict = verify(tree, logits_of(tree), draws, rule)
+    assert said(tree, verdict, 0) == truth
+    assert said(tree, verdict, 1) == truth[:2]
+
+
+def test_block_judges_trees_by_the_token_rule() -> None:
+    texts = [[seed] for seed in range(VOCAB)]
+    tokens = (torch.arange(VOCAB)[:, None] + torch.tensor([0, 1, 5])) % VOCAB
+    parents = torch.tensor([-1, 0, 0]).expand(VOCAB, 3)
+    tree = with_law(DraftTree(tokens, parents, depth=1, width=2), torch.full((VOCAB,), 1 / VOCAB))
+    draws = draws_for(texts, rejection=True)
+    by_token, by_block = (verify(tree, logits_of(tree), draws, rule) for rule in ("token", "block"))
+    assert torch.equal(by_token.path, by_block.path)
+    assert torch.equal(by_token.next_token, by_block.next_token)
+    assert 0 < by_token.length.sum() < VOCAB
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_verdict_does_not_depend_on_batch_mates(rule: Rule) -> None:
+    texts = [[seed, seed + 1] for seed in range(6)]
+    guesses = torch.randint(0, VOCAB, (6, 3), generator=torch.Generator().manual_seed(1))
+    guesses[2, 1:] = -1
+    law = torch.full((VOCAB,), 1 / VOCAB)
+    tree = with_law(DraftTree.chains(torch.tensor([text[-1] for text in texts]), guesses), law)
+    together = verify(tree, logits_of(tree), draws_for(texts, rejection=True), rule)
+    assert 0 < together.length.sum() < 16
+    for b, text in enumerate(texts):
+        own = with_law(DraftTree.chains(torch.tensor([text[-1]]), guesses[b : b + 1]), law)
+        alone = verify(own, logits_of(own), draws_for([text], rejection=True), rule)
+        assert torch.equal(alone.path[0], together.path[b])
+        assert torch.equal(alone.next_token[0], together.next_token[b])
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_law_is_not_judged_with_the_noise_that_drew_it(rule: Rule) -> None:
+    tree = with_law(DraftTree.chains(torch.tensor([2]), torch.tensor([[4]])), torch.full((VOCAB,), 1 / VOCAB))
+    with pytest.raises(AssertionError, match="coupled noise would be used twice"):
+        verify(tree, logits_of(tree), draws_for([[1, 2]]), rule)
+
+
+def test_logits_must_match_the_nodes() -> None:
+    tree = DraftTree.chains(torch.tensor([2]), torch.tensor([[4, -1]]))
+    with pytest.raises(AssertionError, match="3 rows of logits for 2 nodes"):
+        verify(tree, torch.zeros(3, VOCAB), draws_for([[1, 2]]), "coupled")
