@@ -23,11 +23,12 @@ from forerun.verify.verify import Rule, verify
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Without shape checks at run time: they cost more than the noise where there are 100 000 sequences."""
+    before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
     finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def sequences(count: int, params: SamplingParams, root: int, seed: int) -> list[RowSampling]:

@@ -220,13 +220,15 @@ TREES = (Speculation(4), Speculation(3, 2, 8), Speculation(5, 3, 15))
 NUM_TOKENS = 24
 
 
-def params(temperature: float, seed: int) -> SamplingParams:
-    return SamplingParams(temperature=temperature, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True)
+def params(temperature: float, seed: int, num_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
 
 
-def answers(llm: LLM, temperature: float, batch: int, speculation: bool | Speculation = True) -> list[tuple[int, ...]]:
+def answers(
+    llm: LLM, temperature: float, batch: int, speculation: bool | Speculation = True, num_tokens: int = NUM_TOKENS
+) -> list[tuple[int, ...]]:
     """What is generated, prompts and seeds one for each row."""
-    each = [params(temperature, seed) for seed in range(batch)]
+    each = [params(temperature, seed, num_tokens) for seed in range(batch)]
     return [r.completions[0].token_ids for r in llm.generate(list(PROMPTS[:batch]), each, speculation)]
 
 
@@ -265,7 +267,7 @@ def test_no_drafter_changes_the_output(name: str, temperature: float) -> None:
     drafter = Hostile(HOSTILE[name], full_texts(temperature))
     llm = LLM(str(TARGET), drafter, dtype="float32")
     for speculation in (Speculation(4), Speculation(3, 3, 9)):
-        assert answers(llm, temperature, 5, speculation) == plain(temperature)
+        assert answers(llm, temperature, 5, speculation, 10) == [a[:10] for a in plain(temperature)]
     assert drafter.num_proposed > 2
 
 
@@ -274,7 +276,7 @@ def test_no_drafter_changes_the_output(name: str, temperature: float) -> None:
 def test_under_rejection_rules_greedy_output_is_plain_too(name: str, verification: str) -> None:
     drafter = Hostile(HOSTILE[name], full_texts(0.0))
     llm = LLM(str(TARGET), drafter, dtype="float32", verification=verification)
-    assert answers(llm, 0.0, 5) == plain(0.0)
+    assert answers(llm, 0.0, 5, num_tokens=10) == [a[:10] for a in plain(0.0)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -297,14 +299,14 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
 
 
 def test_beyond_the_drafters_context_decoding_goes_on_undrafted() -> None:
-    """The drafter has 256 positions, the target 512: chains end with the one, the text with the other."""
-    to_the_end = SamplingParams(temperature=1.0, seed=5, max_tokens=None, ignore_eos=True)
-    expected = LLM(str(TARGET), dtype="float32").generate(PROMPTS[0], to_the_end)[0].completions[0]
-    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32")
-    found = llm.generate(PROMPTS[0], to_the_end, Speculation(4))[0]
-    assert found.completions[0].token_ids == expected.token_ids
-    assert len(found.prompt_token_ids) + len(expected.token_ids) == 512
-    assert 150 < llm.stats.num_drafted < 4 * 256
+    """The drafter has 256 positions, the target 290: guesses end with the one, the text with the other."""
+    prompt, to_the_end = story(230, 0), SamplingParams(temperature=1.0, seed=5, max_tokens=None, ignore_eos=True)
+    expected = LLM(str(TARGET), dtype="float32", max_len=290).generate(prompt, to_the_end)[0].completions[0]
+    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_len=290)
+    found = llm.generate(prompt, to_the_end, Speculation(4))[0].completions[0]
+    assert found.token_ids == expected.token_ids
+    assert len(prompt) + len(found.token_ids) == 290
+    assert 0 < llm.stats.num_drafted <= 4 * (256 - 230 + 1)
 
 
 def test_a_drafter_short_of_memory_changes_nothing() -> None:

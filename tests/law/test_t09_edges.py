@@ -6,6 +6,7 @@ the first round says one token, and every later one a draft of DEPTH and the tok
 """
 
 import json
+import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -67,17 +68,17 @@ def endless(params: SamplingParams) -> SamplingParams:
 def drafted(
     prompts: Sequence[str | list[int]],
     params: Sequence[SamplingParams],
-    speculation: Speculation,
     errs: Callable[[int], bool] = never,
     past: Callable[[SamplingParams], SamplingParams] = endless,
+    shapes: Sequence[Speculation] = SHAPES,
 ) -> list[Result]:
-    """Answers drafted by an oracle, all in one batch, found equal to plain ones."""
+    """Answers drafted by an oracle, as chains and as trees, all in one batch, found equal to plain ones."""
     expected = plain().generate(prompts, params)
     oracle = Oracle(errs=errs)
     oracle.learn(plain().generate(prompts, [past(q) for q in params]), params)
     llm = LLM(str(TARGET), oracle, dtype="float32", max_batch=32)
-    found = llm.generate(prompts, params, speculation)
-    for one, other in zip(found, expected, strict=True):
+    found = [result for shape in shapes for result in llm.generate(prompts, params, shape)]
+    for one, other in zip(found, [*expected] * len(shapes), strict=True):
         assert seen(one) == seen(other)
     assert llm.engine.runner.cache.num_rows == 0
     assert not oracle.known
@@ -94,9 +95,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("speculation", SHAPES, ids=str)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_end_of_a_text_anywhere_in_a_draft(place: str, speculation: Speculation) -> None:
+def test_the_end_of_a_text_anywhere_in_a_draft(place: str) -> None:
     """Eos by the model's own will, eos behind a stop id that never comes, and stop ids."""
     index, origin = PLACES[place]
     at = num_tokens(PROMPT) + index
@@ -107,7 +107,8 @@ def test_the_end_of_a_text_anywhere_in_a_draft(place: str, speculation: Speculat
     ]
     # The right answer goes on behind the end: what is accepted there must not be said.
     errs = never if origin is not Origin.RECOVERED else index.__eq__
-    for found in drafted([PROMPT] * len(params), params, speculation, errs):
+    num_exact = 0
+    for found in drafted([PROMPT] * len(params), params, errs):
         answer = found.completions[0]
         assert answer.token_ids[-1] == answer.stop_reason
         assert answer.stop_reason in (EOS, 300)
@@ -115,15 +116,16 @@ def test_the_end_of_a_text_anywhere_in_a_draft(place: str, speculation: Speculat
         if not set(answer.token_ids[:index]) & {EOS, 300, 301}:
             assert len(answer.token_ids) == index + 1
             assert answer.origins[-1] is origin
+            num_exact += 1
+    assert num_exact >= 2 * 3, "too many of the texts end by themselves"
 
 
-@pytest.mark.parametrize("speculation", SHAPES, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_any_token_of_an_answer_as_its_stop_id(temperature: float, speculation: Speculation) -> None:
+def test_any_token_of_an_answer_as_its_stop_id(temperature: float) -> None:
     whole = plain().generate(PROMPT, asking(temperature, ignore_eos=True))[0].completions[0].token_ids
     stops = list(dict.fromkeys(whole))
     params = [asking(temperature, ignore_eos=True, stop_token_ids=[token]) for token in stops]
-    for token, found in zip(stops, drafted([PROMPT] * len(params), params, speculation), strict=True):
+    for token, found in zip(stops * 2, drafted([PROMPT] * len(params), params), strict=True):
         answer = found.completions[0]
         assert answer.token_ids == whole[: whole.index(token) + 1]
         assert answer.stop_reason == token
@@ -142,51 +144,45 @@ def test_stop_strings_across_tokens_and_rounds(temperature: float, include: bool
         for at in borders
         for reach in (1, 4)
     ]
-    for speculation in SHAPES:
-        for asked, found in zip(params, drafted([PROMPT] * len(params), params, speculation), strict=True):
-            answer, (stop,) = found.completions[0], asked.stop
-            at = full.text.index(stop)
-            assert answer.text == full.text[: at + len(stop) * include]
-            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    for asked, found in zip(params * 2, drafted([PROMPT] * len(params), params), strict=True):
+        answer, (stop,) = found.completions[0], asked.stop
+        at = full.text.index(stop)
+        assert answer.text == full.text[: at + len(stop) * include]
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
 
 
 def test_several_stop_strings_and_none_that_comes() -> None:
     params = [asking(1.0, seed, stop=["e", " the", "Lily and", "\n"]) for seed in range(5)]
     params += [asking(1.0, seed, stop=["never said", "quite so long that all text is held back"]) for seed in range(3)]
-    for speculation in SHAPES:
-        drafted([PROMPT] * len(params), params, speculation)
+    drafted([PROMPT] * len(params), params)
 
 
-@pytest.mark.parametrize("speculation", SHAPES, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_max_tokens_within_an_accepted_run(temperature: float, speculation: Speculation) -> None:
+def test_max_tokens_within_an_accepted_run(temperature: float) -> None:
     whole = plain().generate(PROMPT, asking(temperature))[0].completions[0].token_ids
     params = [asking(temperature, max_tokens=n) for n in range(1, 14)]
-    for n, found in enumerate(drafted([PROMPT] * len(params), params, speculation), start=1):
+    for asked, found in zip(params * 2, drafted([PROMPT] * len(params), params), strict=True):
         answer = found.completions[0]
-        assert answer.token_ids == whole[:n]
+        assert answer.token_ids == whole[: asked.max_tokens]
         assert (answer.finish_reason, answer.stop_reason) == ("length", None)
 
 
-@pytest.mark.parametrize("speculation", SHAPES, ids=str)
-def test_eos_at_the_limit_is_a_stop(speculation: Speculation) -> None:
+def test_eos_at_the_limit_is_a_stop() -> None:
     at = num_tokens(PROMPT)
     params = [asking(max_tokens=n, logits_processors=[Say(at + n - 1, EOS)]) for n in range(1, 9)]
-    for found in drafted([PROMPT] * len(params), params, speculation):
+    for found in drafted([PROMPT] * len(params), params):
         assert (found.completions[0].finish_reason, found.completions[0].stop_reason) == ("stop", EOS)
 
 
-@pytest.mark.parametrize("speculation", SHAPES, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_hold_within_a_draft(temperature: float, speculation: Speculation) -> None:
+def test_min_tokens_hold_within_a_draft(temperature: float) -> None:
     """Ends that are wanted at once come as soon as they are allowed: behind exactly `min_tokens` tokens."""
     wanted = {EOS: 300.0, 400: 80.0}
     params = [asking(temperature, min_tokens=n, logit_bias=wanted) for n in range(8)]
     params += [asking(temperature, min_tokens=n, logit_bias=wanted, stop_token_ids=[400]) for n in range(8)]
     params += [asking(temperature, min_tokens=n, stop=["a", "e"]) for n in range(8)]
     # The oracle knows the answer only up to its end: without `min_tokens` it would be another one.
-    founds = drafted([PROMPT] * len(params), params, speculation, past=lambda q: q)
-    for asked, found in zip(params, founds, strict=True):
+    for asked, found in zip(params * 2, drafted([PROMPT] * len(params), params, past=lambda q: q), strict=True):
         answer = found.completions[0]
         assert answer.finish_reason == "stop"
         if asked.stop:
@@ -199,27 +195,26 @@ def test_min_tokens_hold_within_a_draft(temperature: float, speculation: Specula
 def test_ignored_eos_is_a_token_like_others() -> None:
     always = asking(ignore_eos=True, logit_bias={EOS: 300.0})
     params = [replace(always, temperature=t, skip_special_tokens=skip) for t in (0, 1) for skip in (False, True)]
-    for found in drafted([PROMPT] * len(params), params, SHAPES[0]):
+    for found in drafted([PROMPT] * len(params), params):
         assert found.completions[0].token_ids == (EOS,) * LONGEST
         assert found.completions[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("nothing", [0, False, Speculation(0), Speculation(0, 4, 9)])
-def test_no_draft_is_plain_decoding(nothing: int | bool | Speculation) -> None:
-    oracle = Oracle()
-    llm = LLM(str(TARGET), oracle, dtype="float32")
+def test_no_draft_is_plain_decoding() -> None:
+    llm = LLM(str(TARGET), Oracle(), dtype="float32")
     params = [asking(t, seed) for t in (0.0, 1.0) for seed in range(2)]
-    found = llm.generate([PROMPT] * 4, params, nothing)
-    assert list(map(seen, found)) == [seen(plain().generate([PROMPT], p)[0]) for p in params]
+    expected = list(map(seen, plain().generate([PROMPT] * 4, params)))
+    for nothing in (0, False, Speculation(0), Speculation(0, 4, 9)):
+        found = llm.generate([PROMPT] * 4, params, nothing)
+        assert list(map(seen, found)) == expected
     assert llm.stats.num_drafted == 0
     assert {origin for result in found for origin in result.completions[0].origins} == {Origin.TARGET}
 
 
-@pytest.mark.parametrize("speculation", [Speculation(64), Speculation(64, 4, 200)], ids=str)
-def test_drafts_deeper_than_what_may_still_be_said(speculation: Speculation) -> None:
+def test_drafts_deeper_than_what_may_still_be_said() -> None:
     """Guesses that could not be said are not made: one round for the prompt, one for all the rest."""
     params = [asking(t, seed=3, max_tokens=n) for t in (0.0, 1.0) for n in (1, 2, 6)]
-    drafted([PROMPT] * len(params), params, speculation)
+    drafted([PROMPT] * len(params), params, shapes=[Speculation(64), Speculation(64, 4, 200)])
     oracle, six = Oracle(), asking(max_tokens=6)
     oracle.learn(plain().generate([PROMPT], six), [six])
     llm = LLM(str(TARGET), oracle, dtype="float32")
@@ -229,9 +224,8 @@ def test_drafts_deeper_than_what_may_still_be_said(speculation: Speculation) -> 
 
 def test_the_first_token_alone_and_no_token_at_all() -> None:
     params = [asking(t, seed) for t in (0.0, 1.0) for seed in range(3)]
-    for speculation in SHAPES:
-        drafted([[1]] * 6, params, speculation)
-        drafted([[1], [403]] * 3, params, speculation, errs=lambda place: place % 3 == 0)
+    drafted([[1], [403]] * 3, params)
+    drafted([[1], [403]] * 3, params, errs=lambda place: place % 3 == 0)
     with pytest.raises(InvalidRequest, match="prompt: it is empty") as error:
         plain().generate([[]])
     assert error.value.field == "prompt"
@@ -241,13 +235,9 @@ def test_the_first_token_alone_and_no_token_at_all() -> None:
 
 @cache
 def long_text() -> list[int]:
-    """512 tokens of the target's own."""
-    found = plain().generate(PROMPT, SamplingParams(seed=1, max_tokens=None, ignore_eos=True))[0]
-    return [*found.prompt_token_ids, *found.completions[0].token_ids]
-
-
-def test_a_text_ends_with_its_context() -> None:
-    assert len(long_text()) == CONTEXT
+    """512 tokens of the target's own text, which repeats itself."""
+    story = plain().tokenizer.encode((TARGET / "expected_greedy_200.txt").read_text())
+    return (story * 4)[:CONTEXT]
 
 
 @pytest.mark.parametrize("draft", ["oracle", "ngram", f"model:{SMALL}", f"model:{TARGET}"], ids=lambda d: d[-11:])
@@ -263,7 +253,7 @@ def test_the_context_limit(draft: str, temperature: float) -> None:
     for speculation in (*SHAPES, Speculation(9, 2, 20)):
         found = llm.generate(prompts, params, speculation)
         assert list(map(seen, found)) == list(map(seen, expected))
-    for result in found:
+    for result in expected:
         assert len(result.prompt_token_ids) + len(result.completions[0].token_ids) == CONTEXT
         assert result.completions[0].finish_reason == "length"
     assert (llm.stats.num_drafted == 0) == (draft == f"model:{SMALL}")
@@ -273,6 +263,51 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     for length in (CONTEXT, CONTEXT + 1, 3000):
         with pytest.raises(PromptTooLong, match=f"prompt: {length} tokens leave no room in a context of 512"):
             plain().generate([(long_text() * 6)[:length]])
+
+
+def random_ends(seed: int, count: int) -> tuple[list[str], list[SamplingParams]]:
+    """Requests with any ends at once, taken from what would be said without them."""
+    rng = random.Random(seed)
+    prompts = [rng.choice([PROMPT, "The", "", "Lily and Tom went to the park."]) for _ in range(count)]
+    bare = [asking(rng.choice([0.0, 0.8, 1.2]), rng.getrandbits(64)) for _ in range(count)]
+    params = []
+    for answer, asked in zip(plain().generate(prompts, list(map(endless, bare))), bare, strict=True):
+        said, max_tokens = answer.completions[0], rng.randint(1, LONGEST)
+        starts = [rng.randrange(len(said.text)) for _ in range(rng.randint(0, 2))]
+        ends = {
+            "stop": [said.text[start : start + rng.randint(1, 6)] for start in starts],
+            "stop_token_ids": rng.sample(said.token_ids, rng.randint(0, 2)),
+            "logit_bias": {EOS: rng.uniform(0, 9)},
+            "max_tokens": max_tokens,
+            "min_tokens": rng.randint(0, max_tokens),
+            "ignore_eos": rng.random() < 0.3,
+            "include_stop_str_in_output": rng.random() < 0.5,
+        }
+        params.append(replace(asked, **ends))  # type: ignore[arg-type]
+    return prompts, params
+
+
+def check_random_ends(seed: int) -> None:
+    prompts, params = random_ends(seed, 24)
+    # What an oracle says behind an end, under the same bias: mostly what the target would have gone on with.
+    shapes = (Speculation(2), Speculation(3, 2, 6), Speculation(7))
+    drafted(prompts, params, errs=lambda place: (place * 7 + seed) % 5 == 0, past=past_ends, shapes=shapes)
+
+
+def past_ends(params: SamplingParams) -> SamplingParams:
+    """The same request, going on behind strings, ids and limits that the minimum allows to end it."""
+    return params if params.min_tokens else endless(params)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_ends_together(seed: int) -> None:
+    check_random_ends(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_many_ends_together(seed: int) -> None:
+    check_random_ends(seed)
 
 
 NUM_PADS = 64
@@ -314,8 +349,9 @@ def padding_params() -> list[SamplingParams]:
     """Requests under which ids of padding are likeliest, or seem to be as good as any."""
     kinds: list[dict[str, object]] = [{}, {"top_k": 5}, {"top_p": 0.5, "min_p": 0.1}, {"repetition_penalty": 1.5}]
     kinds += [{"logits_processors": [to_zeros]}, {"banned_tokens": range(3, 500)}]
-    asked = [asking(t, seed, ignore_eos=True, **kind) for t in (0.0, 1.0, 50.0) for seed, kind in enumerate(kinds)]
-    return [*asked, *(asking(1.0, seed, ignore_eos=True, logits_processors=[to_zeros]) for seed in range(50, 54))]
+    kinds = [kind | {"ignore_eos": True, "max_tokens": 9} for kind in kinds]
+    asked = [asking(t, seed, **kind) for t in (0.0, 1.0, 50.0) for seed, kind in enumerate(kinds)]
+    return [*asked, *(asking(1.0, seed, **kinds[4]) for seed in range(50, 54))]
 
 
 def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> None:
@@ -330,11 +366,10 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
         assert wide_one.completions[0].token_ids == narrow_one.completions[0].token_ids
     oracle = Oracle()
     oracle.learn(expected, params)
-    for draft in (oracle, f"model:{wide_small}", f"model:{SMALL}", f"model:{wide}", Padding()):
+    for draft, shape in ((oracle, 1), (f"model:{wide_small}", 1), (f"model:{SMALL}", 0), (Padding(), 0)):
         llm = LLM(str(wide), draft, dtype="float32", max_batch=32)
-        for speculation in SHAPES:
-            found = llm.generate([PROMPT] * len(params), params, speculation)
-            assert list(map(seen, found)) == list(map(seen, expected))
+        found = llm.generate([PROMPT] * len(params), params, SHAPES[shape])
+        assert list(map(seen, found)) == list(map(seen, expected))
         assert llm.stats.num_drafted > 0
     narrow_drafted = LLM(str(TARGET), f"model:{wide_small}", dtype="float32", max_batch=32)
     found = narrow_drafted.generate([PROMPT] * len(params), params)
@@ -344,11 +379,10 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_padding_is_never_said_by_rejection_rules(wide: Path, wide_small: Path, verification: str) -> None:
-    for draft in (f"model:{wide_small}", Padding()):
+    for draft, shape in ((f"model:{wide_small}", 0), (f"model:{wide_small}", 1), (Padding(), 0)):
         llm = LLM(str(wide), draft, dtype="float32", max_batch=32, verification=verification)  # type: ignore[arg-type]
-        for speculation in SHAPES:
-            for result in llm.generate([PROMPT] * len(padding_params()), padding_params(), speculation):
-                assert max(result.completions[0].token_ids) < CONTEXT
+        for result in llm.generate([PROMPT] * len(padding_params()), padding_params(), SHAPES[shape]):
+            assert max(result.completions[0].token_ids) < CONTEXT
 
 
 class Padding(Oracle):

@@ -2,7 +2,8 @@
 
 Decides which earlier place of a sequence's own text to copy from: the latest occurrence of the longest suffix, up
 to `max_n` tokens, that occurs earlier at all. Knows nothing of models. Costs one dictionary entry per token and
-length. Chains only, and a function of the text alone, so there is no law to declare. After prompt lookup decoding (Saxena 2023).
+length. Chains only, and a function of the text alone, so there is no law to declare. After Saxena's prompt lookup
+decoding (2023).
 """
 
 from __future__ import annotations

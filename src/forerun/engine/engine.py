@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -129,10 +129,9 @@ class Engine:
         if not any(budget.depth for budget in budgets):
             return DraftTree.bare(roots)
         draft = self.drafter.propose(plan.draws, budgets)
-        tree = self.controller.admit(draft, load)
-        if tree is not draft.tree:
-            tree = tree.without_law()  # pruned after its tokens were drawn: they no longer follow the law of the draw
-        return sanitize(tree, roots, budgets, self.runner.decoder.config.vocab_size)
+        safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size)
+        tree = self.controller.admit(replace(draft, tree=safe), load)
+        return tree if tree is safe else tree.without_law()  # pruned after drawing: what is left has another law
 
     def spare_slots(self, plan: Round) -> int:
         """Slots left for guesses: whole blocks behind what is certain, so that rounding can never overdraw them."""

@@ -1,0 +1,298 @@
+"""T10: every transform of sampling, alone and in random combinations, in batches whose rows all differ.
+
+Plain decoding must say what a slow reference says that shares nothing with the engine but the model's raw logits and
+the noise's hash. Drafted decoding must say what plain decoding says, token for token, whatever drafts: chains and
+trees, n-grams, a model, and an oracle, under which long runs are accepted and each guess needs its own path's state.
+"""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.oracles import Oracle, seen
+from forerun.config import Speculation, Verification
+from forerun.llm import LLM, Result
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read
+from forerun.sampling.noise import gumbel, mix, signed
+from forerun.sampling.params import SamplingParams
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+VOCAB, EOS = 512, 2
+BATCH = 9
+LENGTH = 12
+TEMPERATURES = (0.0, 0.7, 1.3)
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "")
+CHAIN, TREE = Speculation(4), Speculation(4, 3, 9)
+
+
+def no_repeated_pairs(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    """No two tokens follow each other twice: depends on the whole text."""
+    after = [second for first, second in itertools.pairwise(tokens) if first == tokens[-1]]
+    return logits.index_fill(0, torch.tensor(after, dtype=torch.long), -math.inf)
+
+
+def alternate(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    """Even ids follow odd ones and odd ones even; written into the very tensor that was given."""
+    logits[tokens[-1] % 2 :: 2] = -math.inf
+    return logits
+
+
+@dataclass(frozen=True)
+class Fade:
+    """The longer the text, the flatter the law; and each token's sum of ids so far lifts one token."""
+
+    by: float
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        lifted = torch.zeros_like(logits)
+        lifted[sum(tokens) % VOCAB] = 3.0
+        return logits / (1 + self.by * len(tokens)) + lifted
+
+
+# Common tokens of the stories, so that lists of ids matter.
+SOME = (403, 407, 261, 378, 411, 429, 271, 286, 318, 395)
+
+SHAPED: tuple[dict[str, object], ...] = (
+    {},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.8},
+    {"presence_penalty": 1.7},
+    {"presence_penalty": -0.6},
+    {"frequency_penalty": 1.2},
+    {"frequency_penalty": -0.4},
+    {"logit_bias": {SOME[0]: 6.0, SOME[1]: -5.0, SOME[2]: -math.inf}},
+    {"banned_tokens": SOME},
+    {"min_tokens": 9, "logit_bias": {EOS: 12.0}},
+    {"min_tokens": 5, "stop_token_ids": SOME},
+    {"logits_processors": (no_repeated_pairs,)},
+    {"logits_processors": (alternate,)},
+    {"logits_processors": (Fade(0.02), alternate, no_repeated_pairs)},
+)
+NARROWED: tuple[dict[str, object], ...] = (
+    {"top_k": 1},
+    {"top_k": 8},
+    {"top_p": 0.35},
+    {"top_p": 0.95},
+    {"min_p": 0.08},
+    {"top_k": 30, "top_p": 0.8, "min_p": 0.02},
+)
+
+
+def alone() -> list[SamplingParams]:
+    """Every transform by itself, at every temperature at which it means something."""
+    warm = [(kind, t) for t in TEMPERATURES[1:] for kind in NARROWED]
+    every = [(kind, t) for kind in SHAPED for t in TEMPERATURES] + warm
+    return [
+        SamplingParams(temperature=t, seed=seed, max_tokens=LENGTH, **kind)  # type: ignore[arg-type]
+        for seed, (kind, t) in enumerate(every)
+    ]
+
+
+def combined(seed: int, count: int) -> list[SamplingParams]:
+    """Random combinations of random strengths, each of a few transforms."""
+    rng = random.Random(seed)
+
+    def maybe(value: object, off: object) -> object:
+        return value if rng.random() < 0.35 else off
+
+    def one() -> SamplingParams:
+        ids = [*rng.sample(SOME, 3), *rng.sample(range(3, VOCAB), 30)]
+        kinds = [no_repeated_pairs, alternate, Fade(rng.random() / 20)]
+        return SamplingParams(
+            temperature=rng.choice(TEMPERATURES),
+            top_k=maybe(rng.choice([1, 2, 5, 20, 100, 511, 512, 9999]), 0),
+            top_p=maybe(rng.uniform(0.05, 1), 1.0),
+            min_p=maybe(rng.uniform(0, 0.3), 0.0),
+            repetition_penalty=maybe(rng.uniform(0.6, 2), 1.0),
+            presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+            frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+            logit_bias=maybe({token: rng.uniform(-9, 9) for token in [*ids[:12], EOS]}, None),
+            banned_tokens=maybe(ids[8:], ()),
+            min_tokens=maybe(rng.randint(1, LENGTH), 0),
+            max_tokens=LENGTH,
+            stop_token_ids=maybe(rng.sample(SOME, 2), ()),
+            ignore_eos=rng.random() < 0.3,
+            seed=rng.getrandbits(64),
+            logits_processors=maybe(rng.sample(kinds, rng.randint(1, 3)), ()),
+        )
+
+    return [one() for _ in range(count)]
+
+
+def prompts_for(params: Sequence[SamplingParams]) -> list[str]:
+    return [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+
+
+@cache
+def plain() -> LLM:
+    return LLM(str(TARGET), dtype="float32", max_batch=BATCH)
+
+
+Reals = NDArray[np.float64]
+
+
+def shaped(logits: Reals, text: list[int], num_prompt: int, params: SamplingParams) -> Reals:
+    """What comes before temperature, one token and one step at a time."""
+    logits = logits.copy()
+    for token in params.banned_tokens:
+        logits[token] = -np.inf
+    if len(text) - num_prompt < params.min_tokens:
+        for token in (EOS, *params.stop_token_ids):
+            logits[token] = -np.inf
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    for processor in params.logits_processors:
+        logits = processor(text, torch.from_numpy(logits)).numpy().copy()
+    for token in set(text):
+        by = params.repetition_penalty
+        logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+    for token, count in Counter(text[num_prompt:]).items():
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty
+    return logits
+
+
+def narrowed(logits: Reals, params: SamplingParams) -> Reals:
+    """Temperature, then the filters in their order."""
+    logits = logits / params.temperature
+    if params.min_p > 0:
+        likeliest = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        logits = np.where(likeliest >= params.min_p * likeliest.max(), logits, -np.inf)
+    if 0 < params.top_k < VOCAB:
+        logits = np.where(logits >= np.sort(logits)[-params.top_k], logits, -np.inf)
+    if params.top_p < 1:
+        law = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        ranked = np.sort(law)[::-1]
+        needed = next(i for i in range(VOCAB) if ranked[: i + 1].sum() >= params.top_p)
+        logits = np.where(law >= ranked[needed], logits, -np.inf)
+    return logits
+
+
+def reference_token(logits: Reals, text: list[int], num_prompt: int, params: SamplingParams) -> int:
+    """The next token: the largest logit, or the largest under the noise of its position."""
+    logits = shaped(logits, text, num_prompt, params)
+    if params.temperature == 0:
+        return int(logits.argmax())
+    assert params.seed is not None
+    key = mix((params.seed, 0, 0, 0, 0, len(text)))  # seed, sample, coupled noise, no level, no round, position
+    noise = gumbel(torch.tensor([signed(key)]), VOCAB)[0].double().numpy()
+    return int((narrowed(logits, params) + noise).argmax())
+
+
+def reference(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
+    """All answers, one token per pass, every row on its own path through a model of its own."""
+    runner = Blueprint.of(str(TARGET), "float32").load(len(prompts) * 128)
+    texts, going = [list(prompt) for prompt in prompts], set(range(len(prompts)))
+    unread = {row: list(prompts[row]) for row in going}
+    while going:
+        rows = sorted(going)
+        states = runner.read([Read(row, unread[row], judged=[len(unread[row]) - 1]) for row in rows])
+        runner.keep(rows, [range(len(unread[row])) for row in rows])
+        for row, logits in zip(rows, states.logits.double().numpy(), strict=True):
+            text, asked, num_prompt = texts[row], params[row], len(prompts[row])
+            text.append(reference_token(logits, text, num_prompt, asked))
+            unread[row] = text[-1:]
+            ends = {*asked.stop_token_ids, *(() if asked.ignore_eos else (EOS,))}
+            ended = text[-1] in ends and len(text) - num_prompt > asked.min_tokens
+            if ended or len(text) - num_prompt == asked.max_tokens:
+                going.discard(row)
+    return [tuple(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def tokens_of(results: Sequence[Result]) -> list[tuple[int, ...]]:
+    return [result.completions[0].token_ids for result in results]
+
+
+def referred(params: Sequence[SamplingParams]) -> list[Result]:
+    """Plain answers, found to be those of the reference."""
+    results = plain().generate(prompts_for(params), params)
+    right = reference([result.prompt_token_ids for result in results], params)
+    for asked, found, expected in zip(params, tokens_of(results), right, strict=True):
+        assert found == expected, asked
+    return results
+
+
+@cache
+def plain_alone() -> tuple[list[SamplingParams], list[Result]]:
+    params = alone()
+    return params, referred(params)
+
+
+def check_drafted(draft: str, params: Sequence[SamplingParams], expected: Sequence[Result]) -> None:
+    """In every shape what a drafter's guesses lead to is the plain answer."""
+    oracle = Oracle(errs=lambda place: place % 7 == 6)
+    oracle.learn(expected, params)
+    llm = LLM(str(TARGET), oracle if draft == "oracle" else draft, dtype="float32", max_batch=BATCH)
+    for shape in (CHAIN,) if draft == "ngram" else (CHAIN, TREE):  # n-grams are chains in any case
+        found = llm.generate(prompts_for(params), params, shape)
+        for asked, one, other in zip(params, found, expected, strict=True):
+            assert seen(one) == seen(other), (shape, asked)
+    assert llm.stats.num_drafted > 0
+    if draft == "oracle":
+        assert llm.stats.num_accepted > llm.stats.num_rounds
+    assert llm.engine.runner.cache.num_rows == 0
+
+
+DRAFTS = ("ngram", f"model:{SMALL}", "oracle")
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft[-11:])
+def test_every_transform_alone(draft: str) -> None:
+    check_drafted(draft, *plain_alone())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_combinations(seed: int) -> None:
+    params = combined(seed, 2 * BATCH)
+    expected = referred(params)
+    for draft in DRAFTS:
+        check_drafted(draft, params, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_many_random_combinations(seed: int) -> None:
+    params = combined(seed, 5 * BATCH)
+    expected = referred(params)
+    for draft in DRAFTS:
+        check_drafted(draft, params, expected)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_greedy_transforms_under_rejection_rules(verification: Verification) -> None:
+    """A point mass is accepted or rejected without chance: the same tokens under every rule."""
+    params = [asked for asked in [*plain_alone()[0], *combined(9, BATCH)] if asked.temperature == 0]
+    prompts = prompts_for(params)
+    expected = plain().generate(prompts, params)
+    oracle = Oracle(errs=lambda place: place % 7 == 6)
+    oracle.learn(expected, params)
+    for draft in (f"model:{SMALL}", oracle):
+        llm = LLM(str(TARGET), draft, dtype="float32", max_batch=BATCH, verification=verification)
+        for shape in (CHAIN, TREE):
+            assert list(map(seen, llm.generate(prompts, params, shape))) == list(map(seen, expected))
+        assert llm.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
+def test_batch_mates_do_not_change_a_row(draft: str | None) -> None:
+    """A request without any transform, alone and among rows that use them all."""
+    quiet = SamplingParams(temperature=1.0, seed=4, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
+    wild = [SamplingParams(seed=i, max_tokens=LENGTH, **(SHAPED[-1] | NARROWED[-1])) for i in range(BATCH - 1)]  # type: ignore[arg-type]
+    llm = LLM(str(TARGET), draft, dtype="float32", max_batch=BATCH)
+    solo = seen(llm.generate(PROMPTS[:1], quiet)[0])
+    for place in (0, 2, BATCH - 1):
+        params = [*wild[:place], quiet, *wild[place:]]
+        prompts = [PROMPTS[1]] * place + [PROMPTS[0]] + [PROMPTS[3]] * (BATCH - 1 - place)
+        assert seen(llm.generate(prompts, params)[place]) == solo

@@ -1,0 +1,148 @@
+"""T11: no policy of how far to draft changes what is said, not even one that looks at the tokens it was shown.
+
+Under coupled verification the tokens are those of plain decoding; under `token` and `block` the law is. The engine
+takes a tree that a controller has changed as one without a law; an engine that did not would be caught here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz import Bench, run
+from sampler import chi_square, unchecked
+
+from forerun.accept.outcome import Outcome
+from forerun.config import EngineOptions, Speculation, Verification
+from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
+from forerun.engine.controller import Controller, FixedDepth, Load
+from forerun.models.runner import Read
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+
+ROOT_TEXT = [1, 403, 407, 261]  # "Once upon a"
+TOP_K, NUM_TOKENS, NUM_TEXTS, TEMPERATURE = 4, 3, 2500, 2.0
+
+FLAT = SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, max_tokens=NUM_TOKENS, ignore_eos=True)
+CHAIN = Speculation(3)
+
+
+class Whimsical(FixedDepth):
+    """Any depth, at any time, for any sequence."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(3)
+
+    def budgets(self, load: Load, outlook: Outlook, spare_slots: int) -> Sequence[Budget]:
+        wishes = super().budgets(load, outlook, spare_slots)
+        return [
+            Budget.of(Speculation(self.rng.randrange(1 + b.depth), self.rng.choice([1, 2]))) if b.depth else NO_DRAFT
+            for b in wishes
+        ]
+
+
+class Cherrypicking(FixedDepth):
+    """Looks at the drawn tokens and keeps only what it likes: odd ids."""
+
+    def admit(self, draft: Draft, load: Load) -> DraftTree:
+        tree = draft.tree
+        liked = (tree.tokens % 2 == 1) | (tree.parents < 0)
+        paths = tree.paths()
+        on_path = torch.where(paths >= 0, liked.gather(1, paths.clamp_min(0).flatten(1)).view(paths.shape), True)
+        keep = on_path.all(2) & tree.valid
+        return replace(tree, tokens=torch.where(keep, tree.tokens, -1), parents=torch.where(keep, tree.parents, -1))
+
+
+class Forgetful(FixedDepth):
+    """Learns nothing and refuses everything after the fact."""
+
+    def admit(self, draft: Draft, load: Load) -> DraftTree:
+        return DraftTree.bare(draft.tree.tokens[:, 0])
+
+    def record(self, outcome: Outcome) -> None:
+        assert not any(row.num_drafted for row in outcome.rows)
+
+
+POLICIES = [Whimsical, Cherrypicking, Forgetful]
+
+
+@pytest.fixture(scope="module")
+def bench(target_dir: Path, draft_dir: Path) -> Bench:
+    return Bench.of(target_dir, draft_dir)
+
+
+def texts(
+    bench: Bench,
+    controller: Controller | None,
+    params: Sequence[SamplingParams],
+    verification: Verification = "coupled",
+    wish: Speculation | bool = CHAIN,
+) -> list[list[int]]:
+    requests, drafter = bench.requests(), bench.model_drafter(16384)
+    options = EngineOptions(max_batch=64, verification=verification)
+    engine = bench.engine(drafter, 16384, controller=controller, options=options)
+    return run(engine, [requests.sequences(ROOT_TEXT, p, wish)[0] for p in params])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_coupled_tokens_are_those_of_plain_decoding(bench: Bench, policy: type[Controller]) -> None:
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40) for i in range(8)]
+    plain = texts(bench, None, params, wish=False)
+    assert texts(bench, policy(), params) == plain
+    assert texts(bench, policy(), params, wish=Speculation(3, 3, 9)) == plain
+
+
+@pytest.fixture(scope="module")
+def exact(bench: Bench) -> dict[tuple[int, ...], float]:
+    """The joint law of the first NUM_TOKENS tokens at temperature 1 under top-k, from the target's logits."""
+    laws = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        longer = {}
+        for text, chance in laws.items():
+            logits = bench.runner.read(
+                [Read(0, ROOT_TEXT + list(text), judged=[len(ROOT_TEXT) + len(text) - 1])]
+            ).logits
+            bench.runner.release([0])
+            best = logits[0].double().topk(TOP_K)
+            for token, p in zip(best.indices.tolist(), (best.values / TEMPERATURE).softmax(0).tolist(), strict=True):
+                longer[(*text, token)] = chance * p
+        laws = longer
+    return laws
+
+
+def misfit(bench: Bench, exact: dict[tuple[int, ...], float], policy: type[Controller], rule: Verification) -> float:
+    """The p-value of the first tokens of many texts against their exact law."""
+    params = [replace(FLAT, seed=i) for i in range(NUM_TEXTS)]
+    with unchecked():
+        seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(bench, policy(), params, rule))
+    assert set(seen) <= set(exact)
+    cells = sorted(exact)
+    counts, expected = ([float(seen[c]) for c in cells], [exact[c] * NUM_TEXTS for c in cells])
+    return chi_square(torch.tensor([counts]), torch.tensor([expected], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [
+        (Whimsical, "block"),
+        (Cherrypicking, "token"),
+        pytest.param(Whimsical, "token", marks=pytest.mark.full),
+        pytest.param(Cherrypicking, "block", marks=pytest.mark.full),
+    ],
+)
+def test_rejection_keeps_the_law(
+    bench: Bench, exact: dict[tuple[int, ...], float], policy: type[Controller], rule: Verification
+) -> None:
+    assert misfit(bench, exact, policy, rule) > 1e-3
+
+
+def test_keeping_the_law_of_a_pruned_tree_is_caught(
+    bench: Bench, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftTree, "without_law", lambda self: self)
+    assert misfit(bench, exact, Cherrypicking, "token") < 1e-5
