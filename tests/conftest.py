@@ -22,7 +22,8 @@ if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
     install_import_hook("forerun", "beartype.beartype")
 
 
-torch.set_num_threads(int(os.environ.get("FORERUN_TEST_THREADS", "1")))  # small models: barriers cost more than they win
+# One thread: for models this small, barriers cost more than they win.
+torch.set_num_threads(int(os.environ.get("FORERUN_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

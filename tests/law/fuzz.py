@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from sampler import unchecked
 
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
@@ -123,14 +125,26 @@ class Bench:
         return Requests(self.target.tokenizer(), c.vocab_size, c.max_positions, c.eos_ids, Speculation())
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """With so many threads in torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def run(engine: Engine, sequences: Sequence[object], every: Callable[[], None] | None = None) -> list[list[int]]:
     """Run sequences to their ends; all their tokens."""
-    for sequence in sequences:
-        engine.submit(sequence)  # type: ignore[arg-type]
-    while engine.has_work:
-        engine.step()
-        if every is not None:
-            every()
+    with unchecked():
+        for sequence in sequences:
+            engine.submit(sequence)  # type: ignore[arg-type]
+        while engine.has_work:
+            engine.step()
+            if every is not None:
+                every()
     return [sequence.tokens for sequence in sequences]  # type: ignore[attr-defined]
 
 
@@ -152,4 +166,4 @@ def rows_of(runner: Runner, seq_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     return runner.cache.keys[:, :, run], runner.cache.values[:, :, run]
 
 
-__all__ = ["Bench", "NgramDrafter", "RandomlyRight", "read_anew", "rows_of", "run"]
+__all__ = ["Bench", "NgramDrafter", "RandomlyRight", "read_anew", "rows_of", "run", "threads"]

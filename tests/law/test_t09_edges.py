@@ -57,7 +57,7 @@ def num_tokens(prompt: str) -> int:
 def asking(temperature: float = 0.0, seed: int = 0, **others: object) -> SamplingParams:
     """Parameters that also want log-probabilities; the same request asked for longer shares its beginning."""
     settings: dict[str, object] = {"max_tokens": LONGEST, "logprobs": 3} | others
-    return SamplingParams(temperature=temperature, seed=seed, **settings)  # type: ignore[arg-type]
+    return SamplingParams(temperature=temperature, seed=seed, **settings)
 
 
 def endless(params: SamplingParams) -> SamplingParams:
@@ -283,7 +283,7 @@ def random_ends(seed: int, count: int) -> tuple[list[str], list[SamplingParams]]
             "ignore_eos": rng.random() < 0.3,
             "include_stop_str_in_output": rng.random() < 0.5,
         }
-        params.append(replace(asked, **ends))  # type: ignore[arg-type]
+        params.append(replace(asked, **ends))
     return prompts, params
 
 
@@ -380,7 +380,7 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_padding_is_never_said_by_rejection_rules(wide: Path, wide_small: Path, verification: str) -> None:
     for draft, shape in ((f"model:{wide_small}", 0), (f"model:{wide_small}", 1), (Padding(), 0)):
-        llm = LLM(str(wide), draft, dtype="float32", max_batch=32, verification=verification)  # type: ignore[arg-type]
+        llm = LLM(str(wide), draft, dtype="float32", max_batch=32, verification=verification)
         for result in llm.generate([PROMPT] * len(padding_params()), padding_params(), SHAPES[shape]):
             assert max(result.completions[0].token_ids) < CONTEXT
 
@@ -389,7 +389,7 @@ class Padding(Oracle):
     """Guesses nothing but ids of padding."""
 
     def grow(self, row: object, budget: object) -> tuple[list[int], list[int]]:
-        return [row.tokens[-1], 512, 575], [-1, 0, 1]  # type: ignore[attr-defined]
+        return [row.tokens[-1], 512, 575], [-1, 0, 1]
 
 
 def test_ids_of_padding_are_no_prompt_and_no_parameter(wide: Path) -> None:

@@ -95,10 +95,7 @@ def alone() -> list[SamplingParams]:
     """Every transform by itself, at every temperature at which it means something."""
     warm = [(kind, t) for t in TEMPERATURES[1:] for kind in NARROWED]
     every = [(kind, t) for kind in SHAPED for t in TEMPERATURES] + warm
-    return [
-        SamplingParams(temperature=t, seed=seed, max_tokens=LENGTH, **kind)  # type: ignore[arg-type]
-        for seed, (kind, t) in enumerate(every)
-    ]
+    return [SamplingParams(temperature=t, seed=seed, max_tokens=LENGTH, **kind) for seed, (kind, t) in enumerate(every)]
 
 
 def combined(seed: int, count: int) -> list[SamplingParams]:
@@ -289,7 +286,7 @@ def test_greedy_transforms_under_rejection_rules(verification: Verification) -> 
 def test_batch_mates_do_not_change_a_row(draft: str | None) -> None:
     """A request without any transform, alone and among rows that use them all."""
     quiet = SamplingParams(temperature=1.0, seed=4, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
-    wild = [SamplingParams(seed=i, max_tokens=LENGTH, **(SHAPED[-1] | NARROWED[-1])) for i in range(BATCH - 1)]  # type: ignore[arg-type]
+    wild = [SamplingParams(seed=i, max_tokens=LENGTH, **(SHAPED[-1] | NARROWED[-1])) for i in range(BATCH - 1)]
     llm = LLM(str(TARGET), draft, dtype="float32", max_batch=BATCH)
     solo = seen(llm.generate(PROMPTS[:1], quiet)[0])
     for place in (0, 2, BATCH - 1):

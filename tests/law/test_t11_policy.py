@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from fuzz import Bench, run
-from sampler import chi_square, unchecked
+from sampler import chi_square
 
 from forerun.accept.outcome import Outcome
 from forerun.config import EngineOptions, Speculation, Verification
@@ -118,8 +118,7 @@ def exact(bench: Bench) -> dict[tuple[int, ...], float]:
 def misfit(bench: Bench, exact: dict[tuple[int, ...], float], policy: type[Controller], rule: Verification) -> float:
     """The p-value of the first tokens of many texts against their exact law."""
     params = [replace(FLAT, seed=i) for i in range(NUM_TEXTS)]
-    with unchecked():
-        seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(bench, policy(), params, rule))
+    seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(bench, policy(), params, rule))
     assert set(seen) <= set(exact)
     cells = sorted(exact)
     counts, expected = ([float(seen[c]) for c in cells], [exact[c] * NUM_TEXTS for c in cells])

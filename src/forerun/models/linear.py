@@ -31,7 +31,7 @@ def padded_rows(rows: int) -> int:
     oneDNN compiles and keeps a kernel of about half a megabyte for every number of rows it meets, in every layer
     shape; a server would meet hundreds.
     """
-    step = 1 if rows <= 16 else 8 if rows <= 64 else 64
+    step = 1 if rows <= 16 else 8 if rows <= 64 else 32 if rows <= 256 else 64
     return max(MIN_ROWS, -(-rows // step) * step)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import Bench, run
+from fuzz import Bench, run, threads
 from torch import Tensor
 
 from forerun.config import EngineOptions, Speculation
@@ -83,7 +83,8 @@ def plain(bench: Bench, texts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("wish", [WISHES[0], WISHES[4], WISHES[8]], ids=["chain 1", "chain 5", "tree"])
 def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[list[int]], wish: Speculation) -> None:
     chosen = prompts(texts, NUM_PROMPTS)[:20]
-    got, engine, _ = decode(bench, chosen, wish, bench.model_drafter(8192), max_batch=5, chunk_tokens=77)
+    with threads(2 if wish is WISHES[4] else 1):
+        got, engine, _ = decode(bench, chosen, wish, bench.model_drafter(8192), max_batch=5, chunk_tokens=77)
     assert got == plain
     assert engine.stats.num_accepted > 100
 
@@ -110,7 +111,8 @@ def test_every_depth_and_tree(
     number = WISHES.index(wish)
     options = {"max_batch": 1 + number % 8, "chunk_tokens": [512, 400, 64, 33][number % 4]}
     chosen = prompts(texts, NUM_PROMPTS)
-    got, engine, _ = decode(bench, chosen, wish, bench.model_drafter(8192), **options)
+    with threads(1 + number % 2):
+        got, engine, _ = decode(bench, chosen, wish, bench.model_drafter(8192), **options)
     assert got == plain_all
     assert engine.stats.num_accepted > 2000
 

@@ -1,4 +1,4 @@
-"""Reading in any company gives the same bits: chunks, batches, trees, moves. And the right ones."""
+"""T6: reading in any company gives the same bits: chunks, batches, trees, moves. And the right ones."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz import threads
 from torch import Tensor
 
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
-from forerun.models.linear import BlockedLinear, LinearFactory, PackedLinear
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 
@@ -78,6 +78,17 @@ def test_chunks_give_the_same_bits(decoders: list[Decoder], length: int) -> None
         assert whole.std() > 1.5
         for chunk in (1, 2, 3, 5, 8, 64, 201, 400):
             assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
+
+
+def test_threads_give_the_same_bits(decoders: list[Decoder]) -> None:
+    """Wide prompts are where torch splits work over threads."""
+    for decoder in decoders:
+        length = min(1100, decoder.config.max_positions)
+        text = [random.Random(length).randrange(3, 500) for _ in range(length)]
+        whole = read_in_chunks(decoder, text, length)
+        with threads(2):
+            for chunk in (5, 201, 400, length):
+                assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
 
 
 def test_batches_give_the_same_bits(decoders: list[Decoder]) -> None:
@@ -182,24 +193,3 @@ def test_taps_are_the_streams_between_layers(decoders: list[Decoder]) -> None:
     assert torch.equal(states.taps[:, 0], decoder.embedding[torch.tensor([5, 6, 7])])
     assert torch.equal(decoder.logits(states.taps[:, 2]), states.logits)
     assert torch.equal(decoder.head(states.taps[:, 3]).float(), states.logits)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [True, False])
-def test_linears_agree_and_rows_are_independent(dtype: torch.dtype, bias: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 83, generator=generator).to(dtype)
-    offset = torch.randn(48, generator=generator).to(dtype) if bias else None
-    x = torch.randn(33, 83, generator=generator).to(dtype)
-    exact = x.double() @ weight.double().T + (offset.double() if offset is not None else 0)
-    for linear in (LinearFactory()(weight, offset), BlockedLinear(weight, offset)):
-        assert torch.allclose(linear(x).double(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0.1)
-        assert all(torch.equal(linear(x[:n].contiguous()), linear(x)[:n]) for n in range(2, 33))
-
-
-def test_a_layer_whose_rows_know_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = PackedLinear.__call__
-    monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: honest(self, x) + 1e-6 * len(x))
-    assert isinstance(LinearFactory()(torch.randn(32, 32)), BlockedLinear)
-    monkeypatch.setattr(PackedLinear, "__call__", honest)
-    assert isinstance(LinearFactory()(torch.randn(32, 32)), PackedLinear)

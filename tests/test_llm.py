@@ -1,0 +1,482 @@
+"""The offline front door: what results hold, in which order, what is refused and how, and that nothing is left behind.
+
+That drafting changes no token is the business of tests/law; here it is asked of log-probabilities, streams and
+requests of different wishes.
+"""
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.oracles import Oracle, seen
+from forerun.config import Speculation
+from forerun.draft.model import ModelDrafter
+from forerun.engine.delta import Delta
+from forerun.engine.sequence import Origin
+from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
+from forerun.llm import LLM, Result
+from forerun.sampling.logprobs import TokenLogprobs
+from forerun.sampling.params import SamplingParams
+
+DATA = Path(__file__).resolve().parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
+TREE = Speculation(4, 3, 9)
+
+
+@cache
+def plain() -> LLM:
+    return LLM(str(TARGET), dtype="float32")
+
+
+@cache
+def with_model() -> LLM:
+    return LLM(str(TARGET), f"model:{SMALL}", dtype="float32")
+
+
+@cache
+def with_ngrams() -> LLM:
+    return LLM(str(TARGET), "ngram", dtype="float32")
+
+
+def asking(seed: int | None = 0, **others: object) -> SamplingParams:
+    return SamplingParams(**({"temperature": 1.0, "seed": seed, "max_tokens": 16, "ignore_eos": True} | others))
+
+
+def tokens_of(results: Sequence[Result]) -> list[list[tuple[int, ...]]]:
+    return [[sample.token_ids for sample in result.completions] for result in results]
+
+
+def assert_empty(llm: LLM) -> None:
+    """No text, no keys and values, no index is held for anyone."""
+    engine = llm.engine
+    assert not engine.has_work
+    assert not engine.sequences
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert engine.runner.cache.num_rows == 0
+    assert not engine.runner.tails
+    engine.runner.cache.check()
+    if isinstance(llm.drafter, ModelDrafter):
+        assert not llm.drafter.sequences
+        assert llm.drafter.runner.cache.num_rows == 0
+        assert not llm.drafter.runner.tails
+    elif llm.drafter is not None:
+        assert not getattr(llm.drafter, "histories", None)
+        assert not getattr(llm.drafter, "known", None)
+
+
+def test_results_say_what_was_asked_and_come_in_order() -> None:
+    """The shortest is finished first, the order is that of the prompts."""
+    llm = with_model()
+    prompts = [PROMPTS[0], llm.tokenizer.encode(PROMPTS[1]), tuple(llm.tokenizer.encode(PROMPTS[2])), PROMPTS[3]]
+    params = [asking(seed, max_tokens=20 - 5 * seed, logprobs=seed) for seed in range(4)]
+    results = llm.generate(prompts, params)
+    for prompt, asked, result in zip(prompts, params, results, strict=True):
+        (answer,) = result.completions
+        ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        assert result.prompt_token_ids == tuple(ids)
+        assert result.seed == asked.seed
+        assert result.fingerprint == llm.fingerprint
+        assert result.prompt_logprobs == ()
+        assert answer.index == 0
+        assert len(answer.token_ids) == len(answer.origins) == len(answer.logprobs) == asked.max_tokens
+        assert [alternatives.token_id for alternatives in answer.logprobs] == list(answer.token_ids)
+        assert {len(alternatives.top_ids) for alternatives in answer.logprobs} == {asked.logprobs}
+        whole = llm.tokenizer.decode([*ids, *answer.token_ids])
+        assert whole == llm.tokenizer.decode(ids) + answer.text
+        assert (answer.finish_reason, answer.stop_reason) == ("length", None)
+    assert {Origin.TARGET, Origin.DRAFTED} < {origin for r in results for origin in r.completions[0].origins}
+    assert results == llm.generate(prompts, params)
+    assert_empty(llm)
+
+
+def test_one_prompt_or_many_as_text_or_tokens() -> None:
+    llm, ids = plain(), plain().tokenizer.encode(PROMPTS[0])
+    (expected,) = llm.generate(PROMPTS[0], asking())
+    for prompts in ([PROMPTS[0]], ids, tuple(ids), [ids], (tuple(ids),), (PROMPTS[0],)):
+        assert llm.generate(prompts, asking()) == [expected]
+    assert llm.generate([PROMPTS[0], ids], asking()) == [expected] * 2
+    assert llm.generate([ids, PROMPTS[0]], [asking(), asking()]) == [expected] * 2
+    assert llm.generate([], asking()) == []
+    assert len(llm.generate(PROMPTS[0])[0].completions[0].token_ids) <= 256
+
+
+def test_text_ends_at_eos_unless_told_otherwise() -> None:
+    soon = {"logit_bias": {2: 300.0}, "ignore_eos": False}
+    (answer,) = with_model().generate(PROMPTS[0], asking(**soon))[0].completions
+    assert (answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason) == ((2,), "", "stop", 2)
+
+
+def test_samples_differ_and_come_again() -> None:
+    for llm in (plain(), with_model()):
+        (three,) = llm.generate(PROMPTS[0], asking(7, n=3, logprobs=1))
+        (five,) = llm.generate(PROMPTS[0], asking(7, n=5, logprobs=1))
+        assert [sample.index for sample in five.completions] == [0, 1, 2, 3, 4]
+        assert len({sample.token_ids for sample in five.completions}) == 5
+        assert seen(three)["samples"] == seen(five)["samples"][:3]  # type: ignore[index]
+        assert seen(five) == seen(plain().generate(PROMPTS[0], asking(7, n=5, logprobs=1))[0])
+        (one,) = llm.generate(PROMPTS[0], asking(7))
+        assert one.completions[0].token_ids == five.completions[0].token_ids
+        greedy = llm.generate(PROMPTS[0], asking(7, n=2, temperature=0.0))[0].completions
+        assert greedy[0].token_ids == greedy[1].token_ids
+        assert_empty(llm)
+
+
+def test_seeds_are_reported_and_give_the_answer_again() -> None:
+    llm = with_ngrams()
+    drawn = llm.generate([PROMPTS[0]] * 4, asking(None, n=2))
+    assert len({result.seed for result in drawn}) == 4
+    assert len({sample for answers in tokens_of(drawn) for sample in answers}) == 8
+    assert all(0 <= result.seed < 2**64 for result in drawn)
+    again = llm.generate([PROMPTS[0]] * 4, [asking(result.seed, n=2) for result in drawn])
+    assert list(map(seen, again)) == list(map(seen, drawn))
+    (negative,) = llm.generate(PROMPTS[0], asking(-1))
+    assert negative.seed == 2**64 - 1
+    assert seen(llm.generate(PROMPTS[0], asking(negative.seed))[0]) == seen(negative)
+
+
+def test_fingerprints_tell_weights_and_number_formats_apart() -> None:
+    assert LLM(str(TARGET), "ngram", dtype="float32", max_len=64).fingerprint == plain().fingerprint
+    others = {LLM(str(TARGET), dtype="bfloat16").fingerprint, LLM(str(SMALL), dtype="float32").fingerprint}
+    assert len(others | {plain().fingerprint}) == 3
+    assert all(len(fingerprint) == 16 and int(fingerprint, 16) >= 0 for fingerprint in others)
+
+
+REFUSED: dict[str, tuple[Callable[[LLM], object], type[ForerunError], str]] = {
+    "no tokens": (lambda llm: llm.generate([[]]), InvalidRequest, "prompt: it is empty.*give at least one"),
+    "no such id": (lambda llm: llm.generate([[1, 512]]), InvalidRequest, "prompt: 512 is not a token id from 0 to 511"),
+    "below 0": (lambda llm: llm.generate([[-1]]), InvalidRequest, "prompt: -1 is not a token id"),
+    "a truth": (lambda llm: llm.generate([[True]]), InvalidRequest, "prompt: True is not a token id"),
+    "broken text": (lambda llm: llm.generate("\ud800"), InvalidRequest, "prompt: .*not valid Unicode"),
+    "too long": (
+        lambda llm: llm.generate("a " * 9000),
+        PromptTooLong,
+        "prompt: [0-9]+ tokens.*context of 512: shorten",
+    ),
+    "second prompt": (lambda llm: llm.generate(["The", []]), InvalidRequest, "prompt: it is empty"),
+    "params": (lambda llm: llm.generate(["a", "b"], [asking()]), InvalidRequest, "params: 1 sets of .* for 2 prompts"),
+    "no params": (lambda llm: llm.generate(["a", "b"], []), InvalidRequest, "params: 0 sets of .* for 2 prompts"),
+    "depth": (lambda llm: llm.generate("a", None, -1), InvalidRequest, "speculation.depth: -1 must be .* at least 0"),
+    "arm": (
+        lambda llm: llm.generate("a", None, Speculation(2, drafter="eagle")),
+        InvalidRequest,
+        "speculation.drafter: 'eagle' is not drafting here; known: ngram",
+    ),
+    "stop id": (lambda llm: llm.generate("a", asking(stop_token_ids=[512])), InvalidRequest, "stop_token_ids: .*512"),
+    "streamed": (lambda llm: llm.stream([]), InvalidRequest, "prompt: it is empty"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused_before_anything_runs(case: str) -> None:
+    call, kind, message = REFUSED[case]
+    llm = with_ngrams()
+    rounds = llm.stats.num_passes
+    with pytest.raises(kind, match=message):
+        call(llm)
+    assert llm.stats.num_passes == rounds
+    assert_empty(llm)
+
+
+BUILDS: dict[str, tuple[dict[str, object], type[ForerunError], str]] = {
+    "drafter": ({"draft": "eagle:x"}, UnknownDrafter, "no drafter 'eagle': choose one of model, ngram"),
+    "argument": ({"draft": "ngram:0"}, UnknownDrafter, "ngram:0.*at least 1"),
+    "empty draft": ({"draft": ""}, UnknownDrafter, ""),
+    "dtype": ({"dtype": "int4"}, InvalidRequest, "dtype: 'int4' is not known: use auto, "),
+    "max_len": ({"max_len": 513}, InvalidRequest, "max_len: 513 must be from 2 to 512"),
+    "short": ({"max_len": 1}, InvalidRequest, "max_len: 1 must be from 2 to 512"),
+    "max_batch": ({"max_batch": 0}, InvalidRequest, "max_batch: 0 must be at least 1"),
+    "chunk_tokens": ({"chunk_tokens": 0}, InvalidRequest, "chunk_tokens: 0 must be at least 1"),
+    "threads": ({"threads": 0}, InvalidRequest, "threads: 0 must be at least 1"),
+    "depth": ({"speculation": Speculation(3).depth - 5}, InvalidRequest, "speculation.depth: -2 must be"),
+    "memory": (
+        {"memory_bytes": 3_000_000},
+        NotEnoughMemory,
+        "max_len 512 needs 3.47 MB .2.16 MB|max_len 512 needs .* MB weights.* budget is 3.00 MB; lower max_len to",
+    ),
+    "no memory": ({"memory_bytes": 0}, NotEnoughMemory, "needs .* but the memory budget is 0 B"),
+}
+
+
+@pytest.mark.parametrize("case", BUILDS)
+def test_what_cannot_be_built_is_refused_with_a_way_out(case: str) -> None:
+    settings, kind, message = BUILDS[case]
+    with pytest.raises(kind, match=message):
+        LLM(str(TARGET), **({"dtype": "float32"} | settings))
+
+
+WRONG_TYPES = """
+from forerun import LLM, SamplingParams, ForerunError
+from forerun.config import Speculation
+def said(call):
+    try:
+        call()
+    except ForerunError as error:
+        print(type(error).__name__, error)
+    except Exception as error:
+        print("UNNAMED", type(error).__name__, error)
+    else:
+        print("NOTHING was said")
+M = {target!r}
+llm = LLM(M, dtype="float32")
+for prompt in (5, None, [1, "a"], ["a", 1], [["a"]], [[1.5]], [None], {{"a": 1}}, b"text", [b"text"]):
+    said(lambda: llm.generate(prompt))
+for prompt in (5, None, {{"a": 1}}, b"text"):
+    said(lambda: llm.stream(prompt))
+said(lambda: llm.generate("a", SamplingParams(), "fast"))
+said(lambda: llm.generate("a", SamplingParams(), 1.5))
+said(lambda: llm.generate("a", {{"temperature": 1}}))
+said(lambda: llm.generate("a", [None]))
+said(lambda: LLM(M, verification="exact"))
+said(lambda: LLM(M, max_batch="many"))
+said(lambda: LLM(M, max_len=100.5))
+said(lambda: LLM(M, threads=1.5))
+said(lambda: LLM(M, speculation="yes"))
+said(lambda: LLM(M, draft=7))
+said(lambda: LLM(M, dtype=7))
+said(lambda: LLM(M, memory_bytes="1GB"))
+"""
+
+
+def test_wrong_types_are_named_too() -> None:
+    """In a process of its own: here run-time type checks would speak first, which users do not have."""
+    script = WRONG_TYPES.format(target=str(TARGET))
+    source = str(Path(__file__).resolve().parent.parent / "src")
+    environment = {"PYTHONPATH": source, "PATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == script.count("said(lambda") - 2 + 10 + 4
+    assert [line for line in lines if line.startswith(("UNNAMED", "NOTHING"))] == []
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
+def test_a_stream_is_the_answer_in_pieces(make: Callable[[], LLM], n: int) -> None:
+    llm, asked = make(), asking(3, n=n, logprobs=2, stop=["the"], max_tokens=24)
+    deltas = list(llm.stream(PROMPTS[1], asked))
+    (result,) = llm.generate(PROMPTS[1], asked)
+    for sample in result.completions:
+        own = [delta for delta in deltas if delta.sample == sample.index]
+        assert tuple(token for delta in own for token in delta.token_ids) == sample.token_ids
+        assert "".join(delta.text for delta in own) == sample.text
+        assert tuple(alternatives for delta in own for alternatives in delta.logprobs) == sample.logprobs
+        assert tuple(origin for delta in own for origin in delta.origins) == sample.origins
+        assert [delta.finish_reason for delta in own[:-1]] == [None] * (len(own) - 1)
+        assert (own[-1].finish_reason, own[-1].stop_reason) == (sample.finish_reason, sample.stop_reason)
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 4])
+@pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
+def test_closing_a_stream_frees_everything(make: Callable[[], LLM], num_read: int) -> None:
+    llm = make()
+    stream = llm.stream(PROMPTS[1], asking(n=2, max_tokens=64), TREE)
+    read = [next(stream) for _ in range(num_read)]
+    assert all(delta.finish_reason is None for delta in read)
+    assert llm.engine.has_work == (num_read > 0)
+    stream.close()
+    assert_empty(llm)
+    assert list(stream) == []
+    assert seen(llm.generate(PROMPTS[0], asking())[0]) == seen(plain().generate(PROMPTS[0], asking())[0])
+
+
+def test_streams_side_by_side_and_an_answer_between_them() -> None:
+    """Whoever steps the engine moves everyone on; each gets its own pieces, all of them, in order."""
+    llm = with_model()
+    asked = [asking(seed, max_tokens=30 - 9 * seed) for seed in range(3)]
+    expected = tokens_of(plain().generate(list(PROMPTS[:3]), asked))
+    streams = [llm.stream(prompt, each) for prompt, each in zip(PROMPTS, asked, strict=False)]
+    pieces: list[list[Delta]] = [[next(stream)] for stream in streams]
+    between = llm.generate(PROMPTS[3], asking(9))
+    assert seen(between[0]) == seen(plain().generate(PROMPTS[3], asking(9))[0])
+    for turn in range(200):
+        pieces[turn % 3] += [delta for delta in [next(streams[turn % 3], None)] if delta is not None]
+    for own, (tokens,) in zip(pieces, expected, strict=True):
+        assert tuple(token for delta in own for token in delta.token_ids) == tokens
+        assert own[-1].finish_reason == "length"
+    assert_empty(llm)
+
+
+class Faulty(Exception):
+    """A processor's own failure."""
+
+
+def fails_at(length: int) -> Callable[[Sequence[int], Tensor], Tensor]:
+    def processor(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if len(tokens) == length:
+            raise Faulty(f"at {length} tokens")
+        return logits
+
+    return processor
+
+
+@pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
+@pytest.mark.parametrize("length", [12, 20])
+def test_a_failing_processor_ends_its_requests_and_no_others(make: Callable[[], LLM], length: int) -> None:
+    """The round that failed is as if it had not been: a stream under way goes on where it was."""
+    llm = make()
+    expected = tokens_of(plain().generate(PROMPTS[1], asking(5, max_tokens=24)))
+    stream = llm.stream(PROMPTS[1], asking(5, max_tokens=24), TREE)
+    pieces = [next(stream)]
+    bad = asking(1, logits_processors=[fails_at(length)])
+    for speculation in (TREE, 3):
+        with pytest.raises(Faulty, match=f"at {length} tokens"):
+            llm.generate([PROMPTS[1], PROMPTS[0]], [asking(2), bad], speculation)
+    pieces += stream
+    assert [[tuple(token for delta in pieces for token in delta.token_ids)]] == expected
+    assert_empty(llm)
+
+
+def test_a_processor_that_gives_no_logits_is_named() -> None:
+    for result, message in (
+        (torch.zeros(3), r"gave \(3,\); return floating logits of \(512,\)"),
+        (torch.zeros(512, dtype=torch.long), "return floating logits"),
+        (torch.full((512,), math.nan), "has NaN"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"logits_processors.*{message}"):
+            plain().generate("The", asking(logits_processors=[lambda tokens, logits, result=result: result]))
+    assert_empty(plain())
+
+
+@cache
+def law(tokens: tuple[int, ...]) -> Tensor:
+    """transformers' log-law after every token."""
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def assert_logprobs(found: Sequence[TokenLogprobs], tokens: tuple[int, ...], first: int, top: int) -> None:
+    """Log-probabilities of `tokens[first:]`, alternatives by falling probability."""
+    assert [alternatives.token_id for alternatives in found] == list(tokens[first : first + len(found)])
+    for alternatives, right in zip(found, law(tokens)[first - 1 :], strict=False):
+        assert alternatives.logprob == pytest.approx(float(right[alternatives.token_id]), abs=1e-4)
+        assert len(alternatives.top_ids) == len(alternatives.top_logprobs) == top
+        assert list(alternatives.top_logprobs) == sorted(alternatives.top_logprobs, reverse=True)
+        assert list(alternatives.top_logprobs) == pytest.approx(right.topk(top).values.tolist(), abs=1e-4)
+        assert right[list(alternatives.top_ids)].tolist() == pytest.approx(list(alternatives.top_logprobs), abs=1e-4)
+        larger = int((right > right[alternatives.token_id] + 1e-4).sum())
+        assert larger < alternatives.rank <= 1 + int((right > right[alternatives.token_id] - 1e-4).sum())
+        if alternatives.rank <= top:
+            assert alternatives.top_ids[alternatives.rank - 1] == alternatives.token_id
+
+
+def test_logprobs_are_those_of_transformers() -> None:
+    """Of the raw law, whatever transforms say, for prompt and answer, drafted or not."""
+    asked = asking(4, temperature=0.6, top_k=20, repetition_penalty=1.2, logprobs=5, prompt_logprobs=3, max_tokens=24)
+    for llm, speculation in ((plain(), False), (with_model(), TREE), (with_ngrams(), 4)):
+        for result in llm.generate(list(PROMPTS[:2]), asked, speculation):
+            (answer,) = result.completions
+            tokens = result.prompt_token_ids + answer.token_ids
+            assert len(answer.logprobs) == 24
+            assert len(result.prompt_logprobs) == len(result.prompt_token_ids) - 1
+            assert_logprobs(result.prompt_logprobs, tokens, 1, 3)
+            assert_logprobs(answer.logprobs, tokens, len(result.prompt_token_ids), 5)
+
+
+def long_prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [1, *(rng.randrange(3, 512) for _ in range(length - 1))]
+
+
+def scored(seed: int) -> SamplingParams:
+    return asking(seed, logprobs=2, prompt_logprobs=2, max_tokens=24, temperature=seed % 2)
+
+
+LENGTHS = (1, 2, 60, 3, 90, 40)
+
+
+@cache
+def scored_alone() -> list[dict[str, object]]:
+    """Answers with all their log-probabilities, each alone, its prompt read at once."""
+    requests = [(long_prompt(length, seed), scored(seed)) for seed, length in enumerate(LENGTHS)]
+    return [dict(seen(plain().generate([prompt], asked)[0])) for prompt, asked in requests]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+@pytest.mark.parametrize(
+    "draft", [None, "ngram", f"model:{SMALL}", "oracle"], ids=["plain", "ngram", "model", "oracle"]
+)
+def test_logprobs_do_not_depend_on_drafts_chunks_or_preemption(draft: str | None, chunk_tokens: int) -> None:
+    """To the bit, with memory for hardly more than the longest sequence: the others are preempted and read anew."""
+    prompts = [long_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    params = [scored(seed) for seed in range(len(prompts))]
+    oracle = Oracle()
+    oracle.learn(plain().generate(prompts, params), params)
+    memory = 2_163_000 * (2 if draft and draft.startswith("model") else 1) + (192 + 512) * 1280 + 400_000
+    llm = LLM(
+        str(TARGET),
+        oracle if draft == "oracle" else draft,
+        dtype="float32",
+        max_len=128,
+        memory_bytes=memory,
+        chunk_tokens=chunk_tokens,
+    )
+    num_preempted = count_calls(llm)
+    for speculation in (False,) if draft is None else (4, TREE):
+        found = llm.generate(prompts, params, speculation)
+        assert list(map(seen, found)) == scored_alone()
+    assert_empty(llm)
+    assert llm.plan.cache_tokens < sum(LENGTHS) + 24 * len(LENGTHS)
+    assert num_preempted() > 0
+
+
+def count_calls(llm: LLM) -> Callable[[], int]:
+    """How many sequences the scheduler has sent back to wait."""
+    preempt, sent = llm.engine.scheduler.preempt, []
+    llm.engine.scheduler.preempt = lambda s: sent.append(s) or preempt(s)
+    return lambda: len(sent)
+
+
+WISHES = (False, 1, None, 6, Speculation(3, 2, 5), True, 0, Speculation(5, 4, 16), Speculation(2, 5, 7), 3)
+
+
+@pytest.mark.parametrize("make", [with_ngrams, with_model])
+def test_requests_of_different_wishes_side_by_side(make: Callable[[], LLM]) -> None:
+    llm = make()
+    prompts = [PROMPTS[i % 5] for i in range(len(WISHES))]
+    params = [asking(seed, temperature=seed % 3 / 2, max_tokens=10 + seed) for seed in range(len(WISHES))]
+    streams = [llm.stream(p, q, wish) for p, q, wish in zip(prompts, params, WISHES, strict=True)]
+    pieces = [[next(stream)] for stream in streams]
+    assert len(llm.engine.sequences) > len(WISHES) // 2, "they are not side by side"
+    for own, stream in zip(pieces, streams, strict=True):
+        own += stream
+    found = [[tuple(token for delta in own for token in delta.token_ids)] for own in pieces]
+    assert found == tokens_of(plain().generate(prompts, params))
+    for wish, own in zip(WISHES, pieces, strict=True):
+        deepest = max(sum(origin is Origin.DRAFTED for origin in delta.origins) for delta in own)
+        limit = Speculation.of(wish, Speculation(4)).depth
+        assert deepest <= limit
+        if limit == 0:
+            assert {origin for delta in own for origin in delta.origins} == {Origin.TARGET}
+    assert_empty(llm)
+
+
+def test_a_drafter_can_be_named_by_its_arm_and_the_default_be_nothing() -> None:
+    llm = LLM(str(TARGET), "ngram", dtype="float32", speculation=False)
+    expected = list(map(seen, plain().generate(list(PROMPTS), asking())))
+    assert list(map(seen, llm.generate(list(PROMPTS), asking()))) == expected
+    assert llm.stats.num_drafted == 0
+    assert list(map(seen, llm.generate(list(PROMPTS), asking(), Speculation(4, drafter="ngram")))) == expected
+    assert llm.stats.num_drafted > 0
+
+
+def test_progress_goes_from_nothing_to_all() -> None:
+    seen_of: dict[str, list[float]] = {}
+    llm = LLM(str(TARGET), dtype="float32", progress=lambda what, part: seen_of.setdefault(what, []).append(part))
+    params = [asking(max_tokens=3 + i) for i in range(4)]
+    llm.generate(list(PROMPTS[:4]), params, progress=lambda what, part: seen_of.setdefault(what, []).append(part))
+    assert set(seen_of) == {f"loading {TARGET}", "generating"}
+    for parts in seen_of.values():
+        assert parts == sorted(parts)
+        assert 0 <= parts[0] < parts[-1] == 1.0
