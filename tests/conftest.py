@@ -1,7 +1,6 @@
 """What every test shares: shapes checked at run time, the models in the repository, long proofs set apart.
 
-Must not import forerun: the import hook below has to come first. FORERUN_TYPECHECK=0 switches the hook off,
-FORERUN_TEST_THREADS sets the number of threads.
+Must not import forerun: the import hook below has to come first. FORERUN_TYPECHECK=0 switches the hook off.
 """
 
 import os
@@ -9,8 +8,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+# Before torch: the suite runs in several processes, where spinning at a barrier keeps others from what it waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, barriers cost more than they win
+
 import pytest
-import torch
 from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,10 +22,6 @@ if find_spec("forerun") is None:
     sys.path.insert(0, str(ROOT / "src"))
 if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
     install_import_hook("forerun", "beartype.beartype")
-
-
-# One thread: for models this small, barriers cost more than they win.
-torch.set_num_threads(int(os.environ.get("FORERUN_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

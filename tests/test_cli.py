@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,9 +53,15 @@ class ScriptedLLM(LLM):
         return self._stats
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, speculation: object = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        speculation: object = None,
+        progress: Callable[[str, float], None] | None = None,
     ) -> Iterator[Delta]:
         assert params is not None
+        assert progress is not None
+        progress("reading the prompt", 0.5)
         self.asked.append((prompt, params))
         checker = StopChecker(params, [2], TOKENIZER, 99)
         try:

@@ -70,6 +70,11 @@ class Painter:
         self._console.file.write(text)
         self._console.file.flush()
 
+    @property
+    def visible(self) -> bool:
+        """Whether a person reads along."""
+        return self._console.is_terminal
+
     def end(self) -> None:
         """A line's end behind the answer, where a person reads; a file or a pipe gets the text alone."""
         if self._console.is_terminal:
@@ -140,8 +145,13 @@ class LoadingBar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the bar off the screen."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar, self._tasks = None, {}
 
     def __call__(self, what: str, done: float) -> None:
         """`done` is the fraction of `what` that is finished."""

@@ -101,14 +101,19 @@ def patient_interrupt() -> Iterator[Interrupt]:
 
 
 def answer(
-    llm: LLM, prompt: str | Sequence[int], params: SamplingParams, show: Callable[[str, Origin], None]
+    llm: LLM,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    show: Callable[[str, Origin], None],
+    bar: LoadingBar,
 ) -> Answer:
     """Streams one answer through `show`. After Ctrl-C it ends with the finish reason "cancelled"."""
     result = Answer()
     started_s = time.perf_counter()
-    deltas = cast(Generator[Delta, None, None], llm.stream(prompt, params))
-    with patient_interrupt() as interrupt, closing(deltas):
+    deltas = cast(Generator[Delta, None, None], llm.stream(prompt, params, progress=bar))
+    with patient_interrupt() as interrupt, closing(deltas), bar:
         for delta in deltas:
+            bar.stop()
             result.total_s = time.perf_counter() - started_s
             result.first_s = result.first_s or result.total_s
             result.token_ids += delta.token_ids
@@ -141,12 +146,14 @@ def generate(
     llm = build_llm(where, errors)
     setting = Setting(where.model, where.draft, where.depth, where.verification, cast(int, params.seed))
     if as_json:
-        result = answer(llm, text, params, lambda *_: None)
+        result = answer(llm, text, params, lambda *_: None, LoadingBar(errors))
         typer.echo(json.dumps(as_object(result, setting, llm)))
     else:
         painter = Painter(Console(), how.raw)
-        result = answer(llm, text, params, painter.write)
+        result = answer(llm, text, params, painter.write, LoadingBar(errors))
         painter.end()
+        if not painter.visible:
+            errors.print()  # the text, wherever it went, ends without a line's end
         errors.print(run_card(setting, result.timing, llm.stats, result.origins, llm.plan.lines()))
     if result.finish_reason == "cancelled":
         raise typer.Exit(130)
@@ -211,7 +218,7 @@ def chat(
             errors.print("the conversation starts anew", style="dim")
         elif line:
             try:
-                result = talk.say(line, params, painter.write)
+                result = talk.say(line, params, painter.write, LoadingBar(errors))
             except InvalidRequest as error:
                 show_error(error)
                 continue
@@ -239,12 +246,12 @@ class Conversation:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
         llm.tokenizer.require_chat_template()
 
-    def say(self, text: str, params: SamplingParams, show: Callable[[str, Origin], None]) -> Answer:
+    def say(self, text: str, params: SamplingParams, show: Callable[[str, Origin], None], bar: LoadingBar) -> Answer:
         """One turn: the user's text, and the model's answer to the whole conversation."""
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._llm.tokenizer.chat(messages)
         ids = self._llm.tokenizer.encode(prompt, add_special_tokens=False)
-        result = answer(self._llm, ids, params, show)
+        result = answer(self._llm, ids, params, show, bar)
         self._messages = [*messages, {"role": "assistant", "content": result.text.strip()}]
         return result
 

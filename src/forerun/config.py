@@ -15,6 +15,12 @@ VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
 DEFAULT_DEPTH = 4
 
 
+def require_whole(name: str, value: object, least: int) -> None:
+    """Raise InvalidRequest unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequest(name, f"{value!r} must be a whole number of at least {least}.")
+
+
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` guesses where `width` > 1.
@@ -30,10 +36,8 @@ class Speculation:
     def __post_init__(self) -> None:
         for name, least in (("depth", 0), ("width", 1), ("nodes", 1)):
             value = getattr(self, name)
-            if name == "nodes" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidRequest(f"speculation.{name}", f"{value!r} must be a whole number of at least {least}.")
+            if name != "nodes" or value is not None:
+                require_whole(f"speculation.{name}", value, least)
 
     @classmethod
     def of(cls, wish: bool | int | Speculation | None, default: Speculation) -> Speculation:
@@ -63,7 +67,6 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(name, f"{getattr(self, name)} must be at least 1.")
+            require_whole(name, getattr(self, name), 1)
         if self.verification not in VERIFICATIONS:
             raise InvalidRequest("verification", f"{self.verification!r} must be one of {', '.join(VERIFICATIONS)}.")

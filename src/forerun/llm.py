@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import torch
 
 from forerun.accept.outcome import Stats
 from forerun.cache.plan import MemoryPlan, plan_memory
-from forerun.config import DEFAULT_DEPTH, EngineOptions, Speculation, Verification
+from forerun.config import DEFAULT_DEPTH, EngineOptions, Speculation, Verification, require_whole
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.engine.controller import Controller, slots_of
@@ -26,7 +27,7 @@ from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
-from forerun.errors import EngineClosed, InvalidRequest, NotEnoughMemory
+from forerun.errors import EngineClosed, InvalidRequest, NotEnoughMemory, UnknownDrafter
 from forerun.models.loading import Blueprint, Progress
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
@@ -89,9 +90,10 @@ class LLM:
     ) -> None:
         default = Speculation.of(speculation, Speculation(depth=DEFAULT_DEPTH))
         options = EngineOptions(max_batch, chunk_tokens, verification, default)
+        for name, value, least in (("threads", threads, 1), ("max_len", max_len, 2), ("memory_bytes", memory_bytes, 0)):
+            if value is not None:
+                require_whole(name, value, least)
         if threads is not None:
-            if threads < 1:
-                raise InvalidRequest("threads", f"{threads} must be at least 1.")
             torch.set_num_threads(threads)
         target = Blueprint.of(str(model), dtype)
         self.tokenizer: Tokenizer = target.tokenizer()
@@ -111,6 +113,7 @@ class LLM:
         self.engine = Engine(
             runner, self.drafter, options=options, controller=controller, num_ids=self.requests.num_ids
         )
+        self.inboxes: dict[int, deque[Delta]] = {}  # by sequence: what its reader has not taken yet
 
     @property
     def stats(self) -> Stats:
@@ -137,33 +140,51 @@ class LLM:
         requests = [self.requests.sequences(p, q, speculation) for p, q in zip(batch, each, strict=True)]
         answers = {s.id: Answer(s) for request in requests for s in request}
         num_open = len(answers)
-        for sequence in (s for request in requests for s in request):
-            self.engine.submit(sequence)
-        try:
-            while self.engine.has_work:
-                for delta in self.engine.step():
-                    num_open -= answers[delta.seq_id].add(delta)
-                if progress is not None:
-                    progress("generating", 1 - num_open / len(answers))
-        finally:
-            for request in requests:
-                self.engine.cancel(request[0].request_id)
+        for delta in self.rounds([s for request in requests for s in request]):
+            num_open -= answers[delta.seq_id].add(delta)
+            if progress is not None:
+                progress("generating", 1 - num_open / len(answers))
         return [self.result(request, answers) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None) -> Iterator[Delta]:
-        """One request's deltas as rounds give them. Closing the iterator cancels the request."""
-        sequences = self.requests.sequences(prompt, params or SamplingParams(), speculation)
-        return self.rounds(sequences)
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: Wish = None,
+        progress: Progress | None = None,
+    ) -> Iterator[Delta]:
+        """One request's deltas as rounds give them. Closing the iterator cancels the request.
 
-    def rounds(self, sequences: Seq[Sequence]) -> Iterator[Delta]:
-        """Step the engine for these sequences alone."""
-        for sequence in sequences:
-            self.engine.submit(sequence)
+        `progress` is told how much of the prompt is read, as long as there is nothing else to tell.
+        """
+        sequences = self.requests.sequences(prompt, params or SamplingParams(), speculation)
+        return self.rounds(sequences, progress)
+
+    def rounds(self, sequences: Seq[Sequence], progress: Progress | None = None) -> Iterator[Delta]:
+        """Step the engine until these sequences are finished, and give what they gain.
+
+        A step moves on all that runs, other streams of this LLM too; what those gain is kept for their own readers.
+        """
+        inbox: deque[Delta] = deque()
+        self.inboxes |= {sequence.id: inbox for sequence in sequences}
+        num_open = len(sequences)
         try:
-            while self.engine.has_work:
-                yield from self.engine.step()
+            for sequence in sequences:
+                self.engine.submit(sequence)
+            while num_open and (inbox or self.engine.has_work):
+                if inbox:
+                    num_open -= inbox[0].finish_reason is not None
+                    yield inbox.popleft()
+                    continue
+                for delta in self.engine.step():
+                    self.inboxes[delta.seq_id].append(delta)
+                if progress is not None and not sequences[0].num_output:
+                    progress("reading the prompt", sequences[0].num_read / sequences[0].num_prompt)
         finally:
-            self.engine.cancel(sequences[0].request_id)
+            for request_id in {sequence.request_id for sequence in sequences}:
+                self.engine.cancel(request_id)
+            for sequence in sequences:
+                del self.inboxes[sequence.id]
 
     def result(self, request: Seq[Sequence], answers: dict[int, Answer]) -> Result:
         """What a finished request answers."""
@@ -181,6 +202,8 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
     """The plan of a specification, of a drafter that is there already, or of none."""
     if isinstance(draft, str):
         return plan_drafter(draft, context)
+    if draft is not None and not isinstance(draft, Drafter):
+        raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', nor a Drafter.")
     return DraftPlan(0, {}, lambda _tokens, _progress: draft)
 
 
@@ -194,12 +217,12 @@ def plan_llm(
 ) -> MemoryPlan:
     """Share out memory for texts of `max_len` tokens; where none is asked for, for the longest that fit."""
     limit = target.config.max_positions
-    if max_len is not None and not 2 <= max_len <= limit:
-        raise InvalidRequest("max_len", f"{max_len} must be from 2 to {limit}, the positions of {target.name}.")
+    if max_len is not None and max_len > limit:
+        raise InvalidRequest("max_len", f"{max_len} must be at most {limit}, the positions of {target.name}.")
 
     def plan(length: int) -> MemoryPlan:
         return plan_memory(
-            weights_bytes=target.num_bytes + drafter.weights_bytes,
+            weights_bytes=target.weights_bytes + drafter.weights_bytes,
             target_bytes_per_token=target.bytes_per_token,
             drafter_bytes_per_token=drafter.bytes_per_token,
             max_len=length,
@@ -249,8 +272,9 @@ class Answer:
 
 
 def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
-    """One prompt or many, as many."""
-    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
+    """One prompt or many, as many. What is no prompt at all is one that will be refused by name."""
+    many = isinstance(prompts, Seq) and not isinstance(prompts, str | bytes)
+    if not many or (prompts and all(isinstance(p, int) for p in prompts)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
@@ -266,7 +290,7 @@ class AsyncLLM:
         self.llm = llm
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.outboxes: dict[int, Outbox] = {}
-        self.closed = False
+        self.end: BaseException | None = None  # why nothing joins any more
         self.gate = threading.Lock()
         self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
         self.thread.start()
@@ -287,8 +311,9 @@ class AsyncLLM:
     ) -> AsyncIterator[Delta]:
         """One request's deltas as rounds give them, of all its samples. Leaving the loop early cancels it."""
         sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation)
-        async for delta in self.follow(sequences):
-            yield delta
+        async with aclosing(self.follow(sequences)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None) -> Result:
         """One request's answer, once all its samples are finished."""
@@ -298,13 +323,13 @@ class AsyncLLM:
             answers[delta.seq_id].add(delta)
         return self.llm.result(sequences, answers)
 
-    async def follow(self, sequences: Seq[Sequence]) -> AsyncIterator[Delta]:
+    async def follow(self, sequences: Seq[Sequence]) -> AsyncGenerator[Delta, None]:
         """Hand sequences to the engine's thread and pass on what it says of them."""
         request_id, num_open = sequences[0].request_id, len(sequences)
         outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue())
         with self.gate:
-            if self.closed:
-                raise EngineClosed("this AsyncLLM has shut down; build a new one.")
+            if self.end is not None:
+                raise EngineClosed("this AsyncLLM has shut down; build a new one.") from self.end
             self.inbox.put(lambda: self.join(sequences, outbox))
         try:
             while num_open:
@@ -329,20 +354,21 @@ class AsyncLLM:
 
     def run(self) -> None:
         """The engine's thread: take what came in, step, hand out, until told to stop."""
+        end: BaseException = EngineClosed("this AsyncLLM was closed while the request ran.")
         try:
             while self.take_in():
                 for delta in self.llm.engine.step():
                     self.outboxes[delta.request_id].put(delta)
-        finally:
-            with self.gate:
-                self.closed = True  # nothing joins from here on
-            end = sys.exc_info()[1] or EngineClosed("this AsyncLLM was closed while the request ran.")
-            while not self.inbox.empty():
-                if (job := self.inbox.get()) is not None:
-                    job()  # what came too late is told of the end with the others
-            for request_id, outbox in list(self.outboxes.items()):
-                self.llm.engine.cancel(request_id)
-                outbox.put(end)
+        except BaseException as error:  # the thread has no caller: those who wait are told instead
+            end = error
+        with self.gate:
+            self.end = end  # nothing joins from here on
+        while not self.inbox.empty():
+            if (job := self.inbox.get()) is not None:
+                job()  # what came too late is told of the end with the others
+        for request_id, outbox in list(self.outboxes.items()):
+            self.part(request_id)
+            outbox.put(end)
 
     def take_in(self) -> bool:
         """Do what was asked for, waiting for it where there is nothing else to do; False to stop."""
@@ -362,6 +388,6 @@ class Outbox:
     news: asyncio.Queue[Delta | BaseException]
 
     def put(self, news: Delta | BaseException) -> None:
-        """Hand over from the engine's thread; a loop that is gone wants no news."""
-        if not self.loop.is_closed():
+        """Hand over from the engine's thread; a loop that is closed wants no news."""
+        with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.news.put_nowait, news)

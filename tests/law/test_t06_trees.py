@@ -76,7 +76,7 @@ def test_chunks_give_the_same_bits(decoders: list[Decoder], length: int) -> None
         text = [random.Random(length).randrange(3, 500) for _ in range(length)]
         whole = read_in_chunks(decoder, text, length)
         assert whole.std() > 1.5
-        for chunk in (1, 2, 3, 5, 8, 64, 201, 400):
+        for chunk in (1, 3, 8, 64, 201, 400) if length > 500 else (1, 2, 3, 5, 8, 64):
             assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
 
 
@@ -87,7 +87,7 @@ def test_threads_give_the_same_bits(decoders: list[Decoder]) -> None:
         text = [random.Random(length).randrange(3, 500) for _ in range(length)]
         whole = read_in_chunks(decoder, text, length)
         with threads(2):
-            for chunk in (5, 201, 400, length):
+            for chunk in (33, 201, 400, length):
                 assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -337,6 +337,8 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         (GatedRepoError, "owner/name is gated: accept its terms .* `hf auth login`"),
         (RepositoryNotFoundError, "nor a model on the hub: check the spelling"),
+        (ConnectionError, "owner/name could not be fetched from the hub .*: try again"),
+        (HfHubHTTPError, "owner/name could not be fetched from the hub .*: try again"),
         (HFValidationError, "there is no folder owner/name, and as a hub id it is not valid"),
     ],
 )

@@ -85,7 +85,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     def build(cache_tokens: CacheTokens, progress: Progress | None) -> Drafter:
         return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
 
-    return DraftPlan(drafter.num_bytes, {name: drafter.bytes_per_token}, build)
+    return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build)
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {

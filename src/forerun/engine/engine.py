@@ -84,10 +84,21 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """One round: what each sequence that drew tokens gained. Empty while only prompts are read."""
+        """One round: what each sequence that drew tokens gained. Empty while only prompts are read.
+
+        A round that fails, as one with a request's own logits processor may, is as if it had not been.
+        """
         plan = self.plan()
         if not plan.rows:
             return []
+        try:
+            return self.round(plan)
+        except BaseException:
+            self.runner.drop([row.sequence.id for row in plan.rows])
+            raise
+
+    def round(self, plan: Round) -> list[Delta]:
+        """The three verbs, in their order."""
         started = time.perf_counter()
         tree = self.draft(plan)  # draft
         drafted = time.perf_counter()

@@ -45,6 +45,8 @@ class Requests:
     ) -> list[Sequence]:
         """The request's samples, or InvalidRequest saying which field cannot be served and why."""
         tokens = self.prompt_tokens(prompt)
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest("params", f"{params!r} must be SamplingParams.")
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "stop strings need a tokenizer; use stop_token_ids.")
@@ -80,6 +82,8 @@ class Requests:
 
     def prompt_tokens(self, prompt: str | Seq[int]) -> list[int]:
         """The prompt's token ids: at least one, all known, with room behind them."""
+        if isinstance(prompt, bytes) or not isinstance(prompt, Seq):
+            raise InvalidRequest("prompt", f"{prompt!r} must be text or a list of token ids.")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt", "text needs a tokenizer; give token ids.")

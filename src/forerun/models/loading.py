@@ -46,6 +46,14 @@ class Blueprint:
         return cls(model, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes)
 
     @property
+    def weights_bytes(self) -> int:
+        """What it takes once loaded, caches aside: a tied head is packed apart from the embedding."""
+        c = self.config
+        head = c.vocab_size * c.hidden * self.dtype.itemsize if c.tied else 0
+        rope = 2 * c.max_positions * c.head_dim * torch.float32.itemsize
+        return self.num_bytes + head + rope
+
+    @property
     def bytes_per_token(self) -> int:
         """What one token costs in the cache."""
         c = self.config

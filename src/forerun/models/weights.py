@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -71,6 +72,9 @@ def fetch(model: str) -> Path:
         raise ModelNotFound(f"{model} is no folder here, and the hub cannot be reached: {wanted}") from error
     except HFValidationError as error:
         raise ModelNotFound(f"there is no folder {model}, and as a hub id it is not valid: {error}") from error
+    except (HfHubHTTPError, OSError) as error:
+        wanted = "try again, what has arrived is kept"
+        raise ModelNotFound(f"{model} could not be fetched from the hub ({error}): {wanted}") from error
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{model} has no config.json on the hub: choose a repository in Hugging Face's layout")
     return folder

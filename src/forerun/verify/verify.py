@@ -33,7 +33,7 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
     if rule == "coupled" or tree.q is None:
         return follow(tree, torch.where(valid, draws.draw(logits, at)[row], -1))
     assert draws.rejection, f"the {rule} rule needs draws made for rejection: coupled noise would be used twice"
-    p = draws.law(logits, at).exp()
+    p = draws.probs(logits, at)
     law = block_law(tree, p, row) if rule == "block" and tree.width == 1 else token_law(tree, p, row)
     walked = walk(tree, law, _coins(tree, draws, at, row))
     stop = row.gather(1, walked.node[:, None])[:, 0]

@@ -1,0 +1,46 @@
+"""A fixed depth is the wish, cut to what can be said, drafted and stored, the youngest first."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.config import Speculation
+from forerun.draft.base import NO_DRAFT, Budget, Outlook
+from forerun.engine.controller import FixedDepth, Load, slots_of
+
+WISHES = st.builds(Speculation, depth=st.integers(0, 9), width=st.integers(1, 4), nodes=st.none() | st.integers(1, 40))
+ROWS = st.lists(st.tuples(WISHES, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=8)
+
+
+def budgets(rows: list[tuple[Speculation, int, int]], spare_slots: int) -> list[Budget]:
+    wishes, rooms, limits = ([row[i] for row in rows] for i in range(3))
+    load = Load(list(range(len(rows))), wishes, rooms, 0)
+    outlook = Outlook([0] * len(rows), limits, [None] * len(rows))
+    return list(FixedDepth().budgets(load, outlook, spare_slots))
+
+
+@given(rows=ROWS, spare_slots=st.integers(0, 120))
+def test_budgets_keep_to_every_limit(rows: list[tuple[Speculation, int, int]], spare_slots: int) -> None:
+    found = budgets(rows, spare_slots)
+    assert sum(map(slots_of, found)) <= spare_slots
+    for budget, (wish, room, limit) in zip(found, rows, strict=True):
+        assert budget.depth in (0, min(wish.depth, room, limit))
+        assert budget.width == (wish.width if budget.depth else 1)
+        assert budget.depth <= budget.nodes
+        if wish.nodes is not None and wish.width > 1:
+            assert budget.nodes <= max(wish.nodes, budget.depth)
+
+
+@given(rows=ROWS, spare_slots=st.integers(0, 120))
+def test_the_younger_take_nothing_from_the_older(rows: list[tuple[Speculation, int, int]], spare_slots: int) -> None:
+    found = budgets(rows, spare_slots)
+    for count in range(1, len(rows)):
+        assert budgets(rows[:count], spare_slots) == found[:count]
+    ample = budgets(rows, 10**6)
+    assert [b for b in ample if b.depth] == [b for b in (budgets([row], 10**6)[0] for row in rows) if b.depth]
+
+
+def test_slots_are_those_a_tail_takes() -> None:
+    """A chain takes its guesses; a tree also the chain on which its paths are laid, the root's place included."""
+    assert slots_of(NO_DRAFT) == 0
+    assert slots_of(Budget(4)) == 4
+    assert slots_of(Budget(4, 2, 7)) == 7 + 5

@@ -1,0 +1,77 @@
+"""Runs become deltas: what is cut off at a stop leaves nothing behind, and every token knows who said it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.accept.commit import Accepted
+from forerun.config import Speculation
+from forerun.engine.delta import commit, run_origins
+from forerun.engine.request import Requests
+from forerun.engine.sequence import Origin, Sequence
+from forerun.sampling.params import SamplingParams
+from forerun.text import Tokenizer
+
+STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories260k")
+
+
+def sequence(params: SamplingParams, max_length: int = 99) -> Sequence:
+    maker = Requests(STORIES, 512, max_length, eos_ids=(2,), default=Speculation())
+    (made,) = maker.sequences([1, 403], params)
+    return made
+
+
+D, T, R, B = Origin.DRAFTED, Origin.TARGET, Origin.RECOVERED, Origin.BONUS
+# tokens, guesses in the tree, depths with a guess on offer -> who said them
+RUNS = [
+    ([407], 0, 0, [T]),
+    ([407], 3, 1, [R]),
+    ([407, 261], 3, 2, [D, R]),
+    ([407, 261, 378], 2, 2, [D, D, B]),
+    ([407, 261], 5, 1, [D, B]),  # the path ended early, where a sibling went deeper
+]
+
+
+@pytest.mark.parametrize(("tokens", "num_drafted", "offered", "origins"), RUNS)
+def test_every_token_knows_who_said_it(
+    tokens: list[int], num_drafted: int, offered: int, origins: list[Origin]
+) -> None:
+    assert run_origins(Accepted(list(range(len(tokens))), tokens, num_drafted, offered)) == origins
+
+
+@pytest.mark.parametrize("stop_at", range(1, 5))
+def test_what_stands_behind_the_end_is_not_said(stop_at: int) -> None:
+    """By a stop id, by eos, by the limit asked for, by the context: the same four ways to cut a run of four."""
+    run = [407, 261, 378, 411]
+    ends = {
+        "stop id": (SamplingParams(stop_token_ids=[run[stop_at - 1]], logprobs=1), 99, run),
+        "eos": (SamplingParams(logprobs=1), 99, [*run[: stop_at - 1], 2, *run[stop_at:]]),
+        "limit": (SamplingParams(max_tokens=stop_at, logprobs=1), 99, run),
+        "context": (SamplingParams(logprobs=1), 2 + stop_at, run),
+    }
+    logits = torch.randn(6, 512, generator=torch.Generator().manual_seed(0))
+    nodes = [0, 2, 3, 5]
+    for name, (params, max_length, said) in ends.items():
+        text = sequence(params, max_length)
+        delta = commit(text, Accepted(nodes, said, 5, 4), logits)
+        assert list(delta.token_ids) == said[:stop_at] == text.tokens[2:]
+        assert list(delta.origins) == [D, D, D, R][:stop_at] == text.origins
+        assert delta.finish_reason == ("stop" if name in ("stop id", "eos") else "length")
+        assert delta.stop_reason == (said[stop_at - 1] if delta.finish_reason == "stop" else None)
+        expected = logits.log_softmax(1)[torch.tensor(nodes), torch.tensor(said)][:stop_at]
+        assert [alternatives.logprob for alternatives in delta.logprobs] == expected.tolist()
+        shown = said[: stop_at - 1] if name == "eos" else said[:stop_at]
+        assert delta.text == STORIES.decode([403, *shown])[len(STORIES.decode([403])) :]
+        assert [segment.origin for segment in delta.segments] == [D, D, D, R][: len(shown)]
+
+
+def test_text_carries_the_origin_of_its_own_token_when_it_comes_late() -> None:
+    """Held back as the beginning of a stop string, and let go a round later."""
+    text = sequence(SamplingParams(stop=[" upon us"]))
+    logits = torch.zeros(3, 512)
+    first = commit(text, Accepted([0], [407], 0, 0), logits)  # " upon"
+    assert (first.text, first.segments) == ("", ())
+    second = commit(text, Accepted([0, 1], [261, 378], 1, 1), logits)
+    assert [segment.origin for segment in second.segments] == [T, D, B]
+    assert second.text == STORIES.decode([403, 407, 261, 378])[len("Once") :]

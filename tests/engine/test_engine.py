@@ -1,0 +1,168 @@
+"""Rows join, leave and give way between rounds; guesses take only what is left over."""
+
+import random
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.oracles import Oracle
+from forerun.cache.paged import PagedCache
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Budget
+from forerun.engine.controller import FixedDepth
+from forerun.engine.engine import Engine
+from forerun.engine.request import Requests
+from forerun.engine.sequence import Sequence, Status
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Runner
+from forerun.sampling.params import SamplingParams
+
+TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
+LONGEST = 64
+
+
+@cache
+def decoder() -> Runner:
+    return Blueprint.of(str(TARGET), "float32").load(64)
+
+
+def engine_of(num_tokens: int, oracle: Oracle | None = None, block_size: int = 8, **options: int) -> Engine:
+    """An engine around the shared weights, with a cache of its own."""
+    model = decoder().decoder
+    c = model.config
+    cache = PagedCache(
+        layers=c.layers,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        num_tokens=num_tokens,
+        dtype=torch.float32,
+        block_size=block_size,
+    )
+    return Engine(Runner(model, cache), oracle, options=EngineOptions(**options))
+
+
+def requests() -> Requests:
+    return Requests(None, 512, LONGEST, eos_ids=(2,), default=Speculation(4))
+
+
+def some(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 40 random tokens, and how to go on."""
+    rng = random.Random(seed)
+    prompts = [[1, *(rng.randrange(3, 512) for _ in range(rng.randrange(40)))] for _ in range(count)]
+    return [
+        (p, SamplingParams(temperature=i % 2, seed=i, max_tokens=rng.randint(1, 20), ignore_eos=True))
+        for i, p in enumerate(prompts)
+    ]
+
+
+def finish(engine: Engine, texts: Seq[Sequence]) -> list[list[int]]:
+    for sequence in texts:
+        engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+    return [sequence.tokens for sequence in texts]
+
+
+def taught(asked: Seq[tuple[list[int], SamplingParams]]) -> tuple[Oracle, list[list[int]]]:
+    """The answers of plain decoding one by one, and an oracle that knows them."""
+    oracle, answers, maker = Oracle(errs=lambda place: place % 6 == 5), [], requests()
+    for prompt, params in asked:
+        (tokens,) = finish(engine_of(LONGEST), maker.sequences(prompt, params))
+        answers.append(tokens)
+        oracle.asked.append(params)
+        oracle.answers[id(params), tuple(prompt), 0] = tuple(tokens[len(prompt) :])
+    return oracle, answers
+
+
+WISHES = (Speculation(4), Speculation(3, 3, 8), Speculation(7), Speculation(0), Speculation(5, 2, 9))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guesses_take_what_is_left_over(seed: int) -> None:
+    """In caches from hardly enough to ample: never out of blocks, and the same answers."""
+    rng, asked = random.Random(seed), some(6, seed)
+    oracle, answers = taught(asked)
+    num_drafted = []
+    for num_tokens in (LONGEST, LONGEST + rng.randint(8, 60), 900):
+        engine = engine_of(num_tokens, oracle, block_size=rng.choice([2, 8]), max_batch=4, chunk_tokens=17)
+        maker = requests()
+        texts = [s for i, (p, q) in enumerate(asked) for s in maker.sequences(p, q, WISHES[(i + seed) % 5])]
+        assert finish(engine, texts) == answers
+        assert engine.runner.cache.num_rows == 0
+        engine.runner.cache.check()
+        num_drafted.append(engine.stats.num_drafted)
+    assert num_drafted[-1] > 0
+
+
+class Watched(FixedDepth):
+    """Writes down the slots that were spare, and those that were given."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def budgets(self, load: object, outlook: object, spare_slots: int) -> Seq[Budget]:
+        found = super().budgets(load, outlook, spare_slots)
+        self.seen.append((spare_slots, sum(budget.nodes for budget in found if budget.depth)))
+        return found
+
+
+def test_a_full_cache_has_no_room_for_guesses_but_goes_on() -> None:
+    asked = [([1, *range(300, 340)], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))]
+    oracle, answers = taught(asked)
+    engine = engine_of(LONGEST, oracle, block_size=4)
+    engine.controller = watched = Watched()
+    assert finish(engine, requests().sequences(*asked[0], Speculation(9))) == answers
+    given = [nodes for _, nodes in watched.seen]
+    assert max(given) == 9
+    assert (0, 0) in watched.seen[2:], "it never got tight"
+    assert all(nodes <= spare for spare, nodes in watched.seen)
+
+
+def test_leaving_between_rounds() -> None:
+    """Whoever is cancelled, read or waiting, half a prompt in or drafting: nothing is left of them."""
+    asked = some(7, 3)
+    oracle, answers = taught(asked)
+    engine, maker = engine_of(600, oracle, max_batch=4, chunk_tokens=9), requests()
+    texts = [s for p, q in asked for s in maker.sequences(p, q)]
+    for sequence in texts:
+        engine.submit(sequence)
+    gone = []
+    for number in range(200):
+        if number in (0, 2, 5):
+            victim = (engine.scheduler.waiting or engine.scheduler.running)[-1]
+            gone.append(victim.id)
+            engine.cancel(victim.request_id)
+            engine.cancel(victim.request_id)
+            engine.cancel(12345)
+            assert victim.status is Status.FINISHED
+            assert victim.id not in engine.runner.cache
+            assert victim.id not in oracle.known
+        deltas = engine.step()
+        assert not {delta.seq_id for delta in deltas} & set(gone)
+    assert len(set(gone)) == 3
+    assert not engine.has_work
+    assert engine.step() == []
+    for sequence, answer in zip(texts, answers, strict=True):
+        if sequence.id not in gone:
+            assert sequence.tokens == answer
+    assert engine.runner.cache.num_rows == 0
+
+
+def test_counters_add_up() -> None:
+    asked = some(5, 8)
+    oracle, answers = taught(asked)
+    engine, maker = engine_of(900, oracle, max_batch=3), requests()
+    finish(engine, [s for i, (p, q) in enumerate(asked) for s in maker.sequences(p, q, WISHES[i])])
+    stats = engine.stats
+    said = sum(len(answer) - len(prompt) for answer, (prompt, _) in zip(answers, asked, strict=True))
+    assert stats.num_emitted == said <= stats.num_accepted + stats.num_rounds
+    assert stats.num_prompt_tokens == sum(len(prompt) - 1 for prompt, _ in asked)
+    assert stats.num_accepted == sum(stats.accepted_at_depth)
+    assert stats.num_drafted >= sum(stats.offered_at_depth) >= stats.num_accepted > 0
+    offered, accepted = stats.offered_at_depth, stats.accepted_at_depth
+    assert all(later <= earlier for earlier, later in zip(accepted, offered[1:], strict=False))
+    assert stats.acceptance_rate == stats.num_accepted / stats.num_drafted
+    assert stats.tokens_per_round == (stats.num_accepted + stats.num_rounds) / stats.num_rounds

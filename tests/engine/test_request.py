@@ -1,0 +1,53 @@
+"""Requests without a tokenizer: what still can be served, and what is refused by name."""
+
+import pytest
+
+from forerun.config import Speculation
+from forerun.engine.request import Requests
+from forerun.errors import InvalidRequest, PromptTooLong
+from forerun.sampling.params import SamplingParams
+
+
+def maker(arms: tuple[str, ...] = ()) -> Requests:
+    return Requests(None, vocab_size=9, max_length=6, eos_ids=(2,), default=Speculation(4), arms=arms)
+
+
+def test_samples_share_all_but_their_number() -> None:
+    made = maker()
+    first = made.sequences([1, 5], SamplingParams(n=3, max_tokens=None))
+    second = made.sequences((1, 5), SamplingParams(n=2, seed=-2, max_tokens=2), False)
+    assert [s.id for s in [*first, *second]] == [0, 1, 2, 3, 4]
+    assert [s.request_id for s in [*first, *second]] == [0, 0, 0, 1, 1]
+    assert [s.sample for s in [*first, *second]] == [0, 1, 2, 0, 1]
+    assert len({s.seed for s in first}) == 1
+    assert {s.seed for s in second} == {2**64 - 2}
+    assert [s.room for s in [*first, *second]] == [4, 4, 4, 2, 2]
+    assert {s.speculation for s in first} == {Speculation(4)}
+    assert {s.speculation.depth for s in second} == {0}
+    first[0].tokens.append(3)
+    assert first[1].tokens == [1, 5]
+    assert first[0].stop is not first[1].stop
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "wish", "message"),
+    [
+        ("text", {}, None, "prompt: text needs a tokenizer; give token ids"),
+        ([1, 9], {}, None, "prompt: 9 is not a token id from 0 to 8"),
+        ([], {}, None, "prompt: it is empty"),
+        ([1], {"stop": "x"}, None, "stop: .*stop_token_ids"),
+        ([1], {"logprobs": 10}, None, "logprobs: 10 .*vocabulary size, 9"),
+        ([1], {}, Speculation(drafter="b"), "speculation.drafter: 'b' is not drafting here; known: a"),
+        ([1], {}, -3, "speculation.depth: -3"),
+    ],
+)
+def test_refusals(prompt: str | list[int], params: dict[str, object], wish: object, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        maker(("a",)).sequences(prompt, SamplingParams(**params), wish)
+
+
+def test_prompts_end_before_the_context_does() -> None:
+    assert maker().sequences([1] * 5, SamplingParams(max_tokens=None))[0].room == 1
+    for length in (6, 7):
+        with pytest.raises(PromptTooLong, match=f"{length} tokens leave no room in a context of 6"):
+            maker().sequences([1] * length, SamplingParams())

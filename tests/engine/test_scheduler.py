@@ -1,0 +1,120 @@
+"""Whatever the memory and the requests: rows fit, chunks are shared by arrival, the oldest goes on, all finish."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.cache.paged import PagedCache
+from forerun.config import Speculation
+from forerun.engine.request import Requests
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import Sequence, Status
+from forerun.sampling.params import SamplingParams
+
+
+def requests(max_length: int = 10_000) -> Requests:
+    return Requests(tokenizer=None, vocab_size=50, max_length=max_length, eos_ids=(), default=Speculation())
+
+
+def sequences(shapes: Seq[tuple[int, int]]) -> list[Sequence]:
+    """One sequence per (prompt length, tokens to say)."""
+    maker = requests()
+    made = [maker.sequences([1] * prompt, SamplingParams(max_tokens=say)) for prompt, say in shapes]
+    return [sequence for (sequence,) in made]
+
+
+def cache_of(num_tokens: int, block_size: int) -> PagedCache:
+    return PagedCache(
+        layers=1, kv_heads=1, head_dim=1, num_tokens=num_tokens, dtype=torch.float32, block_size=block_size, key_pad=1
+    )
+
+
+def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> list[tuple[int, list[int], list[int]]]:
+    """Rounds without a model until all have said what they should: (oldest running, rows, preempted) of each."""
+    cache, said, rounds, incoming = scheduler.cache, dict[int, int](), [], list(waiting)
+    for number in range(3000):
+        for sequence in incoming[: arrivals[number % len(arrivals)]]:
+            scheduler.submit(sequence)
+            incoming.remove(sequence)
+        rows, preempted = scheduler.plan()
+        if not rows and not incoming and not scheduler.waiting:
+            return rounds
+        assert not {row.sequence.id for row in rows} & {sequence.id for sequence in preempted}
+        assert len(scheduler.running) <= scheduler.max_batch
+        assert sum(row.num_chunk for row in rows) <= scheduler.chunk_tokens
+        assert [row.sequence.id for row in rows] == sorted(row.sequence.id for row in rows)
+        assert all(row.sequence.status is Status.RUNNING for row in rows)
+        ids, counts = [row.sequence.id for row in rows], [row.num_certain for row in rows]
+        cache.reserve(ids, counts)  # never OutOfBlocks
+        rounds.append((min((s.id for s in scheduler.running), default=-1), ids, [s.id for s in preempted]))
+        for row, count in zip(rows, counts, strict=True):
+            sequence = row.sequence
+            cache.keep([sequence.id], range(count), [0, count])
+            sequence.num_read += count
+            assert row.draws == (sequence.num_read == len(sequence.tokens))
+            if not row.draws:
+                continue
+            sequence.tokens.append(2)
+            said[sequence.id] = said.get(sequence.id, 0) + 1
+            assert sequence.num_output == said[sequence.id]
+            if said[sequence.id] == sequence.params.max_tokens:
+                scheduler.finish(sequence)
+                cache.release([sequence.id])
+        cache.check()
+    raise AssertionError("somebody never finishes")
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=9),
+    block_size=st.sampled_from([1, 4, 16]),
+    slack=st.integers(0, 90),
+    max_batch=st.integers(1, 6),
+    chunk_tokens=st.integers(1, 50),
+    arrivals=st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any),
+)
+@settings(max_examples=150, deadline=None)
+def test_all_fit_and_all_finish(
+    shapes: list[tuple[int, int]], block_size: int, slack: int, max_batch: int, chunk_tokens: int, arrivals: list[int]
+) -> None:
+    longest = max(prompt + say for prompt, say in shapes)
+    scheduler = Scheduler(cache_of(longest + slack, block_size), max_batch, chunk_tokens)
+    everyone = sequences(shapes)
+    rounds = play(scheduler, everyone, arrivals)
+    assert [s.num_output for s in everyone] == [say for _, say in shapes]
+    assert all(s.status is Status.FINISHED for s in everyone)
+    assert scheduler.cache.num_rows == 0
+    for oldest, _, preempted in rounds:
+        assert oldest not in preempted, "the oldest must not lose its place"
+    assert sum(s.num_preempted for s in everyone) == sum(len(preempted) for *_, preempted in rounds)
+
+
+def test_the_youngest_gives_way_and_comes_back_first() -> None:
+    """Three that fit at first and not when they have grown."""
+    scheduler = Scheduler(cache_of(36, 4), 3, 100)
+    everyone = sequences([(8, 9), (8, 9), (8, 9)])
+    rounds = play(scheduler, everyone, [3])
+    assert [s.num_preempted > 0 for s in everyone] == [False, False, True]
+    sent_back = next(i for i, (_, _, preempted) in enumerate(rounds) if preempted)
+    assert rounds[sent_back][1:] == ([0, 1], [2])
+
+
+def test_prompts_share_a_pass_by_arrival() -> None:
+    scheduler = Scheduler(cache_of(400, 4), 4, 10)
+    for sequence in sequences([(5, 1), (21, 1), (1, 1), (4, 1)]):
+        scheduler.submit(sequence)
+    rows, _ = scheduler.plan()
+    assert [(row.sequence.id, row.num_chunk, row.draws) for row in rows] == [(0, 4, True), (1, 6, False), (2, 0, True)]
+
+
+def test_who_waits_can_leave() -> None:
+    scheduler = Scheduler(cache_of(400, 4), 1, 100)
+    first, second = sequences([(5, 9), (5, 9)])
+    scheduler.submit(first)
+    scheduler.submit(second)
+    scheduler.plan()
+    scheduler.finish(second)
+    assert not scheduler.waiting
+    scheduler.finish(first)
+    assert scheduler.plan() == ([], [])

@@ -1,0 +1,265 @@
+"""Many requests at once from event loops: each is answered as if alone, any may leave, and every end reaches all."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from engine.oracles import seen
+from forerun.config import Speculation
+from forerun.draft.model import ModelDrafter
+from forerun.engine.delta import Delta
+from forerun.errors import EngineClosed, InvalidRequest
+from forerun.llm import LLM, AsyncLLM, Prompt, Result
+from forerun.sampling.params import SamplingParams
+
+DATA = Path(__file__).resolve().parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
+WISHES = (None, False, 2, Speculation(3, 3, 8), 7)
+PATIENCE_S = 60
+
+
+@cache
+def plain() -> LLM:
+    return LLM(str(TARGET), dtype="float32")
+
+
+@cache
+def drafting() -> LLM:
+    return LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_batch=6)
+
+
+def asking(seed: int, **others: object) -> SamplingParams:
+    settings = {"temperature": seed % 3 / 2, "seed": seed, "max_tokens": 12 + seed % 5, "logprobs": 1} | others
+    return SamplingParams(**settings)
+
+
+def endless(seed: int = 0) -> SamplingParams:
+    return asking(seed, max_tokens=None, ignore_eos=True)
+
+
+@cache
+def alone(num: int) -> list[dict[str, object]]:
+    """Plain answers to the first requests, one by one."""
+    return [dict(seen(plain().generate([PROMPTS[i % 5]], asking(i))[0])) for i in range(num)]
+
+
+def run(work: Callable[[AsyncLLM], Awaitable[None]], llm: LLM | None = None) -> None:
+    """In a loop of its own, with a limit: nothing here may wait for ever."""
+
+    async def main() -> None:
+        async with AsyncLLM(llm or drafting()) as front:
+            await asyncio.wait_for(work(front), PATIENCE_S)
+
+    asyncio.run(main())
+    assert_empty(llm or drafting())
+
+
+def assert_empty(llm: LLM) -> None:
+    assert not llm.engine.has_work
+    assert llm.engine.runner.cache.num_rows == 0
+    assert not llm.engine.runner.tails
+    assert isinstance(llm.drafter, ModelDrafter)
+    assert not llm.drafter.sequences
+    assert llm.drafter.runner.cache.num_rows == 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for the engine's thread to get there."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+async def together(deltas: AsyncIterator[Delta]) -> tuple[int, ...]:
+    return tuple([token async for delta in deltas for token in delta.token_ids])
+
+
+def test_requests_at_once_are_answered_as_if_alone() -> None:
+    """More than the batch holds, of all wishes, coming in one after the other."""
+    num = 14
+
+    async def work(front: AsyncLLM) -> None:
+        async def one(i: int) -> Result:
+            await asyncio.sleep(i % 4 * 0.02)
+            return await front.generate(PROMPTS[i % 5], asking(i), WISHES[i % len(WISHES)])
+
+        found = await asyncio.gather(*(one(i) for i in range(num)))
+        assert list(map(seen, found)) == alone(num)
+
+    run(work)
+
+
+def test_streams_at_once_and_many_samples() -> None:
+    async def work(front: AsyncLLM) -> None:
+        streams = [front.stream(PROMPTS[i % 5], asking(i)) for i in range(6)]
+        samples = front.generate(PROMPTS[0], asking(1, n=4))
+        *found, many = await asyncio.gather(*map(together, streams), samples)
+        answers = [plain().generate(PROMPTS[i % 5], asking(i))[0].completions[0].token_ids for i in range(6)]
+        assert found == answers
+        assert seen(many) == seen(plain().generate(PROMPTS[0], asking(1, n=4))[0])
+        prompt = plain().tokenizer.encode(PROMPTS[0])
+        parts = [delta async for delta in front.stream(prompt, asking(1, n=4))]
+        for sample in many.completions:
+            own = [delta for delta in parts if delta.sample == sample.index]
+            assert "".join(delta.text for delta in own) == sample.text
+            assert own[-1].finish_reason == sample.finish_reason
+
+    run(work)
+
+
+def test_a_refused_request_disturbs_nobody() -> None:
+    async def work(front: AsyncLLM) -> None:
+        good = asyncio.create_task(front.generate(PROMPTS[0], asking(0)))
+        refused: list[tuple[Prompt, SamplingParams]] = [([], asking(1)), ("a", asking(1, stop_token_ids=[999]))]
+        for prompt, asked in refused:
+            with pytest.raises(InvalidRequest):
+                await front.generate(prompt, asked)
+            with pytest.raises(InvalidRequest):
+                await anext(front.stream(prompt, asked))
+        assert seen(await good) == alone(1)[0]
+
+    run(work)
+
+
+async def leave_the_loop(front: AsyncLLM) -> None:
+    async for delta in front.stream(PROMPTS[1], endless()):
+        if delta.token_ids:
+            break
+
+
+async def close_the_stream(front: AsyncLLM) -> None:
+    stream = front.stream(PROMPTS[1], endless(), Speculation(3, 2, 5))
+    await anext(stream)
+    await stream.aclose()
+
+
+async def cancel_the_task(front: AsyncLLM) -> None:
+    task = asyncio.create_task(front.generate(PROMPTS[1], asking(3, n=3, max_tokens=None, ignore_eos=True)))
+    await until(lambda: len(front.llm.engine.sequences) > 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def cancel_at_once(front: AsyncLLM) -> None:
+    task = asyncio.create_task(front.generate(PROMPTS[1], endless()))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def run_out_of_time(front: AsyncLLM) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(front.generate(PROMPTS[1], endless()), 0.05)
+
+
+@pytest.mark.parametrize("leave", [leave_the_loop, close_the_stream, cancel_the_task, cancel_at_once, run_out_of_time])
+def test_who_leaves_is_forgotten_and_the_others_go_on(leave: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+    async def work(front: AsyncLLM) -> None:
+        others = [asyncio.create_task(front.generate(PROMPTS[i], asking(i))) for i in range(3)]
+        await leave(front)
+        assert [seen(await other) for other in others] == alone(3)
+        engine = front.llm.engine
+        await until(lambda: not front.outboxes and not engine.has_work and not engine.runner.cache.num_rows)
+        assert seen(await front.generate(PROMPTS[0], asking(0))) == alone(1)[0]
+
+    run(work)
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    async def work(front: AsyncLLM) -> None:
+        running = [asyncio.create_task(front.generate(PROMPTS[i % 5], endless(i))) for i in range(8)]
+        stream = front.stream(PROMPTS[0], endless())
+        await anext(stream)
+        await until(lambda: len(front.llm.engine.sequences) > 5)
+        await asyncio.to_thread(front.close)
+        for task in running:
+            with pytest.raises(EngineClosed, match="closed while the request ran"):
+                await task
+        with pytest.raises(EngineClosed, match="closed while the request ran"):
+            await together(stream)
+        for late in (front.generate("a"), anext(front.stream("a"))):
+            with pytest.raises(EngineClosed, match="has shut down; build a new one"):
+                await late
+        assert not front.thread.is_alive()
+        front.close()
+
+    run(work)
+    assert seen(drafting().generate(PROMPTS[0], asking(0))[0]) == alone(1)[0]
+
+
+class Faulty(Exception):
+    """A processor's own failure."""
+
+
+def test_an_error_of_the_engine_reaches_all_and_hangs_nobody() -> None:
+    """And it is not lost in the thread: no traceback is left to the interpreter's last resort."""
+    begun = threading.Event()
+
+    def fail(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if len(tokens) > 9:
+            assert begun.wait(PATIENCE_S)
+            raise Faulty("on purpose")
+        return logits
+
+    async def work(front: AsyncLLM) -> None:
+        good = [asyncio.create_task(front.generate(PROMPTS[i], endless(i))) for i in range(3)]
+        stream = front.stream(PROMPTS[0], endless())
+        await anext(stream)
+        bad = asyncio.create_task(front.generate("The", asking(5, logits_processors=[fail])))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(front.generate(PROMPTS[4], endless()))
+        await asyncio.sleep(0.05)
+        begun.set()
+        for task in (*good, bad, late, asyncio.create_task(together(stream))):
+            with pytest.raises(Faulty, match="on purpose"):
+                await task
+        with pytest.raises(EngineClosed, match="build a new one") as error:
+            await front.generate("a")
+        assert isinstance(error.value.__cause__, Faulty)
+        front.close()
+
+    run(work)
+    run(lambda front: first_is_right(front))
+
+
+async def first_is_right(front: AsyncLLM) -> None:
+    """The LLM itself has taken no harm."""
+    assert seen(await front.generate(PROMPTS[0], asking(0))) == alone(1)[0]
+
+
+def test_loops_of_several_threads() -> None:
+    """Each thread has a loop of its own; one goes away with a request under way."""
+    front, found, num = AsyncLLM(drafting()), {}, 9
+
+    async def some(mine: Sequence[int]) -> None:
+        results = await asyncio.gather(*(front.generate(PROMPTS[i % 5], asking(i)) for i in mine))
+        found.update(zip(mine, map(seen, results), strict=True))
+
+    async def gone() -> None:
+        asyncio.create_task(front.generate(PROMPTS[1], endless()))  # noqa: RUF006
+        await asyncio.sleep(0.05)
+
+    threads = [threading.Thread(target=lambda k=k: asyncio.run(some(range(k, num, 3)))) for k in range(3)]
+    threads.append(threading.Thread(target=lambda: asyncio.run(gone())))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    front.close()
+    assert [found[i] for i in range(num)] == alone(num)
+    assert_empty(drafting())
+
+
+def test_a_front_without_requests_closes() -> None:
+    async def main() -> None:
+        async with AsyncLLM(drafting()) as front:
+            assert front.thread.is_alive()
+        assert not front.thread.is_alive()
+
+    asyncio.run(main())
