@@ -1,0 +1,40 @@
+"""Acceptance on the reference pair: stories260k drafted by stories280k, 160 texts of 200 tokens at temperature 1.
+
+    python benchmarks/acceptance.py [DEPTH ...]
+
+For every depth and rule: accepted / drafted, acceptance at each depth, tokens per round. What the overlap of the two
+models' laws makes of it is independent of the machine; no time is measured.
+"""
+
+import sys
+from pathlib import Path
+
+from forerun import LLM, SamplingParams
+from forerun.config import VERIFICATIONS
+
+DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
+NUM_TEXTS, NUM_TOKENS = 160, 200
+
+
+def main(depths: list[int]) -> None:
+    params = [SamplingParams(seed=i, max_tokens=NUM_TOKENS, ignore_eos=True) for i in range(NUM_TEXTS)]
+    print("| verification | depth | accepted / drafted | tokens per round | acceptance at depth 1, 2, … |")
+    print("|---|---|---|---|---|")
+    for verification in VERIFICATIONS:
+        for depth in depths:
+            llm = LLM(
+                str(DATA / "stories260k"),
+                f"model:{DATA / 'stories280k'}",
+                verification=verification,
+                max_batch=32,
+                threads=1,
+            )
+            llm.generate([[1]] * NUM_TEXTS, params, speculation=depth)
+            stats = llm.stats
+            at_depth = " ".join(f"{rate:.3f}" for rate in stats.acceptance_at_depth)
+            row = [verification, str(depth), f"{stats.acceptance_rate:.3f}", f"{stats.tokens_per_round:.3f}", at_depth]
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main([int(depth) for depth in sys.argv[1:]] or [1, 2, 3, 5, 8])
