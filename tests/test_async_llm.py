@@ -13,6 +13,7 @@ from engine.oracles import seen
 from forerun.config import Speculation
 from forerun.draft.model import ModelDrafter
 from forerun.engine.delta import Delta
+from forerun.engine.engine import Engine
 from forerun.errors import EngineClosed, InvalidRequest
 from forerun.llm import LLM, AsyncLLM, Prompt, Result
 from forerun.sampling.params import SamplingParams
@@ -197,26 +198,44 @@ class Faulty(Exception):
     """A processor's own failure."""
 
 
-def test_an_error_of_the_engine_reaches_all_and_hangs_nobody() -> None:
-    """And it is not lost in the thread: no traceback is left to the interpreter's last resort."""
-    begun = threading.Event()
+def fails(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    """A processor that fails in the middle of its request."""
+    if len(tokens) > 9:
+        raise Faulty("on purpose")
+    return logits
 
-    def fail(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        if len(tokens) > 9:
-            assert begun.wait(PATIENCE_S)
+
+def test_an_error_in_a_requests_own_code_reaches_that_request_alone() -> None:
+    async def work(front: AsyncLLM) -> None:
+        good = [asyncio.create_task(front.generate(PROMPTS[i], asking(i))) for i in range(3)]
+        bad = front.generate("The", asking(5, logits_processors=[fails], n=2))
+        with pytest.raises(Faulty, match="on purpose"):
+            await bad
+        assert [seen(await task) for task in good] == alone(3)
+        await first_is_right(front)
+
+    run(work)
+
+
+def test_an_error_of_the_engine_reaches_all_and_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is not lost in the thread: no traceback is left to the interpreter's last resort."""
+    begun, honest = threading.Event(), Engine.round
+
+    def fail(engine: Engine, plan: object) -> object:
+        if begun.is_set():
             raise Faulty("on purpose")
-        return logits
+        return honest(engine, plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "round", fail)
 
     async def work(front: AsyncLLM) -> None:
         good = [asyncio.create_task(front.generate(PROMPTS[i], endless(i))) for i in range(3)]
         stream = front.stream(PROMPTS[0], endless())
         await anext(stream)
-        bad = asyncio.create_task(front.generate("The", asking(5, logits_processors=[fail])))
-        await asyncio.sleep(0.05)
         late = asyncio.create_task(front.generate(PROMPTS[4], endless()))
         await asyncio.sleep(0.05)
         begun.set()
-        for task in (*good, bad, late, asyncio.create_task(together(stream))):
+        for task in (*good, late, asyncio.create_task(together(stream))):
             with pytest.raises(Faulty, match="on purpose"):
                 await task
         with pytest.raises(EngineClosed, match="build a new one") as error:
@@ -225,6 +244,7 @@ def test_an_error_of_the_engine_reaches_all_and_hangs_nobody() -> None:
         front.close()
 
     run(work)
+    monkeypatch.undo()
     run(lambda front: first_is_right(front))
 
 

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -327,6 +328,27 @@ def fails_at(length: int) -> Callable[[Sequence[int], Tensor], Tensor]:
         return logits
 
     return processor
+
+
+def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
+    """What plain decoding never asks of it must not end a request that is drafted."""
+    params = asking(3, max_tokens=24)
+    (answer,) = plain().generate(PROMPTS[0], params)[0].completions
+    prompt = plain().tokenizer.encode(PROMPTS[0])
+    said = [*prompt, *answer.token_ids]
+
+    def picky(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if list(tokens) != said[: len(tokens)]:
+            failures.append(tuple(tokens))
+            raise Faulty("not what will be said")
+        return logits
+
+    for make in (plain, with_ngrams, with_model):
+        failures: list[tuple[int, ...]] = []
+        asked = replace(params, logits_processors=[picky])
+        assert make().generate(PROMPTS[0], asked, 4)[0].completions[0].token_ids == answer.token_ids
+        assert bool(failures) == (make is not plain)
+        assert_empty(make())
 
 
 @pytest.mark.parametrize("make", [plain, with_ngrams, with_model])

@@ -16,6 +16,7 @@ Each message says the offending value and what to do about it. Broken invariants
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
     │   └── VocabularyMismatch      the drafter's tokenizer is not the target's
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
+    ├── RequestFailed               a request's own code (a logits processor) raised; the cause says what
     └── EngineClosed                work was handed to an engine that has shut down
 """
 
@@ -74,6 +75,14 @@ class VocabularyMismatch(DraftError):
 
 class NotEnoughMemory(ForerunError):
     """The memory plan does not fit: not even one sequence would."""
+
+
+class RequestFailed(ForerunError):
+    """Code that came with the request of sequence `seq_id` raised in a round; `__cause__` is what it raised."""
+
+    def __init__(self, seq_id: int) -> None:
+        super().__init__(f"sequence {seq_id}: code that came with its request raised an error")
+        self.seq_id = seq_id
 
 
 class EngineClosed(ForerunError):

@@ -173,8 +173,11 @@ class LLM:
                 self.engine.submit(sequence)
             while num_open and (inbox or self.engine.has_work):
                 if inbox:
-                    num_open -= inbox[0].finish_reason is not None
-                    yield inbox.popleft()
+                    delta = inbox.popleft()
+                    if delta.error is not None:
+                        raise delta.error
+                    num_open -= delta.finish_reason is not None
+                    yield delta
                     continue
                 for delta in self.engine.step():
                     self.inboxes[delta.seq_id].append(delta)
@@ -283,7 +286,8 @@ class AsyncLLM:
     """Many requests at once from event loops: the engine runs in a thread of its own and batches them.
 
     Use as `async with AsyncLLM(llm) as front:`, or call `close`; after that, EngineClosed. The LLM must not be used
-    beside it. An error of the engine itself ends it and is raised to every request under way.
+    beside it. An error in a request's own code is raised to that request; one of the engine itself ends it and is
+    raised to every request under way.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -336,6 +340,8 @@ class AsyncLLM:
                 news = await outbox.news.get()
                 if isinstance(news, BaseException):
                     raise news
+                if news.error is not None:
+                    raise news.error
                 num_open -= news.finish_reason is not None
                 yield news
         finally:

@@ -68,7 +68,8 @@ class MemoryPlan:
             tokens = self.drafter_cache_tokens[name]
             line = self._cache_line(tokens, each, self.drafter_cache_bytes[name])
             lines.append(f"{name} cache: {line if tokens else 'no memory left, will not draft'}")
-        room = f"room for {self.num_sequences_plain} sequences of {self.max_len:,} tokens"
+        plural = "" if self.num_sequences_plain == 1 else "s"
+        room = f"room for {self.num_sequences_plain} sequence{plural} of {self.max_len:,} tokens"
         return [*lines, f"{room}, {self.num_sequences_speculative} with speculation"]
 
     def _cache_line(self, tokens: int, each: int, num_bytes: int) -> str:

@@ -17,7 +17,7 @@ from forerun.engine.reading import Part
 from forerun.engine.sequence import Origin, Sequence
 from forerun.sampling.logprobs import TokenLogprobs, token_logprobs
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,12 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    error: BaseException | None = None  # what ended it, where code of the request's own failed
+
+    @classmethod
+    def failure(cls, sequence: Sequence, error: BaseException) -> Delta:
+        """The last that is heard of a sequence whose request's own code failed."""
+        return cls(sequence.request_id, sequence.sample, sequence.id, (), (), (), (), "error", None, error)
 
     @property
     def text(self) -> str:

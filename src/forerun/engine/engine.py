@@ -15,13 +15,14 @@ import torch
 
 from forerun.accept.commit import HostTree, accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
-from forerun.config import EngineOptions
+from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Drafter
 from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.engine.delta import Delta, commit, score_prompt
 from forerun.engine.reading import Kept, Part, Reading
 from forerun.engine.scheduler import RowPlan, Scheduler
 from forerun.engine.sequence import Sequence
+from forerun.errors import RequestFailed
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
@@ -86,16 +87,29 @@ class Engine:
     def step(self) -> list[Delta]:
         """One round: what each sequence that drew tokens gained. Empty while only prompts are read.
 
-        A round that fails, as one with a request's own logits processor may, is as if it had not been.
+        A round that fails is as if it had not been. Where a request's own code failed, no other request is hurt.
         """
         plan = self.plan()
         if not plan.rows:
             return []
         try:
             return self.round(plan)
+        except RequestFailed as failed:
+            self.runner.drop([row.sequence.id for row in plan.rows])
+            return self.blame(failed)
         except BaseException:
             self.runner.drop([row.sequence.id for row in plan.rows])
             raise
+
+    def blame(self, failed: RequestFailed) -> list[Delta]:
+        """A request whose code failed goes on without guesses, on which it may have failed; or else it leaves."""
+        culprit = self.sequences[failed.seq_id]
+        if culprit.speculation.depth > 0:
+            culprit.speculation = Speculation(depth=0)
+            return []
+        samples = [s for s in self.sequences.values() if s.request_id == culprit.request_id]
+        self.leave(samples)
+        return [Delta.failure(sample, failed.__cause__ or failed) for sample in samples]
 
     def round(self, plan: Round) -> list[Delta]:
         """The three verbs, in their order."""

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, RequestFailed
 from forerun.sampling.params import SamplingParams
 
 
@@ -125,7 +125,10 @@ class Transforms:
             row = self.rows[index]
             if row.params.logits_processors:
                 text = [*row.tokens, *(token for token in drawn if token >= 0)]
-                done[node] = _run_processors(row, text, logits[node], self.num_ids)
+                try:
+                    done[node] = _run_processors(row, text, logits[node], self.num_ids)
+                except Exception as error:  # a user's own code: it fails its request, not the batch
+                    raise RequestFailed(row.seq_id) from error
         return torch.stack(done)
 
     def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:
