@@ -41,10 +41,11 @@ class Budget:
     def of(cls, wish: Speculation, depth: int | None = None) -> Budget:
         """A request's wish, cut to `depth`. Trees without a node count get `width` guesses at every depth."""
         depth = wish.depth if depth is None else min(depth, wish.depth)
+        nodes = depth * wish.width if wish.nodes is None else wish.nodes
+        depth = min(depth, nodes)
         if depth <= 0:
             return NO_DRAFT
-        nodes = depth if wish.width == 1 else max(depth, wish.nodes or depth * wish.width)
-        return cls(depth=depth, width=wish.width, nodes=nodes)
+        return cls(depth=depth, width=wish.width, nodes=depth if wish.width == 1 else nodes)
 
 
 NO_DRAFT = Budget(depth=0)
