@@ -1,5 +1,6 @@
 """The cache against a plain-Python oracle: every committed token is where `start` and `length` say, bit for bit."""
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -287,3 +288,20 @@ def test_calls_inside_and_outside_of_inference_mode_mix():
     cache.reserve([1], [16])
     cache.keep([1], [5, 2], [0, 2])
     cache.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_is_planned_and_not_used_is_not_taken(dtype: torch.dtype) -> None:
+    """A gigabyte of cache costs next to nothing until it is written, and is zero all the same."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    num_tokens = (1 << 30) // (2 * 4 * 2 * 64 * dtype.itemsize)
+    cache = PagedCache(layers=4, kv_heads=2, head_dim=64, num_tokens=num_tokens, dtype=dtype)
+    assert cache.num_bytes > 1 << 30
+    assert process.memory_info().rss - before < 32 << 20
+    assert not cache.keys[:, :, ::997].any()
+    assert not cache.values[:, :, -600:].any()
+    assert cache.keys.data_ptr() % 64 == cache.values.data_ptr() % 64 == 0
+    assert cache.keys.is_contiguous()
+    cache.keys[3, 1, 5:9] = 1.5
+    assert cache.keys.float().sum() == 1.5 * 4 * 64

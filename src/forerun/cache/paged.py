@@ -7,9 +7,12 @@ decided in blocks; what keys mean, who reads them and how guesses form trees is 
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -29,7 +32,8 @@ class Row:
 class PagedCache:
     """Keys and values by slot; a sequence's token t lies in slot `start(seq_id) + t`, in every layer.
 
-    All memory is taken at construction and is zeroed, since masked padding must be finite. A view of a row that is
+    All memory is taken at construction and is zeroed, since masked padding must be finite; on CPUs the system hands
+    out a page of it when it is first written, so a large plan costs nothing until it is used. A view of a row that is
     rounded up to a multiple of `key_pad` slots stays inside the tensors. Slots that were used before hold stale but
     finite numbers.
     """
@@ -51,8 +55,8 @@ class PagedCache:
     ) -> None:
         self.blocks = Blocks(-(-num_tokens // block_size), block_size)
         shape = (layers, kv_heads, self.blocks.num_blocks * block_size + key_pad, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = zeroed(shape, dtype, torch.device(device))
+        self.values = zeroed(shape, dtype, torch.device(device))
         self._rows: dict[int, Row] = {}
 
     @staticmethod
@@ -213,3 +217,13 @@ class PagedCache:
 
 
 __all__ = ["OutOfBlocks", "PagedCache"]
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros that starts on a page; on CPUs from calloc, whose pages are zero before they exist."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + mmap.PAGESIZE, np.uint8))
+    first = -raw.data_ptr() % mmap.PAGESIZE
+    return raw[first : first + num_bytes].view(dtype).view(shape)
