@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, RequestFailed
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
@@ -210,21 +210,36 @@ def processed(processor: object, eos_ids: tuple[int, ...] = ()) -> Tensor:
     return draws.probs(torch.zeros(1, 4), draws.roots())[0]
 
 
+def failure_of(processor: Callable[..., object]) -> BaseException | None:
+    """What lies behind the failure of a request with this processor."""
+    with pytest.raises(RequestFailed) as caught:
+        processed(processor)
+    assert caught.value.seq_id == 0
+    return caught.value.__cause__
+
+
 @pytest.mark.parametrize(
     "result",
     [torch.zeros(3), torch.zeros(1, 4), torch.zeros(4, dtype=torch.int64), None, [0.0] * 4, torch.full((4,), math.nan)],
 )
 def test_processors_that_give_no_logits_are_refused(result: object) -> None:
-    with pytest.raises(InvalidRequest, match="return") as caught:
-        processed(lambda _, logits: result)
-    assert caught.value.field == "logits_processors"
+    error = failure_of(lambda _, logits: result)
+    assert isinstance(error, InvalidRequest)
+    assert "return" in str(error)
+    assert error.field == "logits_processors"
 
 
 def test_a_dead_end_ends_the_text() -> None:
     nothing = torch.full((4,), -math.inf)
     assert processed(lambda _, logits: nothing, eos_ids=(3,)).tolist() == [0, 0, 0, 1]
-    with pytest.raises(InvalidRequest, match="no token is left after 2"):
-        processed(lambda _, logits: nothing)
+    error = failure_of(lambda _, logits: nothing)
+    assert isinstance(error, InvalidRequest)
+    assert "no token is left after 2" in str(error)
+
+
+def test_what_a_processor_raises_names_its_sequence() -> None:
+    error = failure_of(lambda text, _: text[99])
+    assert isinstance(error, IndexError)
 
 
 def test_processors_cannot_change_the_round() -> None:
