@@ -23,9 +23,10 @@ ORDER = """
     accept
     engine
     llm
-    train serve bench tune prove
+    train serve bench tune prove trace
     card
     options
+    commands
     cli
     __init__ __main__
 """

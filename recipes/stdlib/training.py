@@ -1,0 +1,154 @@
+"""What both stages of training share: windows of tokens, the schedule, optimizers, and a state that survives a kill.
+
+Every step is a function of its number: which windows it reads and how far it moves are drawn from (seed, step), so
+that a run continued from a checkpoint takes the very steps that it would have taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama of the family. Heads are 64 wide."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long to train, on what windows, and how fast. The last `long_share` of the steps reads long windows."""
+
+    steps: int
+    batch_tokens: int = 4096
+    context: int = 256
+    long_context: int = 1024
+    long_share: float = 0.2
+    warmup: int = 100
+    muon_rate: float = 0.02
+    adam_rate: float = 3e-3
+    seed: int = 0
+
+    def context_at(self, step: int) -> int:
+        """The length of this step's windows, in tokens."""
+        return self.long_context if step >= self.steps * (1 - self.long_share) else self.context
+
+    def rate_at(self, step: int) -> float:
+        """The share of the full learning rate: a linear rise, then a linear fall to nothing."""
+        return min((step + 1) / self.warmup, (self.steps - step) / max(1, self.steps - self.warmup))
+
+    def windows(self, tokens: Tensor, step: int, bos: int) -> Tensor:
+        """Rows of `<s>` and the tokens that follow some place of the stream.  # [rows, context + 1]
+
+        Every place of the stream is read once before any is read again, in an order of its own for each length.
+        """
+        context = self.context_at(step)
+        rows, places = self.batch_tokens // context, (len(tokens) - 1) // context
+        first = 0 if context == self.context else int(self.steps * (1 - self.long_share))
+        numbers = [(step - first) * rows + row for row in range(rows)]
+        starts = []
+        for number in numbers:
+            epoch, index = divmod(number, places)
+            order = torch.Generator().manual_seed(self.seed * 1_000_003 + context * 1_009 + epoch)
+            shift = int(torch.randint(0, context, (1,), generator=order))
+            place = int(torch.randperm(places, generator=order)[index])
+            starts.append(min(place * context + shift, len(tokens) - context))
+        body = torch.stack([tokens[start : start + context] for start in starts]).long()
+        return torch.cat([torch.full((rows, 1), bos), body], dim=1)
+
+
+def build_llama(shape: Shape, vocab_size: int, seed: int) -> LlamaForCausalLM:
+    """A fresh model with tied embeddings; `<s>` is 0 and `</s>` is 1."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+def build_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding and the gains: each suits its shapes."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    muon = torch.optim.Muon(matrices, lr=schedule.muon_rate, momentum=0.95, weight_decay=0.01)
+    adam = torch.optim.AdamW(others, lr=schedule.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    for optimizer in (muon, adam):
+        for group in optimizer.param_groups:
+            group["full_rate"] = group["lr"]
+    return [muon, adam]
+
+
+def step_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    """One move at this share of the full rate, with gradients clipped to norm 1."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_rate"] * rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(slots=True)
+class Run:
+    """A training run on disk: its models, its optimizers, how far it came and what it lost on the way."""
+
+    path: Path
+    models: dict[str, nn.Module]
+    optimizers: dict[str, list[torch.optim.Optimizer]]
+    step: int = 0
+    seconds: float = 0.0
+    losses: dict[str, list[float]] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Go on from the checkpoint, if there is one."""
+        if not self.path.exists():
+            return
+        state: dict[str, Any] = torch.load(self.path, weights_only=True)
+        self.step, self.seconds, self.losses = state["step"], state["seconds"], state["losses"]
+        for name, model in self.models.items():
+            model.load_state_dict(state["models"][name])
+            for optimizer, saved in zip(self.optimizers[name], state["optimizers"][name], strict=True):
+                optimizer.load_state_dict(saved)
+
+    def save(self) -> None:
+        """Replace the checkpoint; a kill in between leaves the old one."""
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "losses": self.losses,
+            "models": {name: model.state_dict() for name, model in self.models.items()},
+            "optimizers": {name: [o.state_dict() for o in each] for name, each in self.optimizers.items()},
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".tmp")
+        torch.save(state, fresh)
+        os.replace(fresh, self.path)
+
+
+def parameters_of(models: Iterable[nn.Module]) -> int:
+    """How many numbers these models learn."""
+    return sum(p.numel() for model in models for p in model.parameters())
