@@ -88,10 +88,16 @@ class ScriptedLLM(LLM):
             self.closed += 1
 
 
+def load_instead(monkeypatch: pytest.MonkeyPatch, build: Callable[..., object]) -> None:
+    """Commands get what `build` gives instead of a model."""
+    for command in ("generate", "chat"):
+        monkeypatch.setattr(f"forerun.commands.{command}.build_llm", build)
+
+
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> ScriptedLLM:
     model = ScriptedLLM()
-    monkeypatch.setattr(cli, "build_llm", lambda options, console: model)
+    load_instead(monkeypatch, lambda options, console: model)
     return model
 
 
@@ -134,7 +140,7 @@ def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(options)
         return ScriptedLLM()
 
-    monkeypatch.setattr(cli, "build_llm", build)
+    load_instead(monkeypatch, build)
     given = "--draft model:DIR --depth 3 --verification block --dtype bfloat16 --max-len 100 --threads 2"
     assert generate("x", *given.split()).exit_code == 0
     assert generate("x").exit_code == 0
@@ -191,7 +197,7 @@ def test_a_seed_is_drawn_and_reported_where_none_is_given(llm: ScriptedLLM) -> N
 
 def test_interrupting_ends_the_answer_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ScriptedLLM(interrupt_at=3)
-    monkeypatch.setattr(cli, "build_llm", lambda options, console: model)
+    load_instead(monkeypatch, lambda options, console: model)
     before = signal.getsignal(signal.SIGINT)
     result = generate("x")
     assert result.exit_code == 130
@@ -221,7 +227,7 @@ def test_an_error_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> N
     def build(options: ModelOptions, console: Console) -> LLM:
         raise ModelNotFound("some/model is neither a folder with [config.json]\nnor " + "x" * 300)
 
-    monkeypatch.setattr(cli, "build_llm", build)
+    load_instead(monkeypatch, build)
     for command in ("generate", "chat"):
         result = forerun_(command, "--model", "some/model", stdin="", COLUMNS="40")
         assert result.exit_code == 2
