@@ -10,11 +10,15 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from recipes.stdlib.training import Run, Schedule, Shape, build_llama, build_optimizers, step_optimizers
-
-TARGET = Shape(hidden=384, layers=6, heads=6, kv_heads=2, mlp=1024)
-TARGET_SCHEDULE = Schedule(steps=2_400)
-CHECKPOINT_EVERY = 100
+from recipes.stdlib.training import (
+    CHECKPOINT_EVERY,
+    Run,
+    Schedule,
+    Shape,
+    build_llama,
+    build_optimizers,
+    step_optimizers,
+)
 
 
 def open_run(path: Path, shape: Shape, vocab_size: int, schedule: Schedule) -> Run:

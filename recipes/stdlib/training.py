@@ -7,7 +7,7 @@ that a run continued from a checkpoint takes the very steps that it would have t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+CHECKPOINT_EVERY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +149,3 @@ class Run:
         fresh = self.path.with_suffix(".tmp")
         torch.save(state, fresh)
         os.replace(fresh, self.path)
-
-
-def parameters_of(models: Iterable[nn.Module]) -> int:
-    """How many numbers these models learn."""
-    return sum(p.numel() for model in models for p in model.parameters())

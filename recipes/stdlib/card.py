@@ -1,0 +1,132 @@
+"""Stage 5: the model card, the list of the corpus' files, and the picture of the losses. States what was measured."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+from recipes.stdlib.corpus import SourceFile
+from recipes.stdlib.measure import Figures
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+SMOOTH = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One stage's record: what was trained, for how long, and its loss at every step by name."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    losses: Mapping[str, Sequence[float]]
+
+
+def write_manifest(files: Sequence[SourceFile], path: Path) -> None:
+    """Every file of the corpus: `train` or `held-out`, the SHA-256 of its bytes, its path; tab-separated."""
+    lines = [f"{'held-out' if f.held_out else 'train'}\t{f.sha256}\t{f.path}" for f in sorted(files, key=path_of)]
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def path_of(file: SourceFile) -> str:
+    """The order of the manifest."""
+    return file.path
+
+
+def draw_losses(pretraining: Training, distillation: Training, path: Path) -> None:
+    """Both stages side by side: the target's cross-entropy, and one minus the students' acceptance."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    stages = (pretraining, "the target's cross-entropy, nats per token"), (distillation, "1 - sum of min(p, q)")
+    for axis, (stage, label) in zip(axes, stages, strict=True):
+        for name, losses in stage.losses.items():
+            axis.plot(range(1, len(losses) + 1), smoothed(losses), label=name, linewidth=1.2)
+        axis.set_xlabel("step")
+        axis.set_title(label, fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    axes[0].set_ylim(top=6)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of the last SMOOTH steps."""
+    tails = (losses[max(0, i - SMOOTH + 1) : i + 1] for i in range(len(losses)))
+    return [sum(tail) / len(tail) for tail in tails]
+
+
+def write_card(
+    path: Path,
+    files: Sequence[SourceFile],
+    parameters: Mapping[str, int],
+    pretraining: Training,
+    distillation: Training,
+    figures: Figures,
+) -> None:
+    """The card of the whole family, as Markdown."""
+    held_out = [f for f in files if f.held_out]
+    megabytes = sum(len(f.text.encode()) for f in files) / 1e6
+    rows = "\n".join(
+        f"| `{name}` | {count / 1e6:.1f} M | {figures.loss[name]:.3f} | {figures.loss_long[name]:.3f} |"
+        for name, count in parameters.items()
+    )
+    pairs = "\n".join(
+        f"| `{p.draft}` guesses for `{p.target}` | {p.acceptance:.3f} | {p.greedy_agreement:.3f} |"
+        for p in figures.pairs
+    )
+    path.write_text(
+        f"""# The stdlib family
+
+Three Llamas with one byte-level BPE of 4,096 tokens, trained on the source of the standard library of Python
+{platform.python_version()}. They are for trying, testing and measuring speculative decoding with real acceptance, on
+any machine and without a download; they write Python that looks right and is not to be run.
+
+| model | parameters | held-out loss, windows of 256 tokens | of 1,024 tokens |
+|---|---|---|---|
+{rows}
+
+Losses in nats per token, of the weights as they ship (bfloat16, computed in float32).
+
+| pair | sum of min(p, q) at temperature 1 | greedy agreement |
+|---|---|---|
+{pairs}
+
+Measured on the target's own continuations (128 tokens) of 24 held-out prompts. Of their 8-grams
+{figures.distinct_ngrams[1.0]:.1%} are distinct at temperature 1 and {figures.distinct_ngrams[0.0]:.1%} at temperature
+0, where a small model loops: a high acceptance there flatters every drafter.
+
+## Data
+
+{len(files):,} files, {megabytes:.1f} MB, under the PSF licence; files that are not UTF-8 or empty were left out.
+{len(held_out)} files (one in 50, by a hash of the path) were held out: no model, and not the tokenizer, has seen them.
+[corpus.tsv](corpus.tsv) lists every file with its hash and its side of the split.
+
+## Recipe
+
+`python -m recipes.stdlib` makes all of it again; it goes on where it was stopped.
+
+1. The tokenizer, then the target: {pretraining.steps:,} steps of {pretraining.tokens:,} tokens, windows of 256 tokens
+   and in the last fifth of 1,024, every window behind `<s>`; Muon for matrices, AdamW for the rest; bfloat16 autocast;
+   {pretraining.seconds / 60:.0f} minutes.
+2. The target continues 2,048 beginnings of training files, at temperatures 1 and 0.7.
+3. Draft and middle learn the target's law together, {distillation.steps:,} steps of {distillation.tokens:,} tokens, on
+   the corpus and on those texts by turns: KL for a tenth of the steps, then LK-lambda;
+   {distillation.seconds / 60:.0f} minutes.
+
+Times on 2 cores ({platform.machine()}), beside other work. Positions beyond 1,024 are hardly trained.
+
+![losses](losses.png)
+
+## Licence
+
+The source is under the Python Software Foundation licence, see <https://docs.python.org/3/license.html>; the weights
+come under the licence of this repository.
+""",
+        "utf-8",
+    )

@@ -1,0 +1,67 @@
+"""Stage 3: the students learn the target's law, on the corpus and on the target's own texts by turns.
+
+One pass of the target teaches all students. The first tenth of the steps is KL, the rest LK-lambda.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from recipes.stdlib.losses import acceptance, forward_kl, lk_lambda
+from recipes.stdlib.training import (
+    CHECKPOINT_EVERY,
+    Run,
+    Schedule,
+    Shape,
+    build_llama,
+    build_optimizers,
+    step_optimizers,
+)
+
+KL_SHARE = 0.1
+
+
+def open_students(path: Path, shapes: Mapping[str, Shape], vocab_size: int, schedule: Schedule) -> Run:
+    """The students' run as far as it has come; `losses` holds 1 - acceptance."""
+    models: dict[str, nn.Module] = {name: build_llama(s, vocab_size, schedule.seed) for name, s in shapes.items()}
+    optimizers = {name: build_optimizers(model, schedule) for name, model in models.items()}
+    run = Run(path, models, optimizers, losses={name: [] for name in models})
+    run.load()
+    return run
+
+
+def distill(
+    run: Run, target: nn.Module, corpus: Tensor, texts: Tensor, schedule: Schedule, bos: int, bar: Progress
+) -> None:
+    """Train all students to the schedule's end. `corpus` and `texts` are streams of tokens, 1-D."""
+    task = bar.add_task("students", total=schedule.steps, completed=run.step)
+    target.eval()
+    while run.step < schedule.steps:
+        started = time.perf_counter()
+        stream = texts if run.step % 2 else corpus
+        rows = schedule.windows(stream, run.step, bos)[:, :-1]
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            taught = target(rows).logits.float().flatten(0, 1)
+        taught = taught.clone()  # a tensor of inference mode cannot enter a backward pass
+        distance = forward_kl if run.step < KL_SHARE * schedule.steps else lk_lambda
+        for name, student in run.models.items():
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = student(rows).logits
+            learnt = logits.float().flatten(0, 1)
+            distance(taught, learnt).backward()
+            step_optimizers(student, run.optimizers[name], schedule.rate_at(run.step))
+            with torch.inference_mode():
+                run.losses[name].append(1 - float(acceptance(taught, learnt)))
+        run.step += 1
+        run.seconds += time.perf_counter() - started
+        recent = {name: sum(losses[-50:]) / len(losses[-50:]) for name, losses in run.losses.items()}
+        shown = "  ".join(f"{name} accepts {1 - loss:.3f}" for name, loss in recent.items())
+        bar.update(task, completed=run.step, description=f"students  {shown}")
+        if run.step % CHECKPOINT_EVERY == 0 or run.step == schedule.steps:
+            run.save()

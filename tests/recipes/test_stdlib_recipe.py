@@ -1,0 +1,217 @@
+"""The recipe on a made-up corpus: it runs end to end, goes on after a kill, and learns from no held-out file."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="the recipe trains with transformers (pip install forerun[recipe])")
+pytest.importorskip("matplotlib", reason="the recipe draws with matplotlib (pip install forerun[recipe])")
+
+from recipes.stdlib import recipe as stages
+from recipes.stdlib import training
+from recipes.stdlib.corpus import read_corpus, standard_library
+from recipes.stdlib.generate import Texts
+from recipes.stdlib.losses import acceptance, forward_kl, lk_lambda
+from recipes.stdlib.recipe import Recipe, claim, cook, tokenize
+from recipes.stdlib.tokenizer import train_tokenizer
+from recipes.stdlib.training import Run, Schedule, Shape
+
+from forerun import LLM, SamplingParams
+
+SHORT = Schedule(steps=6, batch_tokens=128, context=32, long_context=64, long_share=0.34, warmup=2)
+TINY = Recipe(
+    vocab_size=320,
+    target=Shape(hidden=32, layers=2, heads=2, kv_heads=1, mlp=64),
+    students={"middle": Shape(32, 1, 2, 1, 64), "draft": Shape(32, 1, 1, 1, 32)},
+    pretraining=SHORT,
+    texts=Texts(count=70, num_prompt=8, num_new=8),
+    distillation=SHORT,
+)
+
+
+class Killed(Exception):
+    """The power went out."""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    for number in range(160):
+        path = folder / f"part{number % 3}" / f"module_{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = "\n".join(f"    value_{i} = compute({i} + {number}, name='n{number}')" for i in range(12))
+        path.write_text(f'"""Module {number}."""\n\ndef function_{number}(x):\n{body}\n    return x\n', "utf-8")
+    return folder
+
+
+@pytest.fixture
+def quiet() -> Iterator[Progress]:
+    with Progress(disable=True) as bar:
+        yield bar
+
+
+def weights(folder: Path) -> dict[str, str]:
+    files = sorted(folder.glob("*/model.safetensors"))
+    return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_the_split_depends_on_the_path_alone_and_takes_about_one_file_in_fifty(tmp_path: Path) -> None:
+    library = read_corpus(standard_library())
+    share = sum(file.held_out for file in library) / len(library)
+    assert 0.01 < share < 0.04
+    for text in ("a = 1\n", "b = 2\n"):
+        for path in ("operator.py", "argparse.py"):
+            (tmp_path / path).write_text(text, "utf-8")
+        sides = {file.path: file.held_out for file in read_corpus(tmp_path)}
+        assert sides == {f.path: f.held_out for f in library if f.path in sides}
+
+
+def test_what_is_no_text_of_the_library_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "other.py").write_text("x = 1\n", "utf-8")
+    (tmp_path / "latin.py").write_bytes("x = 'é'\n".encode("latin-1"))
+    (tmp_path / "empty.py").write_text("\n", "utf-8")
+    with pytest.raises(FileNotFoundError, match=r"--source"):
+        read_corpus(tmp_path)
+    (tmp_path / "good.py").write_bytes(b"x = 1\r\n")
+    assert [(file.path, file.text) for file in read_corpus(tmp_path)] == [("good.py", "x = 1\n")]
+
+
+def test_the_tokenizer_gives_every_text_back(source: Path) -> None:
+    tokenizer = train_tokenizer((file.text for file in read_corpus(source)), 320)
+    for text in ("def f():\n\treturn 'é漢🙂'\r\n", "  \n\n   x", "\x00\x7f"):
+        ids = tokenizer.encode(text).ids
+        assert ids[0] == tokenizer.token_to_id("<s>") == 0
+        assert tokenizer.decode(ids) == text
+
+
+def test_every_place_of_the_stream_is_read_once_before_any_is_read_again() -> None:
+    tokens = torch.arange(1, 32 * 40 + 2)
+    schedule = Schedule(steps=10, batch_tokens=128, context=32, long_share=0)
+    rows = torch.cat([schedule.windows(tokens, step, 0) for step in range(10)])
+    assert (rows[:, 0] == 0).all()
+    starts = rows[:, 1]
+    assert len(set(((starts - 1) // 32).tolist())) >= 39  # all 40 places; the last may be pushed back into the stream
+    assert torch.equal(rows[:, 2:], rows[:, 1:-1] + 1)
+    assert torch.equal(rows[:4], schedule.windows(tokens, 0, 0)), "a step's windows are a function of its number"
+
+
+def test_the_whole_recipe_makes_checkpoints_that_draft_for_each_other(
+    source: Path, tmp_path: Path, quiet: Progress
+) -> None:
+    out = tmp_path / "family"
+    cook(TINY, source, tmp_path / "work", out, quiet)
+    assert set(weights(out)) == {"target", "middle", "draft"}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    drafted = LLM(str(out / "target"), draft=f"model:{out / 'draft'}").generate("def function_1(x):", params)
+    assert len(drafted[0].completions[0].token_ids) == 12
+    card = (out / "README.md").read_text("utf-8")
+    assert "160 files" in card
+    assert "nan" not in card
+    listed = [line.split("\t") for line in (out / "corpus.tsv").read_text("utf-8").splitlines()]
+    assert {(path, side) for side, _, path in listed} == {
+        (f.path, "held-out" if f.held_out else "train") for f in read_corpus(source)
+    }
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_run_goes_on_to_the_very_same_weights(
+    source: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.stdlib.pretrain.CHECKPOINT_EVERY", 2)
+    monkeypatch.setattr("recipes.stdlib.distill.CHECKPOINT_EVERY", 2)
+    cook(TINY, source, tmp_path / "work", tmp_path / "whole", quiet)
+    whole, save, num_saves = weights(tmp_path / "whole"), Run.save, 0
+
+    def save_and_die(run: Run) -> None:
+        nonlocal num_saves
+        num_saves += 1
+        save(run)
+        if num_saves in (2, 5):
+            raise Killed
+
+    monkeypatch.setattr(training.Run, "save", save_and_die)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            cook(TINY, source, tmp_path / "again", tmp_path / "parts", quiet)
+    cook(TINY, source, tmp_path / "again", tmp_path / "parts", quiet)
+    assert weights(tmp_path / "parts") == whole
+
+
+def test_no_model_and_no_tokenizer_sees_a_held_out_file(source: Path, tmp_path: Path) -> None:
+    files = read_corpus(source)
+    held_out = [file for file in files if file.held_out]
+    assert held_out, "the made-up corpus holds no file out"
+    corpus = tokenize(files, 320, tmp_path / "before")
+    for file in held_out:
+        (source / file.path).write_text("entirely = 'something else: ÄÖÜ'\n" * 40, "utf-8")
+    changed = tokenize(read_corpus(source), 320, tmp_path / "after")
+    assert torch.equal(corpus.train, changed.train)
+    assert corpus.tokenizer.get_vocab() == changed.tokenizer.get_vocab()
+    assert not torch.equal(corpus.held_out, changed.held_out)
+
+
+def test_work_of_another_corpus_is_refused_and_kept(source: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    claim(work, TINY, read_corpus(source))
+    claim(work, TINY, read_corpus(source))
+    (work / "target.pt").write_bytes(b"days of work")
+    shutil.rmtree(source / "part0")
+    with pytest.raises(ValueError, match="another recipe or corpus"):
+        claim(work, TINY, read_corpus(source))
+    assert (work / "target.pt").read_bytes() == b"days of work"
+
+
+def test_losses_at_their_known_points() -> None:
+    target = torch.tensor([[0.0, 1.0, 2.0], [3.0, -1.0, 0.5]], dtype=torch.float64)
+    assert float(acceptance(target, target + 5)) == pytest.approx(1.0)
+    assert float(forward_kl(target, target + 5)) == pytest.approx(0.0, abs=1e-12)
+    assert float(lk_lambda(target, target + 5)) == pytest.approx(0.0, abs=1e-12)
+    p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 0.5, 0.5]])
+    assert float(acceptance(p.log().clamp(min=-60), q.log().clamp(min=-60))) == pytest.approx(0.5)
+
+
+def learn(distance: object, target: Tensor, offset: Tensor) -> Tensor:
+    """Fit a law of 5 tokens that has only two numbers to turn."""
+    basis = torch.tensor([[1.0, 0, 0, 0, -1.0], [0, 1.0, 0, -1.0, 0]], dtype=torch.float64)
+    knobs = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([knobs], lr=0.02)
+    for _ in range(1500):
+        optimizer.zero_grad()
+        distance(target, knobs @ basis + offset).backward()  # type: ignore[operator]
+        optimizer.step()
+    return (knobs @ basis + offset).detach()
+
+
+def test_the_acceptance_loss_accepts_more_than_kl_where_the_law_cannot_be_met() -> None:
+    dice = torch.Generator().manual_seed(3)
+    gains = []
+    for _ in range(4):
+        target, offset = (3 * torch.randn(1, 5, generator=dice, dtype=torch.float64) for _ in range(2))
+        by_kl, by_lk = learn(forward_kl, target, offset), learn(lk_lambda, target, offset)
+        gains.append(float(acceptance(target, by_lk) - acceptance(target, by_kl)))
+    assert min(gains) > -1e-3
+    assert max(gains) > 0.01
+
+
+def test_stages_that_are_done_are_not_done_again(
+    source: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cook(TINY, source, tmp_path / "work", tmp_path / "family", quiet)
+    before = weights(tmp_path / "family")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a finished stage was entered again")
+
+    monkeypatch.setattr("recipes.stdlib.pretrain.step_optimizers", refuse)
+    monkeypatch.setattr("recipes.stdlib.distill.step_optimizers", refuse)
+    monkeypatch.setattr("recipes.stdlib.generate.LLM", refuse)
+    monkeypatch.setattr(stages, "train_tokenizer", refuse)
+    cook(TINY, source, tmp_path / "work", tmp_path / "family", quiet)
+    assert weights(tmp_path / "family") == before
