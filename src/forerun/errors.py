@@ -9,6 +9,7 @@ Each message says the offending value and what to do about it. Broken invariants
     │   ├── UnsupportedModel        an architecture or option the decoder does not compute
     │   ├── MissingWeights          a shard or tensor is not there
     │   ├── WrongShape              a tensor disagrees with config.json
+    │   ├── WidenedDiffers          a widened checkpoint does not compute what its source computes
     │   └── TokenizerError          tokenizer or chat template missing or damaged
     ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
     │   └── PromptTooLong
@@ -43,6 +44,10 @@ class MissingWeights(ModelError):
 
 class WrongShape(ModelError):
     """A tensor's shape disagrees with config.json."""
+
+
+class WidenedDiffers(ModelError):
+    """A widened checkpoint failed the check of its making: its logits are not those of its source."""
 
 
 class TokenizerError(ModelError):

@@ -22,6 +22,7 @@ from forerun.cache.plan import MemoryPlan, plan_memory
 from forerun.config import DEFAULT_DEPTH, EngineOptions, Speculation, Verification, require_whole
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
+from forerun.draft.label import draft_label
 from forerun.engine.controller import Controller, slots_of
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
@@ -35,7 +36,6 @@ from forerun.text import Tokenizer
 
 Prompt = str | Seq[int]
 LEAST_LEN = 1024  # a context is not cut below this to make it fit unasked
-
 Wish = bool | int | Speculation | None
 
 
@@ -66,11 +66,13 @@ class Result:
 class LLM:
     """A target model, its drafter and an engine. One thread uses it at a time; see AsyncLLM for many.
 
-    `model` is a Hugging Face folder or hub id. `draft` turns speculation on: a specification such as "ngram" or
-    "model:DIR", or a Drafter. `speculation` is the default of requests: True, a depth, False, or a Speculation.
-    `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes` (by default
-    part of what the machine has free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
+    `model` is a Hugging Face folder, a hub id or a bundled name. `draft` turns speculation on: a specification such
+    as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of requests: True, a depth, False, or a
+    Speculation. `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes`
+    (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
     """
+
+    name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class LLM:
         target = Blueprint.of(str(model), dtype)
         self.tokenizer: Tokenizer = target.tokenizer()
         drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype))
+        self.name, self.draft_name = target.name, draft_label(draft)
         self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
         self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
@@ -134,9 +137,7 @@ class LLM:
         batch = as_batch(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Seq) else params
         if len(each) != len(batch):
-            raise InvalidRequest(
-                "params", f"{len(each)} sets of parameters for {len(batch)} prompts: give one or each."
-            )
+            raise InvalidRequest("params", f"{len(each)} sets of parameters for {len(batch)} prompts: one or each.")
         requests = [self.requests.sequences(p, q, speculation) for p, q in zip(batch, each, strict=True)]
         answers = {s.id: Answer(s) for request in requests for s in request}
         num_open = len(answers)

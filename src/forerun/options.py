@@ -17,6 +17,7 @@ import typer
 from forerun.card import show_error
 from forerun.config import DEFAULT_DEPTH, VERIFICATIONS
 from forerun.errors import ForerunError
+from forerun.models.bundled import BUNDLED_NAMES
 from forerun.sampling.params import SamplingParams
 
 
@@ -30,7 +31,9 @@ def _known_verification(value: str) -> str:
 class ModelOptions:
     """Options that say what answers."""
 
-    model: Annotated[str, typer.Option("--model", "-m", help="Hugging Face folder or hub id of the target.")]
+    model: Annotated[
+        str, typer.Option("--model", "-m", help=f"Hugging Face folder, hub id, or bundled: {BUNDLED_NAMES}.")
+    ]
     draft: Annotated[
         str | None, typer.Option("--draft", "-d", help="What guesses ahead: ngram, ngram:3, model:DIR. None: plain.")
     ] = None

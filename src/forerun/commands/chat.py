@@ -29,6 +29,7 @@ def chat(
     errors = Console(stderr=True, no_color=how.raw or None, highlight=False)
     llm = build_llm(where, errors)
     talk = Conversation(llm, system)
+    label = label_of_widened(llm, where)
     painter = Painter(Console(), how.raw)
     while (line := read_line(errors)) is not None and line != "/exit":
         if line == "/reset":
@@ -42,7 +43,13 @@ def chat(
                 continue
             painter.end()
             note = "cancelled; " if result.finish_reason == "cancelled" else ""
-            errors.print(f"[{note}{speed_line(result.timing, llm.stats)}]", style="dim", markup=False)
+            errors.print(f"[{note}{speed_line(result.timing, llm.stats)}{label}]", style="dim", markup=False)
+
+
+def label_of_widened(llm: LLM, where: ModelOptions) -> str:
+    """What stands behind every speed: a checkpoint that is not what its name says is named for what it is."""
+    labels = ((llm.name, where.model), (llm.draft_name, where.draft))
+    return "".join(f"; {label}" for label, given in labels if label and label != given)
 
 
 def read_line(console: Console) -> str | None:

@@ -31,6 +31,8 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
+UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
+WIDENED = "forerun_widened"  # the key of config.json by which a widened checkpoint says what it is
 SILU = ("silu", "swish")  # two names of one function
 
 
@@ -61,7 +63,8 @@ class ModelConfig:
     """The shape of a decoder-only transformer and how its checkpoint is stored.
 
     `windows[i]` is how many tokens layer i sees, the token itself included; None is all of them. `dtype` is the
-    checkpoint's. `eos_ids` end a generation, any of them; empty means that none does.
+    checkpoint's. `eos_ids` end a generation, any of them; empty means that none does. `widened` is how a checkpoint
+    that `forerun widen` made is to be called wherever a number measured with it is shown.
     """
 
     family: str
@@ -84,6 +87,7 @@ class ModelConfig:
     dtype: torch.dtype
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    widened: str | None = None
 
     @property
     def group(self) -> int:
@@ -168,6 +172,7 @@ def read_config(folder: Path) -> ModelConfig:
         dtype=read_dtype(fields),
         bos_id=bos,
         eos_ids=eos,
+        widened=read_widened(fields),
     )
 
 
@@ -285,6 +290,25 @@ def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | Non
         wanted = f"in {family.name} with sliding_window {window} all layers must be {full[0]}: correct either"
         raise fields.refuse("layer_types", wanted)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def read_widened(fields: Fields) -> str | None:
+    """How to call a checkpoint that was made from a smaller one; None for all others."""
+    made = fields.values.get(WIDENED)
+    if made is None:
+        return None
+    if not isinstance(made, dict) or not isinstance(made.get("from"), str):
+        raise fields.refuse(WIDENED, 'it must be an object that says what it was made "from": widen again')
+    numbers = Fields(Path(f"{fields.path}, {WIDENED}"), made)
+    before, after = (amount(numbers.whole(key)) for key in ("parameters_before", "parameters"))
+    return f"{made['from']} (widened from {before} to {after} parameters)"
+
+
+def amount(count: int) -> str:
+    """A number of parameters to two digits: 11 M, 0.51 B."""
+    unit, size = next((u, n) for u, n in UNITS.items() if count >= n / 10 or n == 1)
+    value = count / size
+    return f"{value:.2g} {unit}".rstrip() if value < 99.5 else f"{value:.0f} {unit}".rstrip()
 
 
 def read_dtype(fields: Fields) -> torch.dtype:

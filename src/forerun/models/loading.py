@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
-from forerun.models.config import ModelConfig, read_config
+from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Runner
 from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype
@@ -26,9 +26,17 @@ Progress = Callable[[str, float], None]  # (what is going on, fraction done)
 SAMPLE_BYTES = 1 << 20
 
 
+def checkpoint_label(model: str) -> str:
+    """What a checkpoint is called where its numbers are shown: its name or, if it was widened, that of its source."""
+    return read_widened(read_fields(find_checkpoint(model) / "config.json")) or model
+
+
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A checkpoint that was found and understood but not loaded: enough to plan memory."""
+    """A checkpoint that was found and understood but not loaded: enough to plan memory.
+
+    `name` is what the user called it or, if it was widened, what it was made from, and that it was.
+    """
 
     name: str
     folder: Path
@@ -43,7 +51,8 @@ class Blueprint:
         config = read_config(folder)
         resolved = resolve_dtype(dtype, config)
         checkpoint = Checkpoint(folder, resolved)
-        return cls(model, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes)
+        name = config.widened or model
+        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes)
 
     @property
     def weights_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Checkpoint: the tensors of a Hugging Face folder, one at a time.
 
-Decides where a checkpoint is found (a folder, or the hub), which number format its weights are held in, and that
-every tensor the configuration promises is there before any is loaded. Knows nothing of the decoder.
+Decides where a checkpoint is found (a folder, the package, or the hub), which number format its weights are held in,
+and that every tensor the configuration promises is there before any is loaded. Knows nothing of the decoder.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import InvalidRequest, MissingWeights, ModelNotFound, UnsupportedModel, WrongShape
+from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.config import ModelConfig
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -41,11 +42,16 @@ DTYPE_NAMES = {
 
 
 def find_checkpoint(model: str) -> Path:
-    """The folder of `model`: a folder with config.json as it is, else the local copy of a hub id, fetched if needed.
+    """The folder of `model`: a folder with config.json as it is, else the bundled checkpoint of this name, else the
+    local copy of a hub id, fetched if needed.
 
-    Raises ModelNotFound where there is neither.
+    Raises ModelNotFound where there is none of these.
     """
     path = Path(model).expanduser()
+    if not path.exists() and model in BUNDLED:
+        path = BUNDLED[model]
+        if not path.exists():
+            raise ModelNotFound(f"{model} should have come with the package, but {path} is missing: install it again")
     if not path.exists():
         return fetch(model)
     if path.is_file():
@@ -58,7 +64,8 @@ def find_checkpoint(model: str) -> Path:
 def fetch(model: str) -> Path:
     """A hub id's files in the local cache: weights as safetensors, configuration, tokenizer."""
     if not HUB_ID.fullmatch(model):
-        raise ModelNotFound(f"there is no folder {model}, and it is not a hub id such as owner/name: correct it")
+        wanted = f"correct it, or use what is bundled: {BUNDLED_NAMES}"
+        raise ModelNotFound(f"there is no folder {model}, and it is not a hub id such as owner/name: {wanted}")
     try:
         folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
     except GatedRepoError as error:
@@ -66,12 +73,17 @@ def fetch(model: str) -> Path:
         raise ModelNotFound(f"{model} is gated: {wanted}") from error
     except RepositoryNotFoundError as error:
         wanted = "check the spelling, or log in with `hf auth login` if it is private"
+        wanted += f"; bundled are {BUNDLED_NAMES}"
         raise ModelNotFound(f"{model} is neither a folder here nor a model on the hub: {wanted}") from error
     except LocalEntryNotFoundError as error:
         wanted = f"connect (is HF_HUB_OFFLINE set?), or run `hf download {model}` where there is a connection"
+        wanted += f"; bundled are {BUNDLED_NAMES}"
         raise ModelNotFound(f"{model} is no folder here, and the hub cannot be reached: {wanted}") from error
     except HFValidationError as error:
-        raise ModelNotFound(f"there is no folder {model}, and as a hub id it is not valid: {error}") from error
+        wanted = f"correct it, or use what is bundled: {BUNDLED_NAMES}"
+        raise ModelNotFound(
+            f"there is no folder {model}, and as a hub id it is not valid ({error}): {wanted}"
+        ) from error
     except (HfHubHTTPError, OSError) as error:
         wanted = "try again, what has arrived is kept"
         raise ModelNotFound(f"{model} could not be fetched from the hub ({error}): {wanted}") from error

@@ -1,0 +1,28 @@
+"""What a drafter is called wherever numbers measured with it are shown.
+
+Decides one thing: that a checkpoint which was widened is called what it was made from, and that it was. Knows nothing
+of how drafters are built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forerun.draft.base import Drafter
+from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.models.loading import checkpoint_label
+
+
+def draft_label(draft: str | Drafter | None) -> str:
+    """A specification as it is spelled, widened checkpoints named as such; a drafter's arms; nothing for none."""
+    if draft is None:
+        return ""
+    return str(labelled(parse_spec(draft))) if isinstance(draft, str) else "+".join(draft.arms)
+
+
+def labelled(spec: DraftSpec) -> DraftSpec:
+    """The specification with labels in place of the folders of widened checkpoints."""
+    argument = spec.argument
+    if spec.name == "model" and argument is not None:
+        argument = checkpoint_label(argument)
+    return replace(spec, argument=argument, members=tuple(labelled(member) for member in spec.members))

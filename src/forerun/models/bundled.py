@@ -1,0 +1,17 @@
+"""The checkpoints that ship inside the package, by name.
+
+Decides which short names stand for which folder of the package's data; one explicit table. Knows nothing of how
+checkpoints are found otherwise, or read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "bundled"
+BUNDLED = {
+    "stdlib": FOLDER / "stdlib" / "target",
+    "stdlib-middle": FOLDER / "stdlib" / "middle",
+    "stdlib-draft": FOLDER / "stdlib" / "draft",
+}
+BUNDLED_NAMES = ", ".join(BUNDLED)

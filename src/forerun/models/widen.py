@@ -1,0 +1,331 @@
+"""Widening: the same function at the cost of a larger model.
+
+Decides how a checkpoint grows without changing what it computes. The residual stream gets further channels that stay
+0: nothing writes to them, so what reads them may be anything. Further heads and neurons compute, and their output
+columns are 0; further layers compute and write nothing. Every dead weight is random, of the size its living
+neighbours have, so no kernel can profit from it. A norm sees its mean square shrink by the ratio of the widths: its
+gain shrinks by the root of that, its eps by the ratio itself. Norms of query and key heads have the same eps, so what
+they read shrinks as well. At ratios of 4, 16, ... all this shrinks by powers of two, which loses no bit.
+
+Speculation's costs and gains can so be shown at the size of a real model where none is at hand; what such a
+checkpoint says of itself (`forerun_widened` in config.json) is shown wherever it is measured. Nothing is trusted:
+`agreement` compares both models' logits before a checkpoint gets its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.config import require_whole
+from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
+from forerun.models.agreement import Agreement, agreement
+from forerun.models.config import WIDENED, ModelConfig, amount, read_config, read_fields
+from forerun.models.loading import Blueprint, Progress
+from forerun.models.weights import Checkpoint, tensor_shapes
+
+RECIPE = 1  # raised when the same shape and seed give other weights
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+EMBEDDING = "model.embed_tokens.weight"
+WRITERS = ("o_proj.weight", "o_proj.bias", "down_proj.weight", "down_proj.bias")  # what adds to the residual stream
+HEAD_NORMED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")  # in families with head norms
+STREAM_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
+SHARD_BYTES = 256 << 20
+COMPANIONS = ("*.json", "tokenizer*", "*.txt", "*.jinja", "LICENSE*")  # copied along, but for what is written anew
+WEIGHTS = "*.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Wider:
+    """The shape to grow to. `mlp` and `heads` grow with `hidden` unless told; heads keep their width and grouping.
+
+    Layers that compute nothing are spread between the real ones, the last of which stays last; without `spread` they
+    all come after them.
+    """
+
+    hidden: int
+    layers: int
+    mlp: int | None = None
+    heads: int | None = None
+    vocab_size: int | None = None
+    spread: bool = True
+
+    @classmethod
+    def of(cls, config: ModelConfig, num_parameters: int) -> Wider:
+        """A shape of about so many parameters: as wide as the layers allow, in steps of 4, which are exact."""
+        if num_parameters < (least := count_parameters(config)):
+            raise InvalidRequest(
+                "parameters", f"{amount(num_parameters)} must be at least the model's own {amount(least)}."
+            )
+        wider, hidden = cls(config.hidden, config.layers), config.hidden
+        while True:
+            first, second = (count_parameters(cls(hidden, config.layers + i).shape(config)) for i in (0, 1))
+            layers = config.layers + round((num_parameters - first) / (second - first))
+            if layers < config.layers:
+                return wider
+            wider, hidden = cls(hidden, layers), hidden * 4
+
+    def shape(self, config: ModelConfig) -> ModelConfig:
+        """`config` grown to this shape. Raises InvalidRequest where something would shrink or does not divide."""
+        for name in ("hidden", "layers"):
+            require_whole(name, getattr(self, name), getattr(config, name))
+        ratio = self.hidden / config.hidden
+        heads = self.default_heads(config) if self.heads is None else self.heads
+        mlp = round(config.intermediate * ratio) if self.mlp is None else self.mlp
+        vocab_size = config.vocab_size if self.vocab_size is None else self.vocab_size
+        require_whole("heads", heads, config.heads)
+        require_whole("mlp", mlp, config.intermediate)
+        require_whole("vocab_size", vocab_size, config.vocab_size)
+        if heads % config.group:
+            raise InvalidRequest("heads", f"{heads} must be a multiple of {config.group}, the heads that share a key.")
+        if self.hidden % heads and not config.hidden % config.heads:
+            raise InvalidRequest("heads", f"{heads} must divide hidden, {self.hidden}: other readers insist on it.")
+        return replace(
+            config,
+            hidden=self.hidden,
+            layers=self.layers,
+            heads=heads,
+            kv_heads=heads // config.group,
+            intermediate=mlp,
+            vocab_size=vocab_size,
+            norm_eps=config.norm_eps / ratio,
+            windows=tuple(config.windows[origin.layer] for origin in self.origins(config)),
+        )
+
+    def default_heads(self, config: ModelConfig) -> int:
+        """As many more heads as channels, or a few less where that many do not divide the channels."""
+        most = round(config.kv_heads * self.hidden / config.hidden) * config.group
+        fitting = (heads for heads in range(most, config.heads, -config.group) if self.hidden % heads == 0)
+        return next(fitting, config.heads)
+
+    def origins(self, config: ModelConfig) -> list[Origin]:
+        """Where each layer comes from."""
+        count = config.layers
+        places = [(i + 1) * self.layers // count - 1 if self.spread else i for i in range(count)]
+        nearest = [min(bisect_left(places, layer), count - 1) for layer in range(self.layers)]
+        return [Origin(source, places[source] == layer) for layer, source in enumerate(nearest)]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The source's layer that a layer is; where it is not `real`, the one it only resembles."""
+
+    layer: int
+    real: bool
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """The numbers in all tensors; a tied head counts once."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
+def widen(source: str, destination: Path, wider: Wider, progress: Progress | None = None, seed: int = 0) -> Path:
+    """Write `source`, grown, to the folder `destination`, in the source's number format; returns it.
+
+    A folder that the same call made before is taken as it is. Anything else there raises InvalidRequest, as does a
+    shape that does not fit; a widened source raises UnsupportedModel. The folder appears whole, checked, or not at
+    all: WidenedDiffers if the logits differ.
+    """
+    plan = Plan.of(source, wider, seed)
+    destination = Path(destination)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with alone(destination.parent):
+        if not plan.is_at(destination):
+            make(plan, destination, progress)
+    return destination
+
+
+def cached_widened(source: str, wider: Wider, progress: Progress | None = None) -> Path:
+    """The same in the user's cache folder, made at first use: a later call with equal weights and shape finds it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return widen(source, cache / "forerun" / "widened" / Plan.of(source, wider, 0).recipe, wider, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A widening that can be done: from what, to which shape, and a fingerprint of everything that goes into it."""
+
+    source: Blueprint
+    wide: ModelConfig
+    origins: list[Origin]
+    seed: int
+    recipe: str
+
+    @classmethod
+    def of(cls, source: str, wider: Wider, seed: int) -> Plan:
+        """Judge the source and the shape; nothing is written."""
+        blueprint = Blueprint.of(source)
+        if blueprint.config.widened is not None:
+            raise UnsupportedModel(f"{source} is {blueprint.name} already: widen what it was made from")
+        wide = wider.shape(blueprint.config)
+        if wide.vocab_size > blueprint.config.vocab_size:
+            refuse_emitted_padding(blueprint)
+        digest = hashlib.sha256(f"{RECIPE} {source} {wide} {wider.spread} {seed}".encode())
+        for path in [*companions(blueprint.folder), *sorted(blueprint.folder.glob(WEIGHTS))]:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return cls(blueprint, wide, wider.origins(blueprint.config), seed, digest.hexdigest()[:16])
+
+    def is_at(self, folder: Path) -> bool:
+        """Whether this widening lies there already. Raises InvalidRequest where something else does."""
+        if not folder.exists():
+            return False
+        made = read_fields(folder / "config.json").values.get(WIDENED) if (folder / "config.json").is_file() else None
+        if isinstance(made, dict) and made.get("recipe") == self.recipe:
+            return True
+        raise InvalidRequest("destination", f"{folder} exists and is not this widening: choose another, or remove it.")
+
+
+def refuse_emitted_padding(source: Blueprint) -> None:
+    """Raise InvalidRequest where the tokenizer has ids that padding of the vocabulary would turn into real ones."""
+    num_ids, vocab_size = source.tokenizer().num_ids, source.config.vocab_size
+    if num_ids > vocab_size:
+        wanted = f"the tokenizer has {num_ids} ids, more than the model's {vocab_size}: leave the vocabulary as it is"
+        raise InvalidRequest("vocab_size", wanted)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within it no other process widens into `folder`; one that wants to waits. The system ends it with the process."""
+    import fcntl  # Windows has none
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def make(plan: Plan, destination: Path, progress: Progress | None) -> None:
+    """Write beside `destination`, check, rename. What a killed run left there is removed first."""
+    partial = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
+    free = shutil.disk_usage(destination.parent).free
+    if size > free:
+        wanted = f"{size / 1e9:.1f} GB are needed there, {free / 1e9:.1f} GB are free: choose another disk"
+        raise InvalidRequest("destination", f"{destination}: {wanted}")
+    try:
+        partial.mkdir()
+        for path in companions(plan.source.folder):
+            shutil.copyfile(path, partial / path.name)
+        write_weights(plan, partial, progress)
+        write_config(plan, partial, None)
+        assert replace(read_config(partial), widened=None) == plan.wide, "config.json says something else than planned"
+        found = agreement(plan.source, partial, progress)
+        if not found.largest_difference <= found.tolerance:
+            raise WidenedDiffers(
+                f"{plan.source.name}, widened, has logits that differ by up to {found.largest_difference:.3g}, where "
+                f"{found.tolerance:.3g} is allowed: the checkpoint was removed; please report this with its config.json"
+            )
+        write_config(plan, partial, found)
+        partial.rename(destination)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files beside the weights that a checkpoint keeps when it is widened, and config.json."""
+    found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if not path.name.endswith(".safetensors.index.json"))
+
+
+def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
+    """The source's config.json with the new shape, and what was made of what."""
+    config, fields = plan.wide, read_fields(plan.source.folder / "config.json")
+    values = dict(fields.values) | {
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        WIDENED: {
+            "from": plan.source.name,
+            "parameters_before": count_parameters(plan.source.config),
+            "parameters": count_parameters(config),
+            "recipe": plan.recipe,
+            "seed": plan.seed,
+            "real_layers": [layer for layer, origin in enumerate(plan.origins) if origin.real],
+            "check": None if found is None else asdict(found),
+        },
+    }
+    if fields.values.get("layer_types") or fields.values.get("use_sliding_window"):
+        values["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_weights(plan: Plan, folder: Path, progress: Progress | None) -> None:
+    """All tensors in shards, one of which is in memory at a time, and the index."""
+    checkpoint = Checkpoint(plan.source.folder, plan.wide.dtype)
+    generator = torch.Generator().manual_seed(plan.seed)
+    shapes = tensor_shapes(plan.wide)
+    groups = shards(shapes, plan.wide.dtype.itemsize)
+    places: dict[str, str] = {}
+    for i, names in enumerate(groups):
+        file = f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
+        tensors = {}
+        for name in names:
+            tensors[name] = grown(plan, checkpoint, name, shapes[name], generator)
+            places[name] = file
+            if progress is not None:
+                progress(f"widening {plan.source.name}", len(places) / len(shapes))
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
+    """The names in order, in groups of about SHARD_BYTES."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        if size >= SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += math.prod(shape) * itemsize
+    return groups
+
+
+def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """One tensor of the wide model: the source's in the first corner, dead weights or zeros around it."""
+    config, layer = plan.source.config, LAYER.fullmatch(name)
+    origin = plan.origins[int(layer[1])] if layer else Origin(0, True)
+    own = f"model.layers.{origin.layer}.{layer[2]}" if layer else name
+    source = checkpoint.take(own, tensor_shapes(config)[own])
+    if name.endswith(STREAM_NORMS) or (config.qk_norm and name.endswith(HEAD_NORMED)):
+        source = (source.double() * shrinkage(config, plan.wide)).to(source.dtype)
+    if name.endswith(WRITERS):
+        tensor = source.new_zeros(shape)
+    else:
+        mean, std = source.float().mean().item(), source.float().std(correction=0).item()
+        tensor = source.new_empty(shape).normal_(mean, std, generator=generator)
+    if name == EMBEDDING:
+        tensor[:, config.hidden :] = 0
+    if origin.real:
+        tensor[tuple(slice(size) for size in source.shape)] = source
+    return tensor
+
+
+def shrinkage(config: ModelConfig, wide: ModelConfig) -> float:
+    """By what the root mean square of the residual stream shrinks as zeros join in."""
+    return math.sqrt(config.hidden / wide.hidden)

@@ -1,0 +1,54 @@
+"""Names of bundled checkpoints: each stands for a folder of the package, unless a folder of that name is there."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forerun.errors import ModelNotFound
+from forerun.models import weights
+from forerun.models.bundled import BUNDLED, FOLDER
+from forerun.models.loading import Blueprint
+from forerun.models.weights import find_checkpoint
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_every_name_is_a_checkpoint_of_the_package_with_the_targets_tokenizer(name: str, elsewhere: Path) -> None:
+    blueprint = Blueprint.of(name)
+    assert blueprint.folder.is_relative_to(FOLDER)
+    assert blueprint.name == name
+    assert blueprint.tokenizer().fingerprint() == Blueprint.of("stdlib").tokenizer().fingerprint()
+    assert blueprint.config.eos_ids
+
+
+def test_the_family_shrinks_from_target_to_draft(elsewhere: Path) -> None:
+    sizes = [Blueprint.of(name).num_bytes for name in ("stdlib", "stdlib-draft")]
+    assert sizes[0] > 5 * sizes[1]
+
+
+def test_a_folder_in_the_working_directory_wins(elsewhere: Path, target_dir: Path) -> None:
+    assert find_checkpoint("stdlib") == BUNDLED["stdlib"]
+    (elsewhere / "stdlib").mkdir()
+    with pytest.raises(ModelNotFound, match=r"stdlib has no config\.json"):
+        find_checkpoint("stdlib")
+    shutil.copy(target_dir / "config.json", elsewhere / "stdlib")
+    assert find_checkpoint("stdlib").resolve() == elsewhere / "stdlib"
+
+
+def test_a_package_without_its_data_says_so(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(weights.BUNDLED, "stdlib", tmp_path / "lost")
+    with pytest.raises(ModelNotFound, match=r"stdlib should have come with the package, .*lost is missing: install"):
+        find_checkpoint("stdlib")
+
+
+@pytest.mark.parametrize("name", ["./stdlip", "a b", "a/b/c"])
+def test_an_unknown_name_is_told_the_known_ones(name: str, elsewhere: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"bundled: stdlib, stdlib-middle, stdlib-draft"):
+        find_checkpoint(name)

@@ -1,0 +1,607 @@
+"""A widened checkpoint computes its source's function, for every family and every way of growing, or is not there.
+
+The oracle is transformers: it reads the widened folder by itself and must give the source's logits. Mutants of the
+recipe must be caught by the check at the making and leave nothing behind.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from test_families import CASES, LENGTH, VOCAB, Case, build, our_logits
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from forerun.commands.chat import label_of_widened
+from forerun.commands.widen import read_amount
+from forerun.draft.label import draft_label
+from forerun.errors import InvalidRequest, TokenizerError, UnsupportedModel, WidenedDiffers
+from forerun.llm import LLM
+from forerun.models import widen as module
+from forerun.models.agreement import Agreement
+from forerun.models.config import ModelConfig, amount, read_config
+from forerun.models.loading import Blueprint
+from forerun.models.widen import Origin, Wider, cached_widened, count_parameters, widen
+from forerun.options import ModelOptions
+from forerun.sampling.params import SamplingParams
+
+SRC = Path(module.__file__).parents[2]
+TOKENS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
+BY_NAME = {f"{case.family}: {case.name}": case for case in CASES}
+TIED, BIASED = BY_NAME["llama: tied, grouped"], BY_NAME["llama: all biases"]
+WINDOWS, UPPER = BY_NAME["qwen3: listed windows, biases"], BY_NAME["qwen2: upper windows"]
+
+Grow = Callable[[ModelConfig], Wider]
+WAYS: dict[str, Grow] = {
+    "hidden": lambda c: Wider(4 * c.hidden, c.layers, c.intermediate, c.heads),
+    "hidden, by no power of 4": lambda c: Wider(c.hidden + 24, c.layers, c.intermediate, c.heads),
+    "neurons": lambda c: Wider(c.hidden, c.layers, c.intermediate + 33, c.heads),
+    "heads": lambda c: Wider(c.hidden, c.layers, c.intermediate, 2 * c.heads),
+    "layers, spread": lambda c: Wider(c.hidden, 7, c.intermediate, c.heads),
+    "layers, at the end": lambda c: Wider(c.hidden, 7, c.intermediate, c.heads, spread=False),
+    "all": lambda c: Wider(4 * c.hidden, 8),
+    "all, oddly": lambda c: Wider(c.hidden + 8, 5, c.intermediate + 1, c.heads + 2 * c.group, spread=False),
+}
+
+
+@torch.inference_mode()
+def transformers_logits(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto").eval()
+    logits: Tensor = model(TOKENS[None]).logits[0].float()
+    return logits
+
+
+def source_of(folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> Path:
+    model = build(case, folder)
+    if dtype != torch.float32:
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", [TIED, BIASED, UPPER, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
+def test_every_way_of_growing_keeps_the_function(case: Case, way: str, tmp_path: Path) -> None:
+    keeps_the_function(case, WAYS[way], tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
+def test_every_family_keeps_its_function(case: Case, tmp_path: Path) -> None:
+    keeps_the_function(case, WAYS["all"], tmp_path)
+
+
+@pytest.mark.parametrize("way", ["all", "all, oddly"])
+@pytest.mark.parametrize("case", [BIASED, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
+def test_an_eps_that_counts_keeps_its_weight(
+    case: Case, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In head norms too, whose inputs keep their width."""
+    keeps_the_function(with_large_eps(case, monkeypatch), WAYS[way], tmp_path)
+
+
+def with_large_eps(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
+    large = replace(case, options=case.options | {"rms_norm_eps": 0.5})
+    monkeypatch.setattr("test_families.CASES", [large])  # which `build` looks it up in
+    return large
+
+
+def keeps_the_function(case: Case, grow: Grow, tmp_path: Path) -> None:
+    source = source_of(tmp_path / "source", case)
+    config = read_config(source)
+    wider = grow(config)
+    folder = widen(str(source), tmp_path / "wide", wider)
+    found = Blueprint.of(str(folder))
+    assert replace(found.config, widened=None) == wider.shape(config)
+    assert found.num_bytes == 4 * count_parameters(found.config)
+    assert count_parameters(found.config) > count_parameters(config)
+    expected = transformers_logits(source)
+    assert expected.std() >= 3
+    torch.testing.assert_close(transformers_logits(folder), expected, rtol=0, atol=2e-4)
+    chunks = [1, 2, 40, 1, LENGTH - 44]
+    torch.testing.assert_close(our_logits(found, TOKENS.tolist(), chunks), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("way", ["all", "all, oddly"])
+@pytest.mark.parametrize("case", [TIED, BIASED, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_stay_16_bits_and_move_logits_no_further_than_they_did(
+    case: Case, way: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source = source_of(tmp_path / "source", case, dtype)
+    folder = widen(str(source), tmp_path / "wide", WAYS[way](read_config(source)))
+    assert read_config(folder).dtype == dtype
+    with safe_open(next(folder.glob("*.safetensors")), framework="pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {dtype}  # noqa: SIM118
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        exact = model(TOKENS[None]).logits[0]
+    noise = (transformers_logits(source) - exact).std()
+    assert (transformers_logits(folder) - exact).std() < 1.6 * noise
+
+
+def test_a_ratio_of_4_loses_no_bit_of_the_gains(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "source", TIED, torch.bfloat16)
+    folder = widen(str(source), tmp_path / "wide", Wider(256, 3))
+    name = "model.layers.1.input_layernorm.weight"
+    before, after = (tensors(path)[name].float() for path in (source, folder))
+    assert torch.equal(after[:64] * 2, before)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def test_dead_weights_are_random_of_the_size_of_living_ones(tmp_path: Path) -> None:
+    """Zeros are only where something would be added to the stream; the rest looks like its neighbours."""
+    source = source_of(tmp_path / "source", BIASED)
+    folder = widen(str(source), tmp_path / "wide", Wider(256, 6))
+    old, new = tensors(source), tensors(folder)
+    real = json.loads((folder / "config.json").read_text())["forerun_widened"]["real_layers"]
+    assert real == [1, 3, 5]
+    for name, tensor in new.items():
+        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
+        resembled = old[name if layer is None else name.replace(f"layers.{layer}.", f"layers.{layer // 2}.")]
+        dead = torch.ones_like(tensor, dtype=torch.bool)
+        if layer is None or layer in real:
+            dead[tuple(slice(n) for n in resembled.shape)] = False
+        if any(writer in name for writer in ("o_proj", "down_proj")) or name == "model.embed_tokens.weight":
+            assert not tensor[dead].any(), name
+        else:
+            assert (tensor[dead] != 0).all(), name
+            assert 0.4 < tensor[dead].std() / resembled.std() < 1.5, name  # gains shrink by 2
+    assert {int(n.split(".")[2]) for n in new if n.startswith("model.layers.")} == set(range(6))
+
+
+def test_the_seed_decides_the_dead_weights(tmp_path: Path, draft_dir: Path) -> None:
+    wider = Wider(128, 6)
+    first, again, other = (
+        tensors(widen(str(draft_dir), tmp_path / name, wider, seed=seed))
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(first[name], other[name])
+
+
+PROMPT = "Once upon a time, Lily"
+
+
+def answers(model: str, draft: str | None = None) -> list[tuple[int, ...]]:
+    """Greedy and drawn, in float32."""
+    llm = LLM(model, draft, dtype="float32", max_len=128)
+    asked = [SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0)]
+    return [result.completions[0].token_ids for result in llm.generate([PROMPT] * 2, asked)]
+
+
+def test_texts_are_the_sources_even_with_a_padded_vocabulary(tmp_path: Path, target_dir: Path, draft_dir: Path) -> None:
+    """Padding ids would often win the draw, were they not kept from it."""
+    wide = widen(str(target_dir), tmp_path / "target", Wider(256, 7, vocab_size=4096))
+    draft = widen(str(draft_dir), tmp_path / "draft", Wider(read_config(draft_dir).hidden * 4, 7, vocab_size=600))
+    expected = answers(str(target_dir))
+    assert answers(str(wide)) == expected
+    assert answers(str(wide), f"model:{draft}") == expected
+    logits = our_logits(Blueprint.of(str(wide)), TOKENS.tolist(), [LENGTH])
+    assert (logits.argmax(dim=1) >= 512).any()
+
+
+def test_padding_needs_a_tokenizer_without_ids_to_spare(tmp_path: Path, target_dir: Path) -> None:
+    source = source_of(tmp_path / "source", TIED)
+    with pytest.raises(TokenizerError):
+        widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
+    (source / "tokenizer.json").write_bytes((target_dir / "tokenizer.json").read_bytes())
+    with pytest.raises(InvalidRequest, match="vocab_size: the tokenizer has 512 ids, more than the model's 199"):
+        widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
+
+
+def no_rescaled_eps(wider: Wider, config: ModelConfig) -> ModelConfig:
+    return replace(shape_of(wider, config), norm_eps=config.norm_eps)
+
+
+shape_of, origins_of = Wider.shape, Wider.origins
+WRITERS = module.WRITERS
+MUTANTS: dict[str, tuple[str, object]] = {
+    "gains as they were": ("shrinkage", lambda *_: 1.0),
+    "gains by the ratio, not its root": ("shrinkage", lambda config, wide: config.hidden / wide.hidden),
+    "random output columns": ("WRITERS", ()),
+    "random columns of heads": ("WRITERS", tuple(w for w in WRITERS if w != "o_proj.weight")),
+    "random columns of neurons": ("WRITERS", tuple(w for w in WRITERS if w != "down_proj.weight")),
+    "random biases of heads": ("WRITERS", tuple(w for w in WRITERS if w != "o_proj.bias")),
+    "random biases of neurons": ("WRITERS", tuple(w for w in WRITERS if w != "down_proj.bias")),
+    "random channels of the embedding": ("EMBEDDING", "none"),
+    "eps of head norms as it was": ("HEAD_NORMED", ()),
+    "head norms scaled": ("STREAM_NORMS", ("norm.weight",)),
+    "final norm forgotten": ("STREAM_NORMS", module.STREAM_NORMS[:2]),
+    "eps as it was": ("Wider.shape", no_rescaled_eps),
+    "layers twice": ("Wider.origins", lambda w, c: [replace(o, real=True) for o in origins_of(w, c)]),
+    "layers in another order": ("Wider.origins", lambda w, c: origins_of(w, c)[::-1]),
+    "a layer lost": ("Wider.origins", lambda w, c: [Origin(0, False), *origins_of(w, c)[:-1]]),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
+def test_a_wrong_recipe_is_caught_and_leaves_nothing(
+    mutant: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = with_large_eps(WINDOWS if "head norms" in mutant else BIASED, monkeypatch)
+    source = source_of(tmp_path / "source", case, dtype)
+    (tmp_path / "out").mkdir()
+    target, change = MUTANTS[mutant]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"forerun.models.widen.{target}", change)
+        with pytest.raises(WidenedDiffers, match="has logits that differ by up to"):
+            widen(str(source), tmp_path / "out" / "wide", Wider(256, 5))
+        assert not list((tmp_path / "out").iterdir())
+    assert widen(str(source), tmp_path / "out" / "wide", Wider(256, 5)).is_dir()
+
+
+def test_nan_is_no_agreement(tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "agreement", lambda *_: Agreement(float("nan"), 1.0, 1.0))
+    with pytest.raises(WidenedDiffers):
+        widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_is_never_overwritten(tmp_path: Path, draft_dir: Path) -> None:
+    wider = Wider(128, 6)
+    for name in ("empty", "full", "file"):
+        path = tmp_path / name
+        path.write_text("mine") if name == "file" else path.mkdir()
+        if name == "full":
+            (path / "config.json").write_text("{}")
+        with pytest.raises(InvalidRequest, match=f"{name} exists and is not this widening: choose another"):
+            widen(str(draft_dir), path, wider)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["config.json"]
+    assert not list((tmp_path / "empty").iterdir())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_same_widening_is_reused_and_another_is_not(tmp_path: Path, draft_dir: Path) -> None:
+    seen: list[str] = []
+    folder = widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
+    stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert widen(str(draft_dir), folder, Wider(128, 6), lambda what, _: seen.append(what)) == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
+    assert not seen
+    others: list[tuple[Wider, int]] = [
+        (Wider(128, 7), 0),
+        (Wider(256, 6), 0),
+        (Wider(128, 6, spread=False), 0),
+        (Wider(128, 6, mlp=1000), 0),
+        (Wider(128, 6), 1),
+    ]
+    for wider, seed in others:
+        with pytest.raises(InvalidRequest, match=r"destination: .* is not this widening"):
+            widen(str(draft_dir), folder, wider, seed=seed)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
+
+
+def test_the_cache_knows_weights_and_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = source_of(tmp_path / "source", TIED)
+    first = cached_widened(str(source), Wider(256, 4))
+    assert first.parent == tmp_path / "cache" / "forerun" / "widened"
+    assert cached_widened(str(source), Wider(256, 4)) == first
+    assert cached_widened(str(source), Wider(256, 5)) != first
+    file = max(source.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert cached_widened(str(source), Wider(256, 4)) != first
+    assert len(list(first.parent.iterdir())) == 3
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cached_widened(str(source), Wider(64, 4)).is_relative_to(tmp_path / "home" / ".cache" / "forerun")
+
+
+def test_two_at_once_make_one(tmp_path: Path, draft_dir: Path) -> None:
+    seen: dict[str, list[str]] = {"a": [], "b": []}
+
+    def work(name: str) -> None:
+        widen(str(draft_dir), tmp_path / "wide", Wider(256, 8), lambda what, _: seen[name].append(what))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(bool, seen.values())) == [False, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from forerun.models import widen
+from forerun.models.widen import Wider
+
+def stop_here(*_):
+    print("here", flush=True)
+    sys.stdin.read()
+
+setattr(widen, sys.argv[3], stop_here)
+widen.widen(sys.argv[1], Path(sys.argv[2]), Wider(128, 6))
+"""
+
+
+@pytest.mark.parametrize("moment", ["write_config", "agreement"])
+def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, draft_dir: Path, moment: str) -> None:
+    command = [sys.executable, "-c", KILLED, str(draft_dir), str(tmp_path / "wide"), moment]
+    env = os.environ | {"PYTHONPATH": str(SRC), "FORERUN_TYPECHECK": "0"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        assert list(tmp_path.glob(".wide.partial/*.safetensors"))
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "wide").exists()
+    started = time.monotonic()
+    widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
+    assert time.monotonic() - started < 60, "the dead process still holds the lock"
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+def test_shards_are_as_small_as_asked_and_progress_is_told(
+    tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr(module, "SHARD_BYTES", 200_000)
+    folder = widen(str(draft_dir), tmp_path / "wide", Wider(128, 6), lambda *news: told.append(news))
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    assert Blueprint.of(str(folder)).load(64).decoder.config.hidden == 128
+    for stage in {what for what, _ in told}:
+        fractions = [done for what, done in told if what == stage]
+        assert fractions == sorted(fractions), stage
+        assert 0 < fractions[0] <= fractions[-1] == 1.0, stage
+    assert len({what for what, _ in told}) == 3
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 10**6
+
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage)
+    with pytest.raises(InvalidRequest, match=r"destination: .* are needed there, 0\.0 GB are free: choose another"):
+        widen(str(draft_dir), tmp_path / "wide", Wider(256, 6))
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_beside_the_weights_come_along(tmp_path: Path, target_dir: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in target_dir.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    extra = {
+        "chat_template.jinja": "{{ messages }}",
+        "generation_config.json": '{"eos_token_id": [2, 3]}',
+        "LICENSE": "x",
+    }
+    for name, text in extra.items():
+        (source / name).write_text(text)
+    (source / "README.md").write_text("what the small model scores")
+    folder = widen(str(source), tmp_path / "wide", Wider(128, 6))
+    kept = {path.name for path in source.iterdir()} - {"README.md", "model.safetensors"}
+    made = {path.name for path in folder.iterdir() if "safetensors" not in path.name}
+    assert kept >= {"tokenizer.json", "config.json", *extra}
+    assert made == kept
+    for name in kept - {"config.json"}:
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+    assert read_config(folder).eos_ids == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("wider", "message"),
+    [
+        (Wider(63, 5), "hidden: 63 must be a whole number of at least 64"),
+        (Wider(64, 4), "layers: 4 must be a whole number of at least 5"),
+        (Wider(64, 5, mlp=10), "mlp: 10 must be"),
+        (Wider(64, 5, heads=4), "heads: 4 must be a whole number of at least 8"),
+        (Wider(64, 5, heads=9), "heads: 9 must be a multiple of 2"),
+        (Wider(65, 5), "heads: 8 must divide hidden, 65"),
+        (Wider(64, 5, heads=10), "heads: 10 must divide hidden, 64"),
+        (Wider(64, 5, vocab_size=511), "vocab_size: 511 must be"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(wider: Wider, message: str, tmp_path: Path, target_dir: Path) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        widen(str(target_dir), tmp_path / "wide", wider)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_widened_checkpoint_is_not_widened_again(tmp_path: Path, draft_dir: Path) -> None:
+    folder = widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
+    with pytest.raises(UnsupportedModel, match=r"widened from 0\.\d+ M to 1\.\d M parameters\) already: widen what"):
+        widen(str(folder), tmp_path / "wider", Wider(256, 6))
+
+
+def bundled_like(config: ModelConfig, **shape: Any) -> ModelConfig:
+    return replace(config, vocab_size=4096, head_dim=64, tied=True, **shape)
+
+
+def test_about_half_a_billion_for_the_bundled_target(target_dir: Path) -> None:
+    small = read_config(target_dir)
+    target = bundled_like(small, hidden=384, layers=6, heads=6, kv_heads=2, intermediate=1024, windows=(None,) * 6)
+    assert count_parameters(target) == 11_015_040
+    wide = (wider := Wider.of(target, 500_000_000)).shape(target)
+    assert wider == Wider(1536, 20)
+    assert (wide.heads, wide.kv_heads, wide.head_dim, wide.intermediate) == (24, 8, 64, 4096)
+    assert amount(count_parameters(wide)) == "0.51 B"
+    draft = bundled_like(small, hidden=128, layers=2, heads=2, kv_heads=2, intermediate=352, windows=(None,) * 2)
+    wider = Wider.of(draft, 21_000_000)
+    assert wider == Wider(512, 6)
+    assert amount(count_parameters(wider.shape(draft))) == "21 M"
+
+
+@given(st.integers(0, 10**11))
+@settings(deadline=None)
+def test_a_size_is_met_within_half_a_layer_by_an_exact_ratio(target_dir: Path, asked: int) -> None:
+    config = read_config(target_dir)
+    if asked < count_parameters(config):
+        with pytest.raises(InvalidRequest, match=r"parameters: .* must be at least the model's own 0\.26 M"):
+            Wider.of(config, asked)
+        return
+    wider = Wider.of(config, asked)
+    wide = wider.shape(config)
+    layer = count_parameters(replace(wider, layers=wider.layers + 1).shape(config)) - count_parameters(wide)
+    assert abs(count_parameters(wide) - asked) <= layer / 2
+    assert wider.hidden in (64 * 4**k for k in range(10))
+
+
+@given(st.integers(1, 10), st.integers(0, 30), st.booleans())
+def test_real_layers_keep_their_order_and_come_once(count: int, more: int, spread: bool) -> None:
+    config = replace(read_config(Path(__file__).parents[1] / "data" / "stories260k"), layers=count)
+    origins = Wider(64, count + more, spread=spread).origins(config)
+    assert [origin.layer for origin in origins if origin.real] == list(range(count))
+    assert len(origins) == count + more
+    if spread:
+        assert origins[-1].real
+        places = [i for i, origin in enumerate(origins) if origin.real]
+        gaps = [b - a for a, b in zip([-1, *places], places, strict=False)]
+        assert max(gaps) - min(gaps) <= 1
+    else:
+        assert all(origin.real for origin in origins[:count])
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (11_015_040, "11 M"),
+        (509_670_912, "0.51 B"),
+        (926_336, "0.93 M"),
+        (99_600_000, "100 M"),
+        (405_000_000_000, "405 B"),
+        (5_000, "5 K"),
+        (7, "7"),
+    ],
+)
+def test_amounts_have_two_digits(count: int, text: str) -> None:
+    assert amount(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("0.5B", 5 * 10**8), ("21M", 21 * 10**6), ("21 m", 21 * 10**6), ("900k", 900_000), ("77", 77)]
+)
+def test_amounts_are_read_as_people_write_them(text: str, count: int) -> None:
+    assert read_amount(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "B", "1T", "-3M", "1.2.3B"])
+def test_what_is_no_amount_is_named(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"parameters: .* is no number of parameters: write it like 21M"):
+        read_amount(text)
+
+
+@pytest.fixture(scope="module")
+def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    data, out = Path(__file__).parents[1] / "data", tmp_path_factory.mktemp("wide")
+    target = widen(str(data / "stories260k"), out / "target", Wider(128, 6))
+    return target, widen(str(data / "stories280k"), out / "draft", Wider(256, 8))
+
+
+def run(*arguments: str) -> Result:
+    env = {"NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "250", "FORCE_COLOR": None}
+    return CliRunner().invoke(cli.app, list(arguments), env=env)
+
+
+def test_whatever_shows_a_number_says_widened(wide_pair: tuple[Path, Path]) -> None:
+    target, draft = wide_pair
+    widened = "stories260k (widened from 0.26 M to 1.2 M parameters)"
+    given = ("--model", str(target), "--draft", f"model:{draft}", "-n", "4", "--max-len", "64", "-t", "0", "Once")
+    card = run("generate", *given)
+    assert card.exit_code == 0
+    shown = json.loads(run("generate", "--json", *given).stdout)
+    config = read_config(draft)
+    assert config.widened is not None
+    for model, drafter in ((card.stderr, card.stderr), (shown["model"], shown["draft"])):
+        assert widened in model
+        assert config.widened in drafter
+    llm = LLM(str(target), f"model:{draft}", max_len=64)
+    label = label_of_widened(llm, ModelOptions(str(target), f"model:{draft}"))
+    assert llm.name in label
+    assert llm.draft_name == f"model:{config.widened}"
+    assert llm.draft_name in label
+    assert "widened" in llm.name
+    plain = Path(__file__).parents[1] / "data" / "stories260k"
+    assert label_of_widened(LLM(str(plain), "ngram", max_len=64), ModelOptions(str(plain), "ngram")) == ""
+
+
+def test_nested_drafters_are_named_too(wide_pair: tuple[Path, Path]) -> None:
+    label = draft_label(f"cascade[ngram:3,model:{wide_pair[1]},mix[ngram]]")
+    assert label == f"cascade[ngram:3,model:{read_config(wide_pair[1]).widened},mix[ngram]]"
+    assert draft_label(None) == ""
+
+
+@pytest.mark.parametrize("made", [1, {}, {"from": "x"}, {"from": "x", "parameters_before": 0, "parameters": 5}])
+def test_a_damaged_label_is_refused(made: object, tmp_path: Path, target_dir: Path) -> None:
+    values = json.loads((target_dir / "config.json").read_text()) | {"forerun_widened": made}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UnsupportedModel, match="forerun_widened"):
+        read_config(tmp_path)
+
+
+def test_the_command_writes_and_reports(tmp_path: Path, draft_dir: Path) -> None:
+    out = tmp_path / "wide"
+    for _ in range(2):
+        result = run("widen", "--model", str(draft_dir), "--out", str(out), "--parameters", "5M")
+        assert result.exit_code == 0, result.stderr
+        for words in ("0.28 M parameters: ", "4.9 M parameters: ", "logits  differ by at most ", str(out)):
+            assert words in result.stdout
+    explicit = run(
+        "widen", "-m", str(draft_dir), "-o", str(tmp_path / "b"), "--layers", "9", "--at-end", "--mlp", "512"
+    )
+    assert explicit.exit_code == 0
+    assert read_config(tmp_path / "b").layers == 9
+    assert read_config(tmp_path / "b").intermediate == 512
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "there is nothing to grow to: give --parameters 0.5B"),
+        (("--parameters", "5M", "--layers", "9"), "give it or the sizes, not both"),
+        (("--parameters", "five"), "'five' is no number of parameters"),
+        (("--parameters", "5K"), "must be at least the model's own"),
+        (("--layers", "1"), "layers: 1 must be a whole number of at least"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path, draft_dir: Path) -> None:
+    result = run("widen", "--model", str(draft_dir), "--out", str(tmp_path / "wide"), *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "wide").exists()
+
+
+def test_a_source_that_warns_warns_of_the_same(tmp_path: Path) -> None:
+    """No end-of-sequence token: widening adds no other warning."""
+    source = source_of(tmp_path / "source", TIED)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((source / name).read_text())
+        (source / name).write_text(json.dumps(values | {"eos_token_id": None}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        widen(str(source), tmp_path / "wide", Wider(256, 4))
+    assert {str(w.message).split(" ", 1)[1].split(":")[0] for w in caught} == {"names no eos_token_id"}
