@@ -1,0 +1,1 @@
+"""Trace: one prompt, round by round. What was guessed, what the target thought of it, and what became of it."""

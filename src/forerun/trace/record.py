@@ -1,0 +1,190 @@
+"""Recording: one prompt through the engine itself, every round noted as it passes.
+
+Decides what is noted and where: `WatchedEngine` looks at what goes from verb to verb and changes none of it,
+`WatchedDraws` at what drafters draw from. What a round does not keep (p, coins, chances) is a pure function of its
+draws and is asked for again. An engine that nobody watches knows nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from forerun.accept.commit import HostTree, accept
+from forerun.accept.outcome import RowOutcome
+from forerun.config import Speculation
+from forerun.detokenize import REPLACEMENT
+from forerun.engine.controller import FixedDepth
+from forerun.engine.delta import Delta, run_origins
+from forerun.engine.engine import Engine
+from forerun.engine.engine import Round as Plan
+from forerun.engine.reading import Reading
+from forerun.engine.sequence import Sequence
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM
+from forerun.sampling.draws import Children, Draws, PathState
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.transforms import Logits
+from forerun.text import Tokenizer
+from forerun.trace.explain import Path, Spell, explain, numbers, paths_of
+from forerun.trace.values import Emitted, Round, Trace
+from forerun.tree import DraftTree
+from forerun.verify.rules import Verdict
+
+
+def trace(
+    llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation: bool | int | Speculation | None = None
+) -> Trace:
+    """Answer one prompt and tell every round of it. The LLM must be idle.
+
+    Drafts go as far as `speculation` wishes, whether it pays or not. Where plain decoding must give the same tokens
+    (coupled verification, or temperature 0) it is run too, and they are compared.
+    """
+    if params.n != 1:
+        raise InvalidRequest("n", f"{params.n} must be 1: a trace tells one answer.")
+    assert not llm.engine.has_work, "a trace needs an LLM that does nothing else"
+    sequence = llm.requests.sequences(prompt, params, speculation)[0]
+    watched = WatchedEngine(llm.engine, llm.tokenizer)
+    last = run(watched, sequence)
+    prompt_ids, token_ids = sequence.tokens[: sequence.num_prompt], sequence.tokens[sequence.num_prompt :]
+    verification, same = llm.engine.options.verification, None
+    if verification == "coupled" or params.greedy:
+        plain = llm.generate([prompt_ids], replace(params, seed=sequence.seed), speculation=False)[0]
+        same = list(plain.completions[0].token_ids) == token_ids
+    return Trace(
+        prompt=prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt_ids),
+        prompt_token_ids=prompt_ids,
+        text=watched.text,
+        token_ids=token_ids,
+        seed=sequence.seed,
+        temperature=0.0 if params.greedy else params.temperature,
+        verification=verification,
+        finish_reason=last.finish_reason or "",
+        same_as_plain=same,
+        rounds=watched.rounds,
+    )
+
+
+def run(engine: Engine, sequence: Sequence) -> Delta:
+    """Step an engine until this sequence is finished; the last that it says of it."""
+    last: Delta | None = None
+    engine.submit(sequence)
+    try:
+        while engine.has_work:
+            for last in engine.step():
+                if last.error is not None:
+                    raise last.error
+    finally:
+        engine.cancel(sequence.request_id)
+    assert last is not None, "a sequence ends with a delta"
+    return last
+
+
+class WatchedEngine(Engine):
+    """The engine of an LLM, on its model and drafter, that notes each round of one sequence as it passes."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        super().__init__(
+            engine.runner, engine.drafter, options=engine.options, controller=FixedDepth(), num_ids=engine.num_ids
+        )
+        self.tokenizer = tokenizer
+        self.rounds: list[Round] = []
+        self.text = ""
+        self.passing: tuple[Plan, DraftTree] | None = None
+
+    def plan(self) -> Plan:
+        """The engine's own plan, with draws that remember what drafters drew from."""
+        plan = super().plan()
+        return replace(plan, draws=WatchedDraws.of(plan.draws))
+
+    def draft(self, plan: Plan) -> DraftTree:
+        """The engine's own draft, noted."""
+        tree = super().draft(plan)
+        self.passing = plan, tree
+        return tree
+
+    def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
+        """The engine's own step, noted: the numbers are those of the text before it, so they are taken first."""
+        told = [self.tell(reading, verdict)] if any(part.tree for part in reading.parts) else []
+        deltas, rows = super().accept(reading, verdict)
+        for round_, delta in zip(told, deltas, strict=True):
+            self.text += delta.text
+            emitted = round_.emitted[: len(delta.token_ids)]  # the text may have ended within the accepted run
+            self.rounds.append(replace(round_, emitted=emitted, segments=delta.segments, text=self.text))
+        return deltas, rows
+
+    def tell(self, reading: Reading, verdict: Verdict) -> Round:
+        """The round as the verdict has it, before stop conditions and text."""
+        assert self.passing is not None, "a round drafts before it accepts"
+        plan, tree = self.passing
+        (part,) = reading.parts
+        assert part.tree is not None, "a row that draws has a tree"
+        assert isinstance(plan.draws, WatchedDraws), "a watched round's draws remember"
+        found = numbers(tree, reading.node_logits(), plan.draws, self.options.verification)
+        q = plan.draws.q | declared(tree, part.tree, plan.draws.vocab)
+        spell = speller(self.tokenizer, list(part.row.sequence.tokens))
+        (run,) = accept(verdict, [part.tree])
+        said = enumerate(zip(run.nodes, run.tokens, run_origins(run), strict=True))
+        return Round(
+            number=len(self.rounds) + 1,
+            num_prompt_tokens=part.row.num_chunk,
+            rule=found.rule,
+            guesses=explain(part.tree, found, run.nodes, q, spell),
+            emitted=[
+                Emitted(token, spell(run.tokens[:i], token), origin, float(found.law[node, token]))
+                for i, (node, token, origin) in said
+            ],
+            segments=(),
+            text="",
+        )
+
+
+class WatchedDraws(Draws):
+    """A round's draws that remember what drafters gave the tokens that they guessed: `q`, by path and token."""
+
+    q: dict[tuple[Path, int], float]
+
+    @classmethod
+    def of(cls, draws: Draws) -> WatchedDraws:
+        """The same draws, remembering."""
+        watched = cls(
+            draws.rows,
+            draws.vocab,
+            rejection=draws.rejection,
+            device=draws.device,
+            num_ids=draws.num_ids,
+            level=draws.level,
+        )
+        watched.q = {}
+        return watched
+
+    def children(self, logits: Logits, at: PathState, width: int) -> Children:
+        """The same guesses, and how likely each of them was by the drafter's own law."""
+        children = super().children(logits, at, width)
+        law = self.probs(logits, at).nan_to_num(nan=0.0)
+        chances = law.gather(1, children.tokens.clamp_min(0))
+        for path, tokens, given in zip(at.drawn.tolist(), children.tokens.tolist(), chances.tolist(), strict=True):
+            above = tuple(token for token in path if token >= 0)
+            self.q |= {(above, token): chance for token, chance in zip(tokens, given, strict=True) if token >= 0}
+        return children
+
+
+def declared(tree: DraftTree, host: HostTree, vocab: int) -> dict[tuple[Path, int], float]:
+    """What the tree itself declares as its law: it has one in rejection modes, where guesses are drawn."""
+    if tree.q is None:
+        return {}
+    paths, rows = paths_of(host), tree.q.row[0, list(host.number)].tolist()
+    laws = tree.q.dense(vocab)
+    guesses = zip(host.tokens[1:], host.parents[1:], strict=True)
+    return {(paths[above], token): float(laws[rows[above], token]) for token, above in guesses if rows[above] >= 0}
+
+
+def speller(tokenizer: Tokenizer, before: Seq[int]) -> Spell:
+    """How tokens read behind a text: as the text they add; where they add none of their own, as the vocabulary says."""
+
+    def spell(path: Seq[int], token: int) -> str:
+        decoder = tokenizer.decoder(skip_special_tokens=False, after=[*before, *path])
+        text = decoder.push(token) + decoder.finish()
+        return text if text and REPLACEMENT not in text else tokenizer.surface(token) or ""
+
+    return spell

@@ -1,0 +1,335 @@
+"""A trace tells the truth: every number against other code, every verdict against its rule, every token against plain.
+
+p and q are compared with transformers' forward on each guess's path; chances are worked out anew from those laws.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forerun.config import Speculation
+from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.draft.model import ModelDrafter
+from forerun.engine.sequence import Origin
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from forerun.trace.record import trace
+from forerun.trace.values import Round, Trace
+from forerun.tree import DraftLaw, DraftTree
+from tracing import CASES, CHAIN, MODEL, PROMPT, SMALL, TARGET, TOP_K, TREE, Case, asking, cases, llm_of, traces
+
+
+@cache
+def theirs(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def law(folder: Path, tokens: tuple[int, ...], temperature: float) -> np.ndarray:
+    """The next token's law by transformers, under this file's sampling parameters."""
+    with torch.no_grad():
+        logits = theirs(folder)(torch.tensor([tokens])).logits[0, -1].double().numpy()
+    if temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    scaled = logits / temperature
+    scaled[scaled < np.sort(scaled)[-TOP_K]] = -np.inf
+    weights = np.exp(scaled - scaled.max())
+    return weights / weights.sum()
+
+
+def with_texts(told: Trace) -> list[tuple[Round, tuple[int, ...]]]:
+    """Every round, and the token ids before it."""
+    said = accumulate((tuple(e.token_id for e in r.emitted) for r in told.rounds), initial=tuple(told.prompt_token_ids))
+    return list(zip(told.rounds, said, strict=False))
+
+
+def path(round_: Round, node: int) -> tuple[int, ...]:
+    """The tokens from below the root down to a node."""
+    if node == 0:
+        return ()
+    guess = round_.guesses[node - 1]
+    return (*path(round_, guess.parent), guess.token_id)
+
+
+def accepted_path(round_: Round) -> list[int]:
+    """The accepted nodes from the root on."""
+    return [0, *(guess.node for guess in round_.guesses if guess.verdict == "accepted")]
+
+
+@cases
+def test_p_and_q_are_what_the_models_say_along_the_path(case: Case) -> None:
+    temperature, judged = case[3], 0
+    for told in traces(case):
+        for round_, before in with_texts(told):
+            for guess in round_.guesses:
+                above = before + path(round_, guess.parent)
+                assert guess.p == pytest.approx(law(TARGET, above, temperature)[guess.token_id], abs=1e-4)
+                if case[0] == MODEL:
+                    assert guess.q == pytest.approx(law(SMALL, above, temperature)[guess.token_id], abs=1e-4)
+                else:
+                    assert guess.q is None
+                judged += 1
+            for node, emitted in zip(accepted_path(round_), round_.emitted, strict=False):
+                above = before + path(round_, node)
+                assert emitted.p == pytest.approx(law(TARGET, above, temperature)[emitted.token_id], abs=1e-4)
+    assert (judged > 0) == (case[0] is not None)
+
+
+@cases
+def test_verdicts_follow_from_the_numbers_by_their_rule(case: Case) -> None:
+    rules = {"token": by_coin, "block": by_block, "follow": by_match}
+    for told in traces(case):
+        assert [r.number for r in told.rounds] == list(range(1, len(told.rounds) + 1))
+        for round_, before in with_texts(told):
+            assert round_.rule == expected_rule(case, round_)
+            assert accepted_path(round_) == rules[round_.rule](round_, before, case[3])
+            check_fates(round_)
+
+
+def expected_rule(case: Case, round_: Round) -> str:
+    """Guesses without a law are matched in every mode; a tree is not judged as a block."""
+    draft, verification, wish, _ = case
+    if verification == "coupled" or draft != MODEL or not round_.guesses:
+        return "follow"
+    return "token" if wish.width > 1 else verification
+
+
+def by_match(round_: Round, before: tuple[int, ...], temperature: float) -> list[int]:
+    """Down from the root along the guesses that are the target's draws."""
+    kept, going = [0], True
+    while going:
+        below = [g for g in round_.children(kept[-1]) if g.token_id == g.drawn_id]
+        going = bool(below)
+        kept += [g.node for g in below]
+        assert len(below) <= 1
+    return kept
+
+
+def by_coin(round_: Round, before: tuple[int, ...], temperature: float) -> list[int]:
+    """Down from the root; siblings in turn, each against what its rejected elders have left of p and q."""
+    kept = [0]
+    while True:
+        above = before + path(round_, kept[-1])
+        p, q = law(TARGET, above, temperature).copy(), law(SMALL, above, temperature).copy()
+        for guess in round_.children(kept[-1]):
+            assert guess.coin is not None
+            x = guess.token_id
+            assert guess.chance == pytest.approx(min(1, p[x] / q[x]), abs=2e-3)
+            if guess.coin * q[x] < p[x]:
+                kept.append(guess.node)
+                break
+            p = np.maximum(p - q, 0)
+            p, q[x] = p / p.sum(), 0
+            q = q / q.sum() if q.sum() > 0 else q
+        else:
+            return kept
+
+
+def by_block(round_: Round, before: tuple[int, ...], temperature: float) -> list[int]:
+    """The deepest guess whose coin is at most h, with all before it (2403.10444, algorithm 2)."""
+    w, deepest = 1.0, 0
+    for guess in round_.guesses:
+        above, x = before + path(round_, guess.parent), guess.token_id
+        w = min(1.0, w * law(TARGET, above, temperature)[x] / law(SMALL, above, temperature)[x])
+        behind = (*above, x)
+        rest = np.maximum(w * law(TARGET, behind, temperature) - law(SMALL, behind, temperature), 0).sum()
+        h = w if guess.node == len(round_.guesses) else 1.0 if rest + 1 - w <= 0 else rest / (rest + 1 - w)
+        assert guess.chance == pytest.approx(h, abs=2e-3)
+        assert guess.coin is not None
+        deepest = guess.node if guess.coin <= h else deepest
+    return list(range(deepest + 1))
+
+
+def test_the_cases_hold_every_kind_of_verdict_and_token() -> None:
+    rounds = [(round_.rule, round_) for case in CASES for told in traces(case) for round_ in told.rounds]
+    fates = {(rule, guess.verdict) for rule, round_ in rounds for guess in round_.guesses}
+    assert fates >= {(rule, fate) for rule in ("follow", "token") for fate in ("accepted", "rejected", "not judged")}
+    assert fates >= {("block", "accepted"), ("block", "rejected")}
+    assert any("saved later" in guess.reason for _, round_ in rounds for guess in round_.guesses)
+    assert {token.origin for _, round_ in rounds for token in round_.emitted} == set(Origin)
+
+
+def check_fates(round_: Round) -> None:
+    """A guess is judged where its turn came; the reason names what decided."""
+    kept = accepted_path(round_)
+    for guess in round_.guesses:
+        elder = any(g.node in kept and g.node < guess.node for g in round_.children(guess.parent))
+        if guess.node in kept:
+            continue
+        in_turn = round_.rule == "block" or (guess.parent in kept and not (round_.rule == "token" and elder))
+        assert guess.verdict == ("rejected" if in_turn else "not judged")
+        if not in_turn:
+            above = round_.guesses[guess.parent - 1].reason if guess.parent not in kept else ""
+            behind = "behind a rejected guess" if "not judged" not in above else above.removeprefix("not judged: ")
+            behind = "on another branch" if behind == "another was accepted" else behind
+            assert guess.reason == "not judged: " + (behind if guess.parent not in kept else "another was accepted")
+    for guess in round_.guesses:
+        if guess.verdict != "not judged":
+            decided = guess.coin if round_.rule != "follow" else None
+            assert ("the target drew" if decided is None else f"coin {decided:.3f}") in guess.reason
+
+
+@cases
+def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: Case) -> None:
+    draft, verification, wish, temperature = case
+    for told in traces(case):
+        params = asking(temperature, told.seed)
+        answer = llm_of(draft, verification).generate(PROMPT, params, wish)[0].completions[0]
+        emitted = [token for round_ in told.rounds for token in round_.emitted]
+        assert [token.token_id for token in emitted] == list(told.token_ids) == list(answer.token_ids)
+        assert [token.origin for token in emitted] == list(answer.origins)
+        assert told.text == told.rounds[-1].text == answer.text
+        assert "".join(s.text for round_ in told.rounds for s in round_.segments) == answer.text
+        assert told.finish_reason == answer.finish_reason == "length"
+        if verification == "coupled" or temperature == 0:
+            assert told.same_as_plain is True
+            assert answer.token_ids == llm_of(None).generate(PROMPT, params)[0].completions[0].token_ids
+        else:
+            assert told.same_as_plain is None
+        for round_, before in with_texts(told):
+            following = round_.emitted[-1]
+            if round_.rule == "follow" and following.origin is Origin.RECOVERED:
+                stop = [0, *(g.node for g in round_.guesses if g.verdict == "accepted")][-1]
+                assert {g.drawn_id for g in round_.children(stop)} == {following.token_id}
+            assert len(before) == len(told.prompt_token_ids) + sum(
+                len(r.emitted) for r in told.rounds[: round_.number - 1]
+            )
+
+
+def test_a_difference_from_plain_decoding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(TARGET), MODEL, dtype="float32", max_batch=1)
+    honest = llm.generate
+
+    def other_seed(prompts: object, params: SamplingParams, **others: object) -> object:
+        return honest(prompts, replace(params, seed=1 + (params.seed or 0)), **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm, "generate", other_seed)
+    assert trace(llm, PROMPT, asking(1.0, 3)).same_as_plain is False
+
+
+def test_watching_leaves_nothing_behind_and_the_llm_as_it_was() -> None:
+    llm = llm_of(MODEL)
+    engine, before = llm.engine, llm.generate(PROMPT, asking(1.0, 9), CHAIN)[0]
+    trace(llm, PROMPT, asking(1.0, 9), CHAIN)
+    assert llm.engine is engine
+    assert not engine.has_work
+    assert engine.runner.cache.num_rows == 0
+    assert isinstance(llm.drafter, ModelDrafter)
+    assert not llm.drafter.sequences
+    assert llm.generate(PROMPT, asking(1.0, 9), CHAIN)[0] == before
+
+
+def test_a_text_that_ends_within_an_accepted_run_ends_there() -> None:
+    llm = llm_of(MODEL)
+    params = asking(0.0, 0, max_tokens=40)
+    free = trace(llm, PROMPT, params, CHAIN)
+    seen: set[int] = set()
+    for round_ in free.rounds:
+        first = round_.emitted[0].token_id
+        if round_.num_accepted >= 2 and first not in seen:
+            break
+        seen |= {token.token_id for token in round_.emitted}
+    else:
+        pytest.fail("no round accepts two guesses of which the first is new")
+    cut = trace(llm, PROMPT, replace(params, stop_token_ids=(first,)), CHAIN)
+    assert cut.finish_reason == "stop"
+    assert cut.same_as_plain is True
+    assert [token.token_id for token in cut.rounds[-1].emitted] == [first]
+    assert cut.rounds[-1].num_accepted >= 2
+    assert cut.rounds[:-1] == free.rounds[: len(cut.rounds) - 1]
+
+
+@pytest.mark.parametrize("wish", [CHAIN, TREE])
+def test_the_end_token_is_told_and_not_part_of_the_text(wish: Speculation) -> None:
+    llm = llm_of(MODEL)
+    end = llm.requests.eos_ids[0]
+    told = trace(llm, PROMPT, SamplingParams(temperature=1.0, seed=4, max_tokens=60, logit_bias={end: 20.0}), wish)
+    assert told.finish_reason == "stop"
+    assert told.same_as_plain is True
+    assert told.rounds[-1].emitted[-1].token_id == end
+    assert told.rounds[-1].emitted[-1].text == llm.tokenizer.surface(end)
+    assert llm.tokenizer.surface(end) not in told.text
+
+
+@pytest.mark.parametrize("prompt", ["Once", [1], PROMPT * 4])
+def test_prompts_of_any_length_are_read_before_anything_is_guessed(prompt: str | Sequence[int]) -> None:
+    llm = LLM(str(TARGET), MODEL, dtype="float32", max_batch=1, chunk_tokens=16)
+    told = trace(llm, prompt, asking(1.0, 5), CHAIN)
+    first, *others = told.rounds
+    assert first.num_prompt_tokens == (len(told.prompt_token_ids) - 1) % 16
+    assert all(round_.num_prompt_tokens == 0 for round_ in others)
+    if first.num_prompt_tokens:
+        assert not first.guesses
+    assert any(round_.guesses for round_ in others)
+    assert told.same_as_plain is True
+
+
+@pytest.mark.parametrize("wish", [CHAIN, TREE])
+def test_every_transform_is_in_p_along_the_path_to_the_bit(wish: Speculation) -> None:
+    banned = 400
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_p": 0.02}
+    params = asking(0.9, 6, banned_tokens=(banned,), max_tokens=24, **penalties)
+    drafted, plain = (trace(llm_of(draft), PROMPT, params, wish) for draft in (MODEL, None))
+    told = [[(token.token_id, token.p) for r in t.rounds for token in r.emitted] for t in (drafted, plain)]
+    assert told[0] == told[1]
+    assert sum(round_.num_accepted for round_ in drafted.rounds) > 4
+    assert all(guess.token_id != banned for round_ in drafted.rounds for guess in round_.guesses)
+    assert all(guess.q is not None and guess.q > 0 for round_ in drafted.rounds for guess in round_.guesses)
+
+
+class Declaring:
+    """Guesses single tokens from a law of its own, the same one always, and declares it with the tree."""
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("declaring",)
+    ids, probs = (300, 310, 320), (0.5, 0.3, 0.2)
+
+    def observe(self, news: Committed) -> None:
+        pass
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        place = len(draws.rows[0].tokens) % 3
+        law_of_it = DraftLaw(torch.tensor([[0, -1]]), torch.tensor([self.probs]), torch.tensor([self.ids]))
+        return Draft(DraftTree.chains(draws.roots_tokens, torch.tensor([[self.ids[place]]]), law_of_it))
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return Outlook([0], [1], [None])
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [0] * len(seq_ids)
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        pass
+
+
+def test_a_law_that_comes_with_the_tree_is_the_q_that_is_told() -> None:
+    llm = LLM(str(TARGET), Declaring(), dtype="float32", verification="token", max_batch=1)
+    told = trace(llm, PROMPT, asking(1.0, 7), Speculation(1))
+    guesses = [guess for round_ in told.rounds for guess in round_.guesses]
+    assert len({guess.token_id for guess in guesses}) == 3
+    for guess in guesses:
+        assert guess.q == pytest.approx(dict(zip(Declaring.ids, Declaring.probs, strict=True))[guess.token_id])
+        assert guess.chance == pytest.approx(min(1, guess.p / guess.q), rel=1e-4)
+
+
+def test_a_trace_is_of_one_answer() -> None:
+    with pytest.raises(InvalidRequest, match="n: 2 must be 1"):
+        trace(llm_of(None), PROMPT, asking(1.0, 0, n=2))
+
+
+def test_an_error_of_the_requests_own_code_is_raised() -> None:
+    def broken(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        trace(llm_of(MODEL), PROMPT, asking(1.0, 0, logits_processors=(broken,)))
+    assert not llm_of(MODEL).engine.sequences

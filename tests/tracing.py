@@ -1,0 +1,53 @@
+"""Traced answers that several test modules look at: every drafter, verification mode and shape of draft."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from forerun.config import Speculation, Verification
+from forerun.llm import LLM
+from forerun.sampling.params import SamplingParams
+from forerun.trace.record import trace
+from forerun.trace.values import Trace
+
+DATA = Path(__file__).resolve().parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+MODEL, CHAIN, TREE = f"model:{SMALL}", Speculation(4), Speculation(3, 2, 8)
+PROMPT = "Tom and Lily went to the park. Tom and"
+TOP_K = 40
+# drafter, verification, how far, temperature
+CASES = [
+    (MODEL, "coupled", CHAIN, 1.0),
+    (MODEL, "coupled", TREE, 0.8),
+    (MODEL, "coupled", CHAIN, 0.0),
+    (MODEL, "coupled", TREE, 0.0),
+    ("ngram", "coupled", CHAIN, 0.4),
+    (None, "coupled", CHAIN, 1.0),
+    (MODEL, "token", CHAIN, 1.0),
+    (MODEL, "token", TREE, 1.0),
+    (MODEL, "token", CHAIN, 0.0),
+    ("ngram", "token", CHAIN, 0.4),
+    (MODEL, "block", Speculation(7), 0.8),
+    (MODEL, "block", TREE, 1.0),
+]
+Case = tuple[str | None, Verification, Speculation, float]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{str(c[0])[:5]}-{c[1]}-{c[2].depth}x{c[2].width}-{c[3]}")
+
+
+@cache
+def llm_of(draft: str | None, verification: Verification = "coupled") -> LLM:
+    return LLM(str(TARGET), draft, dtype="float32", verification=verification, max_batch=1)
+
+
+def asking(temperature: float, seed: int, **others: object) -> SamplingParams:
+    given = {"temperature": temperature, "seed": seed, "top_k": TOP_K, "max_tokens": 12, "ignore_eos": True}
+    return SamplingParams(**(given | others))  # type: ignore[arg-type]
+
+
+@cache
+def traces(case: Case) -> list[Trace]:
+    """Two answers of a case."""
+    draft, verification, wish, temperature = case
+    llm = llm_of(draft, verification)
+    return [trace(llm, PROMPT, asking(temperature, seed), wish) for seed in (1, 2)]
