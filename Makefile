@@ -11,8 +11,8 @@ PIP := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-c
 .PHONY: help demo test test-full check clean
 
 help:
-	@echo "make demo       set up, then watch a drafted answer appear (the models are in the repository)"
-	@echo "make test       set up, then the short test suite (under 8 minutes on 2 cores)"
+	@echo "make demo       set up, then race plain against drafted decoding (the models are in the repository)"
+	@echo "make test       set up, then the short test suite (under 10 minutes on 2 cores)"
 	@echo "make test-full  set up, then every long proof; resumes where it was stopped"
 	@echo "make check      set up, then lint, types, sizes and import order"
 	@echo "make clean      remove the environment and everything generated"

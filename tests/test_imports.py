@@ -25,6 +25,7 @@ ORDER = """
     llm
     train serve bench tune prove trace
     card
+    demo
     options
     commands
     cli

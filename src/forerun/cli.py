@@ -14,10 +14,14 @@ import typer
 
 from forerun import __version__
 from forerun.commands.chat import chat
+from forerun.commands.demo import demo
 from forerun.commands.generate import generate
+from forerun.commands.prove import prove
+from forerun.commands.trace import trace
+from forerun.commands.widen import widen
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (generate, chat):
+for command in (generate, chat, demo, trace, prove, widen):
     app.command()(command)
 
 

@@ -1,0 +1,68 @@
+"""What the demo runs on: a pair of models, as trained or widened to a realistic ratio of costs, and prompts.
+
+Decides sizes and where the prompts come from. Knows nothing of races.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from forerun.llm import LLM
+from forerun.models.config import amount
+from forerun.models.loading import Blueprint, Progress
+from forerun.models.widen import Wider, cached_widened
+
+TARGET, DRAFT = "stdlib", "stdlib-draft"
+TARGET_PARAMETERS, DRAFT_PARAMETERS = 500_000_000, 21_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A beginning of code, the file it is from, and what guesses how it goes on: "model" or "ngram"."""
+
+    path: str
+    drafter: str
+    text: str
+
+
+def load_prompts() -> Sequence[Prompt]:
+    """The demo's prompts, from files of the standard library that no bundled model was trained on."""
+    text = resources.files("forerun").joinpath("bundled/stdlib/prompts.json").read_text(encoding="utf-8")
+    return [Prompt(**prompt) for prompt in json.loads(text)["prompts"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and a draft model, by folder or bundled name."""
+
+    target: str = TARGET
+    draft: str = DRAFT
+
+    @classmethod
+    def widened(cls, progress: Progress | None = None) -> Pair:
+        """The bundled pair widened, made at first use: the same texts at the costs of larger models."""
+        return cls(widen(TARGET, TARGET_PARAMETERS, progress), widen(DRAFT, DRAFT_PARAMETERS, progress))
+
+    @property
+    def title(self) -> str:
+        """What to call the pair; it says where a model is widened."""
+        return f"target {title(self.target)}, draft {title(self.draft)}"
+
+    def load(self, depth: int, progress: Progress | None = None) -> LLM:
+        """Both models, ready to guess `depth` tokens per round."""
+        return LLM(self.target, f"model:{self.draft}", speculation=depth, max_batch=1, progress=progress)
+
+
+def widen(name: str, num_parameters: int, progress: Progress | None) -> str:
+    """The folder of a bundled model at another size."""
+    wider = Wider.of(Blueprint.of(name).config, num_parameters)
+    return str(cached_widened(name, wider, progress))
+
+
+def title(model: str) -> str:
+    """A checkpoint's name and size."""
+    plan = Blueprint.of(model)
+    return plan.config.widened or f"{plan.name} ({amount(plan.num_bytes // plan.dtype.itemsize)} parameters)"

@@ -1,0 +1,211 @@
+"""What the demo shows: two panels that race, a transcript where nobody watches, and the card at the end.
+
+Decides layout and wording; every number comes from a Score. Knows nothing of models or engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from forerun.card import STYLES
+from forerun.demo.meet import Heat
+from forerun.demo.race import Side, Step
+from forerun.demo.score import Score, Tally, costs, verdict
+from forerun.engine.sequence import Origin
+
+LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # in a smaller terminal panels show too little
+MOST_LINES = 20
+PROMPT_LINES = 6
+FRAME_S = 0.05
+NAMES = {Origin.DRAFTED: "guessed, accepted", Origin.RECOVERED: "guess rejected: recovered", Origin.BONUS: "bonus"}
+
+
+def view_of(console: Console, raw: bool, heading: str, prompt: str) -> Panels | Transcript:
+    """Panels on a colour terminal that is large enough, a transcript anywhere else."""
+    colours = console.is_terminal and console.color_system is not None and not console.no_color
+    large = console.width >= LEAST_WIDTH and console.height >= LEAST_HEIGHT
+    return Panels(console, heading, prompt) if colours and large and not raw else Transcript(console, heading)
+
+
+class Texts:
+    """What each side has said, coloured by origin."""
+
+    def __init__(self) -> None:
+        self.of = {side: Text() for side in Side}
+
+    def add(self, step: Step) -> None:
+        """One more step."""
+        for segment in step.delta.segments if step.delta else ():
+            self.of[step.side].append(segment.text, STYLES[segment.origin])
+
+
+class Transcript:
+    """Both answers, one under the other, when the race is over."""
+
+    def __init__(self, console: Console, heading: str) -> None:
+        self._console = console
+        self._heading = heading
+        self._texts = Texts()
+        self._score = Score()
+
+    def __enter__(self) -> Transcript:
+        self._print(f"\n{self._heading}")
+        return self
+
+    def show(self, step: Step, score: Score) -> None:
+        """One more step."""
+        self._texts.add(step)
+        self._score = score
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for side, text in self._texts.of.items():
+                self._print(f"\n--- {side}: {progress_line(self._score.of(side))}\n{text.plain}")
+            self._print(f"\n{result_line(self._score)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, style=None, markup=False, highlight=False, soft_wrap=True)
+
+
+class Panels:
+    """Both answers side by side as they grow; the end of each, where it is longer than the panel."""
+
+    def __init__(self, console: Console, heading: str, prompt: str) -> None:
+        self._console = console
+        self._heading = heading
+        self._prompt = "\n".join(prompt.splitlines()[-PROMPT_LINES:]) + "\n" * prompt.endswith("\n")
+        self._texts = Texts()
+        self._score = Score()
+        self._lines = min(MOST_LINES, console.height - 8)
+        self._live = Live(self._frame(), console=console, auto_refresh=False, vertical_overflow="crop")
+        self._shown_s = 0.0
+
+    def __enter__(self) -> Panels:
+        self._live.start(refresh=True)
+        return self
+
+    def show(self, step: Step, score: Score) -> None:
+        """One more step; the screen follows at its own pace."""
+        self._texts.add(step)
+        self._score = score
+        if time.monotonic() - self._shown_s >= FRAME_S:
+            self._live.update(self._frame(), refresh=True)
+            self._shown_s = time.monotonic()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.update(self._frame(result_line(self._score) if kind is None else ""), refresh=True)
+        self._live.stop()
+
+    def _frame(self, result: str = "") -> RenderableType:
+        sides = Table.grid(expand=True)
+        for _ in Side:
+            sides.add_column(ratio=1)
+        sides.add_row(*(self._panel(side) for side in Side))
+        return Group(Text(f"\n{self._heading}", "bold", no_wrap=True), sides, legend(), Text(result))
+
+    def _panel(self, side: Side) -> Panel:
+        text = Text.assemble((self._prompt, "dim"), self._texts.of[side])
+        width = self._console.width // len(Side) - 4
+        lines = text.wrap(self._console, width, overflow="fold", tab_size=4)[-self._lines :]
+        footer = progress_line(self._score.of(side))
+        return Panel(Text("\n").join(lines), title=side, subtitle=footer, height=self._lines + 2)
+
+
+def legend() -> Text:
+    """What the colours mean."""
+    return Text(" · ").join(Text(name, STYLES[origin]) for origin, name in NAMES.items())
+
+
+def progress_line(tally: Tally) -> str:
+    """How far a side has come, by its own clock."""
+    if not tally.num_decoded:
+        return "reading the prompt"
+    return f"{len(tally.token_ids)} tokens, {tally.total_s:.1f} s, {tally.tokens_per_s:.1f} tokens/s"
+
+
+def result_line(score: Score) -> str:
+    """How a race ended."""
+    rounds = score.speculative.stats.tokens_per_round or 0.0
+    return f"{factor(score)}, {rounds:.2f} tokens per round; same tokens: {same(score)}"
+
+
+def short(heat: Heat) -> str:
+    """A heat's file without its folders."""
+    return heat.source.rpartition("/")[2]
+
+
+def factor(score: Score) -> str:
+    """The speed-up, spelled."""
+    return f"×{score.speed_up:.2f}"
+
+
+def same(score: Score) -> str:
+    """Whether both sides said the same."""
+    return "yes" if score.same_tokens else "NO"
+
+
+def card(title: str, heats: Sequence[Heat], total: Score, about: Sequence[tuple[str, str]]) -> RenderableType:
+    """All numbers of a demo: a table by prompt, what drafting gave and cost, `about` it, and the verdict."""
+    parts: list[RenderableType] = [Text(title, "bold"), Text(), table(heats, total), Text()]
+    parts += [facts(heats, total, about), Text()]
+    parts.append(Text(verdict(total), "bold green" if total.pays else "bold yellow"))
+    if total.speed_up and not total.pays:
+        parts.append(Text(f"A round: {costs(total)}."))
+    for heat in heats:
+        if total.pays and heat.score.speed_up and not heat.score.pays:
+            parts.append(Text(f"It does not pay on {short(heat)} with {heat.drafter}: {costs(heat.score)}."))
+    if total.same_tokens:
+        parts.append(Text(f"All {len(total.plain.token_ids)} tokens are the same, drafted or not.", "bold"))
+    else:
+        parts.append(Text("The tokens differ. That must not be: please report it.", "bold red"))
+    return Group(*parts)
+
+
+def table(heats: Sequence[Heat], total: Score) -> Table:
+    """One line per prompt, and one for all."""
+    grid = Table(box=None, padding=(0, 1), pad_edge=False)
+    grid.add_column("prompt", overflow="fold")
+    grid.add_column("drafter")
+    for name in ("plain\ntokens/s", "speculative\ntokens/s", "speed-up", "tokens\nper round", "same\ntokens"):
+        grid.add_column(name, justify="right")
+    for heat in [*heats, Heat("in all", "", 0, total)]:
+        grid.add_row(
+            short(heat),
+            heat.drafter,
+            f"{heat.score.plain.tokens_per_s:.1f}",
+            f"{heat.score.speculative.tokens_per_s:.1f}",
+            Text(factor(heat.score), "green" if heat.score.pays else "yellow"),
+            f"{heat.score.speculative.stats.tokens_per_round or 0:.2f}",
+            Text(same(heat.score), "" if heat.score.same_tokens else "bold red"),
+            style="" if heat.drafter else "bold",
+        )
+    return grid
+
+
+def facts(heats: Sequence[Heat], total: Score, about: Sequence[tuple[str, str]]) -> Table:
+    """What lies behind the table, as two columns."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for i, heat in enumerate(heats):
+        rates = " ".join(f"{rate:.2f}" for rate in heat.score.speculative.stats.acceptance_at_depth)
+        grid.add_row("" if i else "acceptance by depth", f"{rates or 'nothing drafted'} ({short(heat)})")
+    grid.add_row("a drafted round", costs(total))
+    waits = f"{total.plain.total_s:.1f} s plain, {total.speculative.total_s:.1f} s speculative"
+    reads = f"{total.plain.read_s:.1f} s and {total.speculative.read_s:.1f} s of it for reading the prompts"
+    grid.add_row("time in all", f"{waits}; {reads}")
+    for name, text in about:
+        grid.add_row(name, text)
+    return grid

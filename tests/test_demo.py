@@ -1,0 +1,344 @@
+"""The demo: each side's clock is its own, the card says what the events say, and it shows on any terminal."""
+
+import hashlib
+import io
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.commands import demo as command
+from forerun.demo.material import Pair, Prompt, load_prompts
+from forerun.demo.meet import Heat, Meet
+from forerun.demo.race import Side, Step, Track
+from forerun.demo.score import LEAST_TOKENS, Score, affordable_tokens, costs, verdict
+from forerun.demo.screen import Panels, Transcript, card, view_of
+from forerun.engine.delta import Delta, Segment
+from forerun.engine.sequence import Origin
+from forerun.models.bundled import BUNDLED
+from forerun.sampling.params import SamplingParams
+from forerun.text import Tokenizer
+
+STORY = "Once upon a time, there was a little girl named Lily. One day, Lily"
+PROMPTS = [Prompt("a/story.py", "model", STORY), Prompt("b/echo.py", "ngram", f"{STORY} went out. {STORY}")]
+
+
+class ScriptedClock:
+    """Stands still but for what a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(scope="module")
+def pair(target_dir: Path, draft_dir: Path) -> Pair:
+    return Pair(str(target_dir), str(draft_dir))
+
+
+@pytest.fixture(scope="module")
+def track(pair: Pair) -> Track:
+    return Track(pair.load(depth=3))
+
+
+def params(temperature: float = 0.7, max_tokens: int = 40) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=5, ignore_eos=True)
+
+
+def score_of(steps: Sequence[Step]) -> Score:
+    score = Score()
+    for step in steps:
+        score.add(step)
+    return score
+
+
+def takes(
+    track: Track, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock, plain_s: float, drafted_s: float
+) -> None:
+    """From now on a round of either side takes so long on the clock, whatever it does."""
+    for engine in (track.plain, *track.drafted.values()):
+        step_s = plain_s if engine is track.plain else drafted_s
+
+        def step(real: Callable[[], list[Delta]] = engine.step, step_s: float = step_s) -> list[Delta]:
+            clock.now_s += step_s
+            return real()
+
+        monkeypatch.setattr(engine, "step", step)
+
+
+def made_step(side: Side, tokens: Sequence[int], step_s: float, *, read: int = 0, drafted: int = 0) -> Step:
+    """A round of decoding, its guesses all accepted, three quarters of its time in the pass."""
+    row = RowOutcome(0, drafted, drafted, drafted, len(tokens))
+    origins = (Origin.DRAFTED,) * (len(tokens) - 1) + (Origin.BONUS,)
+    segments = tuple(Segment(f"word{token} ", origin) for token, origin in zip(tokens, origins, strict=True))
+    delta = Delta(0, 0, 0, tuple(tokens), origins, segments, (), None, None)
+    return Step(side, delta, Outcome([row], read, step_s / 4 if drafted else 0.0, step_s * 3 / 4), step_s)
+
+
+def made_score(plain_s: float, drafted_s: float) -> Score:
+    """Six tokens after the first: six plain rounds of so long each, and two drafted ones."""
+    plain = [made_step(Side.PLAIN, [token], plain_s, read=4 * (token == 0)) for token in range(7)]
+    first = made_step(Side.SPECULATIVE, [0], drafted_s, read=4)
+    drafted = [made_step(Side.SPECULATIVE, [i, i + 1, i + 2], drafted_s, drafted=2) for i in (1, 4)]
+    return score_of([*plain, first, *drafted])
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_both_sides_give_the_tokens_that_the_llm_gives_alone(track: Track, drafter: str, temperature: float) -> None:
+    alone = track.llm.generate(STORY, params(temperature), speculation=False)[0].completions[0]
+    steps = list(track.race(STORY, params(temperature), drafter))
+    score = score_of(steps)
+    assert score.same_tokens
+    assert tuple(score.plain.token_ids) == alone.token_ids
+    assert "".join(s.delta.text for s in steps if s.delta and s.side is Side.PLAIN) == alone.text
+    assert score.plain.stats.num_drafted == 0
+    assert score.speculative.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize(("plain_s", "drafted_s"), [(1.0, 2.5), (1.0, 0.25)])
+def test_clocks_hold_own_steps_only_and_the_one_behind_moves(
+    track: Track, monkeypatch: pytest.MonkeyPatch, plain_s: float, drafted_s: float
+) -> None:
+    clock = ScriptedClock()
+    takes(track, monkeypatch, clock, plain_s, drafted_s)
+    used, rounds, running = dict.fromkeys(Side, 0.0), dict.fromkeys(Side, 0), set(Side)
+    for step in track.race(STORY, params(), "model", clock):
+        assert used[step.side] == min(used[side] for side in running)
+        used[step.side] += step.step_s
+        rounds[step.side] += 1
+        if step.delta is not None and step.delta.finish_reason:
+            running.remove(step.side)
+        clock.now_s += 100.0  # what is done between steps, drawing for one, is on nobody's clock
+    assert not running
+    assert used == {Side.PLAIN: rounds[Side.PLAIN] * plain_s, Side.SPECULATIVE: rounds[Side.SPECULATIVE] * drafted_s}
+    assert rounds[Side.SPECULATIVE] < rounds[Side.PLAIN]
+
+
+def test_a_race_left_early_leaves_nothing_behind(track: Track) -> None:
+    race = track.race(STORY, params(), "model")
+    next(race)
+    race.close()  # type: ignore[attr-defined]
+    assert not track.plain.has_work
+    assert not track.drafted["model"].has_work
+    unstarted = track.race(STORY, params(), "model")
+    del unstarted
+    assert score_of(list(track.race(STORY, params(), "model"))).same_tokens
+
+
+def test_the_card_says_what_the_events_say(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ScriptedClock()
+    takes(track, monkeypatch, clock, plain_s=0.5, drafted_s=0.8)
+    steps = list(track.race(STORY, params(), "model", clock))
+    decoding = {side: [s for s in steps if s.side is side and not s.outcome.num_prompt_tokens] for side in Side}
+    speeds = {
+        side: sum(len(s.delta.token_ids) for s in own if s.delta) / sum(s.step_s for s in own)
+        for side, own in decoding.items()
+    }
+    rows = [row for s in decoding[Side.SPECULATIVE] for row in s.outcome.rows]
+    per_round = 1 + sum(row.accepted for row in rows) / len(rows)
+    reached = [sum(row.offered > depth for row in rows) for depth in range(3)]
+    taken = [sum(row.accepted > depth for row in rows) for depth in range(3)]
+    score = score_of(steps)
+    text = shown(card("the models", [Heat("a/story.py", "model", 40, score)], score, [("about", "a detail")]))
+    numbers = f"{speeds[Side.PLAIN]:.1f} +{speeds[Side.SPECULATIVE]:.1f}"
+    line = f"{numbers} +×{speeds[Side.SPECULATIVE] / speeds[Side.PLAIN]:.2f} +{per_round:.2f} +yes"
+    assert re.search(f"story.py +model +{line}", text)
+    assert re.search(f"in all +{line}", text)
+    assert " ".join(f"{a / o:.2f}" for a, o in zip(taken, reached, strict=True)) in text
+    assert "All 40 tokens are the same" in text
+    assert "the models" in text
+    assert "a detail" in text
+
+
+def shown(what: object, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(what)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("drafted_s", "pays"), [(2.9, True), (3.1, False)])
+def test_a_loss_is_called_a_loss_and_explained(drafted_s: float, pays: bool) -> None:
+    score = made_score(1.0, drafted_s)  # three tokens per drafted round, of three times a plain one's time
+    assert score.pays == pays
+    text = shown(card("", [Heat("a.py", "model", 7, score)], score, []))
+    assert verdict(score) in text
+    assert ("does not pay on this machine" in text) == (not pays)
+    assert text.count(costs(score)) == (1 if pays else 2)
+    assert f"a pass over 3.0 tokens takes {drafted_s:.2f} times as long as over one" in costs(score)
+    assert "the drafter 25% of the time; a round gives 3.00 tokens" in costs(score)
+
+
+def test_a_gain_in_all_does_not_hide_a_loss_on_one_prompt() -> None:
+    loss, gain = made_score(1.0, 4.0), made_score(1.0, 0.5)
+    text = shown(card("", [Heat("x/slow.py", "model", 7, loss), Heat("fast.py", "ngram", 7, gain)], gain, []))
+    assert f"It does not pay on slow.py with model: {costs(loss)}." in text
+    assert "fast.py with" not in text
+
+
+def test_different_tokens_are_shouted() -> None:
+    score = made_score(1.0, 1.0)
+    score.speculative.token_ids[3] += 1
+    text = shown(card("", [Heat("a.py", "model", 7, score)], score, []))
+    assert "The tokens differ" in text
+    assert "are the same" not in text
+    assert re.search("a.py .* NO", text)
+
+
+def test_nothing_to_compare_is_no_loss() -> None:
+    assert "too little text" in verdict(Score())
+    assert "does not pay" not in shown(card("", [Heat("a.py", "model", 2, Score())], Score(), []))
+
+
+@pytest.mark.parametrize("left_s", [-5.0, 0.0, 20.0, 60.0, 140.0, 10_000.0])
+def test_answers_are_as_long_as_time_allows(left_s: float) -> None:
+    seen = made_score(1.0, 1.5)  # per token 1 s and 0.5 s; a prompt token 0.25 s and 0.375 s
+    most = affordable_tokens(seen, num_prompt_tokens=16, left_s=left_s, most=96)
+
+    def cost_s(num_tokens: int) -> float:
+        return 16 * (0.25 + 0.375) + num_tokens * (1.0 + 0.5)
+
+    assert LEAST_TOKENS <= most <= 96
+    assert most == LEAST_TOKENS or cost_s(most) <= left_s
+    assert most == 96 or cost_s(most + 1) > left_s
+    assert affordable_tokens(seen, 16, left_s, most=3) == 3
+
+
+def test_a_meet_leaves_out_its_warm_up_and_ends_in_time(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ScriptedClock()
+    takes(track, monkeypatch, clock, plain_s=1.0, drafted_s=0.125)
+    meet = Meet(track, params(), 40, deadline_s=45.0, clock=clock)
+    meet.warm_up(PROMPTS[0])
+    assert not meet.total.plain.token_ids
+    assert not meet.late
+    assert clock.now_s > 0
+    steps: list[Step] = []
+    heat = meet.race(PROMPTS[0], 1, lambda step, _: steps.append(step))
+    assert heat.score.plain.token_ids == meet.total.plain.token_ids
+    assert heat.score.plain.total_s == sum(step.step_s for step in steps if step.side is Side.PLAIN)
+    assert heat.num_tokens < 40
+    assert meet.shortened
+    assert clock.now_s <= meet.deadline_s
+    assert not meet.late
+    clock.now_s = meet.deadline_s
+    assert meet.late
+
+
+def terminal(width: int, height: int, **more: object) -> Console:
+    settings: dict[str, object] = {"force_terminal": True, "color_system": "standard", "_environ": {}} | more
+    return Console(file=io.StringIO(), width=width, height=height, **settings)  # type: ignore[arg-type]
+
+
+def test_panels_only_where_a_person_sees_colours() -> None:
+    assert isinstance(view_of(terminal(80, 24), False, "", ""), Panels)
+    plain = [
+        view_of(terminal(80, 24), True, "", ""),
+        view_of(terminal(80, 24, no_color=True), False, "", ""),
+        view_of(terminal(80, 24, color_system=None), False, "", ""),
+        view_of(terminal(80, 24, force_terminal=False), False, "", ""),
+        view_of(terminal(59, 24), False, "", ""),
+        view_of(terminal(80, 13), False, "", ""),
+    ]
+    assert all(isinstance(view, Transcript) for view in plain)
+
+
+@pytest.mark.parametrize("width", [1, 20, 60, 80, 200])
+@pytest.mark.parametrize("height", [1, 14, 24, 100])
+def test_any_terminal_shows_a_race_to_its_end(width: int, height: int) -> None:
+    console = terminal(width, height)
+    score = Score()
+    prompt = "def a_name_that_is_longer_than_a_narrow_panel_is_wide(self):\n\tpass\n"
+    view = view_of(console, False, "1/4  a/story.py", prompt)
+    with view:
+        for n, side in itertools.product(range(50), Side):
+            step = made_step(side, [n], 1.0, read=5 * (n == 0))
+            score.add(step)
+            view.show(step, score)
+        if isinstance(view, Panels):
+            frame = shown(view._frame(), width).splitlines()
+            assert len(frame) < height
+            assert max(map(len, frame)) <= width
+    console.print(card("the models", [Heat("a/story.py", "model", 50, score)], score, []))
+    seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    if width >= 60:
+        assert seen.count("word49") >= 2
+        assert "×1.00, 1.00 tokens per round; same tokens: yes" in seen
+
+
+@pytest.fixture
+def run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command on the reference pair."""
+    monkeypatch.setattr(command, "Pair", lambda: pair)
+    monkeypatch.setattr(command, "load_prompts", lambda: PROMPTS)
+    monkeypatch.setattr(command, "LIMIT_S", 1e6)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command.demo)
+    return lambda *arguments: CliRunner().invoke(app, ["--small", "--max-tokens", "24", *arguments])
+
+
+def test_without_a_terminal_the_command_prints_both_texts_and_the_numbers(run: Callable[..., Result]) -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    assert [line for line in result.stdout.splitlines() if line.startswith(("1/2", "2/2"))] == [
+        "1/2  a/story.py  (drafter: model)",
+        "2/2  b/echo.py  (drafter: ngram)",
+    ]
+    for part in result.stdout.split("/2  ")[1:]:
+        sides = re.split(r"--- [a-z]+: 24 tokens, .* tokens/s\n", part)[1:]
+        assert len(sides) == 2
+        assert sides[0].strip() == sides[1].split("\n×")[0].strip() != ""
+    assert "All 48 tokens are the same" in result.stdout
+    assert "peak memory" in result.stdout
+
+
+def test_json_is_one_object_with_all_numbers(run: Callable[..., Result]) -> None:
+    result = run("--json", "--temperature", "0.5", "--depth", "2")
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert [p["drafter"] for p in answer["prompts"]] == ["model", "ngram"]
+    assert answer["depth"] == 2
+    assert answer["temperature"] == 0.5
+    for part in [*answer["prompts"], answer["total"]]:
+        assert part["same_tokens"]
+        assert part["plain"]["token_ids"] == part["speculative"]["token_ids"]
+        assert part["speed_up"] == pytest.approx(part["speculative"]["tokens_per_s"] / part["plain"]["tokens_per_s"])
+        assert part["pays"] == (part["speed_up"] > 1)
+        assert len(part["acceptance_at_depth"]) <= 2
+    assert answer["total"]["plain"]["num_tokens"] == sum(p["plain"]["num_tokens"] for p in answer["prompts"])
+    assert 10**7 < answer["peak_rss_bytes"] < 8 * 10**9
+
+
+def test_different_tokens_fail_the_command(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Score, "same_tokens", False)
+    assert run().exit_code == 1
+
+
+def test_control_c_ends_the_command(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Transcript, "show", interrupt)
+    assert run().exit_code == 130
+
+
+def test_prompts_are_held_out_code_of_the_right_length() -> None:
+    tokenizer = Tokenizer.load(BUNDLED["stdlib"])
+    prompts = load_prompts()
+    assert [prompt.drafter for prompt in prompts] == ["model", "model", "model", "ngram"]
+    for prompt in prompts:
+        assert int.from_bytes(hashlib.sha256(prompt.path.encode()).digest()[:8], "big") % 50 == 0
+        assert 100 <= len(tokenizer.encode(prompt.text)) <= 300
+        source = Path(json.__file__).parent.parent / prompt.path
+        if sys.version_info[:2] == (3, 11) and source.exists():
+            assert prompt.text in source.read_text(encoding="utf-8")
