@@ -66,6 +66,7 @@ def write_card(
     files: Sequence[SourceFile],
     parameters: Mapping[str, int],
     pretraining: Training,
+    num_texts: int,
     distillation: Training,
     figures: Figures,
 ) -> None:
@@ -114,7 +115,7 @@ Measured on the target's own continuations (128 tokens) of 24 held-out prompts. 
 1. The tokenizer, then the target: {pretraining.steps:,} steps of {pretraining.tokens:,} tokens, windows of 256 tokens
    and in the last fifth of 1,024, every window behind `<s>`; Muon for matrices, AdamW for the rest; bfloat16 autocast;
    {pretraining.seconds / 60:.0f} minutes.
-2. The target continues 2,048 beginnings of training files, at temperatures 1 and 0.7.
+2. The target continues {num_texts:,} beginnings of training files, at temperatures 1 and 0.7.
 3. Draft and middle learn the target's law together, {distillation.steps:,} steps of {distillation.tokens:,} tokens, on
    the corpus and on those texts by turns: KL for a tenth of the steps, then LK-lambda;
    {distillation.seconds / 60:.0f} minutes.

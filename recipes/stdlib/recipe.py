@@ -46,8 +46,8 @@ STDLIB = Recipe(
         "draft": Shape(hidden=128, layers=2, heads=2, kv_heads=2, mlp=352),
     },
     pretraining=Schedule(steps=2_400),
-    texts=Texts(count=2_048),
-    distillation=Schedule(steps=1_600),
+    texts=Texts(count=1_024),
+    distillation=Schedule(steps=1_200),
 )
 
 
@@ -142,4 +142,5 @@ def describe(
     ]
     card.write_manifest(corpus.files, out / "corpus.tsv")
     card.draw_losses(stages[0], stages[1], out / "losses.png")
-    card.write_card(out / "README.md", corpus.files, parameters, stages[0], stages[1], figures)
+    num_texts = recipe.texts.count
+    card.write_card(out / "README.md", corpus.files, parameters, stages[0], num_texts, stages[1], figures)
