@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from documented import PAGE, PHRASES, phrase_drafter
 from hostile import HOSTILE, Hostile
 from torch import Tensor
 
@@ -29,8 +30,8 @@ from forerun.verify.sanitize import sanitize
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-DRAFTERS = ("ngram", "ngram:2", f"model:{SMALL}", f"model:{TARGET}")
-NAMES = ("ngram", "ngram:2", "model:stories280k", "model:itself")
+DRAFTERS = ("ngram", "ngram:2", f"model:{SMALL}", f"model:{TARGET}", PAGE.name)
+NAMES = ("ngram", "ngram:2", "model:stories280k", "model:itself", PAGE.name)
 
 VOCAB = 512
 CACHE_TOKENS = 2048
@@ -43,9 +44,17 @@ def context() -> DraftContext:
     return DraftContext(target, target.tokenizer(), "float32")
 
 
+def documented() -> Drafter:
+    """The drafter that the documentation builds. It knows phrases of the target's, and pieces of made-up stories."""
+    pieces = [story(300, seed)[start : start + 9] for seed in range(4) for start in range(0, 290, 4)]
+    return phrase_drafter([context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
+
+
 @pytest.fixture(params=DRAFTERS, ids=NAMES)
 def make(request: pytest.FixtureRequest) -> Callable[[], Drafter]:
     """Builds a fresh drafter of one kind."""
+    if request.param == PAGE.name:
+        return documented
     plan = plan_drafter(request.param, context())
     return lambda: plan.build(dict.fromkeys(plan.bytes_per_token, CACHE_TOKENS), None)
 
@@ -232,6 +241,11 @@ def answers(
     return [r.completions[0].token_ids for r in llm.generate(list(PROMPTS[:batch]), each, speculation)]
 
 
+def drafted(spec: str) -> LLM:
+    """The target with a drafter of one kind."""
+    return LLM(str(TARGET), documented() if spec == PAGE.name else spec, dtype="float32")
+
+
 @cache
 def plain(temperature: float) -> list[tuple[int, ...]]:
     """Plain decoding, one prompt at a time."""
@@ -252,13 +266,13 @@ def full_texts(temperature: float) -> list[list[int]]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("spec", DRAFTERS, ids=NAMES)
 def test_the_output_is_that_of_plain_decoding(spec: str, temperature: float) -> None:
-    llm = LLM(str(TARGET), spec, dtype="float32")
+    llm = drafted(spec)
     for speculation in TREES:
         for batch in (1, 5):
             assert answers(llm, temperature, batch, speculation) == plain(temperature)[:batch], (speculation, batch)
     assert llm.stats.num_drafted > 50
     assert llm.stats.num_accepted > 0
-    assert size_of(llm.engine.drafter) == size_of(LLM(str(TARGET), spec, dtype="float32").engine.drafter)
+    assert size_of(llm.engine.drafter) == size_of(drafted(spec).engine.drafter)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
