@@ -47,7 +47,7 @@ STDLIB = Recipe(
     },
     pretraining=Schedule(steps=2_400),
     texts=Texts(count=1_024),
-    distillation=Schedule(steps=1_200),
+    distillation=Schedule(steps=3_000),
 )
 
 
