@@ -18,6 +18,7 @@ from jaxtyping import install_import_hook
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 
+sys.path.insert(0, str(ROOT))  # for recipes: only `python -m pytest` puts the working directory there
 if find_spec("forerun") is None:
     sys.path.insert(0, str(ROOT / "src"))
 if os.environ.get("FORERUN_TYPECHECK", "1") != "0":

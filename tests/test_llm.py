@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.oracles import Oracle, seen
-from forerun.cache.paged import PagedCache
 from forerun.config import Speculation
 from forerun.draft.model import ModelDrafter
 from forerun.engine.delta import Delta
@@ -27,9 +26,9 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Origin
 from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
 from forerun.llm import LLM, Result
-from forerun.models.runner import Runner
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
+from runners import with_cache
 
 DATA = Path(__file__).resolve().parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
@@ -466,17 +465,8 @@ def changed(result: Result, expected: dict[str, object]) -> list[str]:
 
 def squeeze(llm: LLM, num_tokens: int) -> None:
     """Give the target a cache for so few tokens in all; the drafter keeps its own."""
-    decoder = llm.engine.runner.decoder
-    c = decoder.config
-    cache = PagedCache(
-        layers=c.layers,
-        kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        num_tokens=num_tokens,
-        dtype=torch.float32,
-        block_size=8,
-    )
-    llm.engine = Engine(Runner(decoder, cache), llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids)
+    runner = with_cache(llm.engine.runner.decoder, num_tokens, block_size=8)
+    llm.engine = Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids)
 
 
 def torment(llm: LLM) -> Callable[[], int]:

@@ -6,10 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.oracles import Oracle
-from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget
 from forerun.engine.controller import FixedDepth
@@ -19,6 +17,7 @@ from forerun.engine.sequence import Sequence, Status
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
+from runners import with_cache
 
 TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 LONGEST = 64
@@ -31,17 +30,8 @@ def decoder() -> Runner:
 
 def engine_of(num_tokens: int, oracle: Oracle | None = None, block_size: int = 8, **options: int) -> Engine:
     """An engine around the shared weights, with a cache of its own."""
-    model = decoder().decoder
-    c = model.config
-    cache = PagedCache(
-        layers=c.layers,
-        kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        num_tokens=num_tokens,
-        dtype=torch.float32,
-        block_size=block_size,
-    )
-    return Engine(Runner(model, cache), oracle, options=EngineOptions(**options))
+    runner = with_cache(decoder().decoder, num_tokens, block_size)
+    return Engine(runner, oracle, options=EngineOptions(**options))
 
 
 def requests() -> Requests:

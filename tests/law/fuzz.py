@@ -16,12 +16,14 @@ from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.controller import Controller
+from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
+from runners import with_cache
 
 
 @dataclass(slots=True)
@@ -100,12 +102,9 @@ class Bench:
         target, draft = Blueprint.of(str(target_dir), dtype), Blueprint.of(str(draft_dir), dtype)
         return cls(target, draft, target.load(1 << 14), draft.load(1 << 14))
 
-    def with_cache(self, runner: Runner, num_tokens: int, block_size: int = 16) -> Runner:
+    def with_cache(self, runner: Runner, num_tokens: int) -> Runner:
         """The same weights over a cache of its own."""
-        c = runner.decoder.config
-        shape = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-        cache = type(runner.cache)(**shape, num_tokens=num_tokens, dtype=runner.decoder.dtype, block_size=block_size)
-        return Runner(runner.decoder, cache)
+        return with_cache(runner.decoder, num_tokens)
 
     def model_drafter(self, num_tokens: int = 4096) -> ModelDrafter:
         return ModelDrafter(self.with_cache(self.reader, num_tokens), self.target.config.vocab_size)
@@ -136,15 +135,15 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(engine: Engine, sequences: Sequence[object], every: Callable[[], None] | None = None) -> list[list[int]]:
-    """Run sequences to their ends; all their tokens."""
+def run(engine: Engine, sequences: Sequence[object], hear: Callable[[Delta], None] | None = None) -> list[list[int]]:
+    """Run sequences to their ends; all their tokens. `hear` is told what they gain."""
     with unchecked():
         for sequence in sequences:
             engine.submit(sequence)  # type: ignore[arg-type]
         while engine.has_work:
-            engine.step()
-            if every is not None:
-                every()
+            for delta in engine.step():
+                if hear is not None:
+                    hear(delta)
     return [sequence.tokens for sequence in sequences]  # type: ignore[attr-defined]
 
 

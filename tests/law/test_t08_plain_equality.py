@@ -1,4 +1,4 @@
-"""The promise itself: plain and speculative decoding give the same tokens, without tolerance.
+"""The promise itself: plain and speculative decoding give the same tokens and log-probabilities, without tolerance.
 
 Real models, fp32 and bf16; chains of every depth and trees; batches of every size; prompts read in any chunks;
 preemption. Prompts near the end of the target's context lie beyond the draft model's own, where its depth is 0. A
@@ -13,22 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from equality import DTYPES, WISHES, Answer, Asked, decode, decode_plain
 from fuzz import Bench, run, threads
 from torch import Tensor
 
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.base import Drafter
 from forerun.draft.ngram import NgramDrafter
-from forerun.engine.engine import Engine
-from forerun.engine.sequence import Sequence
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
 
-DTYPES = ["float32", "bfloat16"]
 NUM_PROMPTS = 200
-WISHES = [*(Speculation(depth=k) for k in range(1, 9)), Speculation(4, 3, 12), Speculation(3, 2, 14), Speculation(2, 4)]
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -53,80 +49,61 @@ def prompts(texts: list[list[int]], count: int) -> list[list[int]]:
     return [texts[i % len(texts)][first : first + n] for i, (n, first) in enumerate(zip(lengths, starts, strict=True))]
 
 
-def decode(
-    bench: Bench,
-    chosen: list[list[int]],
-    wish: Speculation | bool,
-    drafter: Drafter | None = None,
-    *,
-    num_tokens: int = 8192,
-    max_batch: int = 8,
-    chunk_tokens: int = 512,
-) -> tuple[list[list[int]], Engine, list[Sequence]]:
-    """All prompts, 64 tokens each, half of them greedy."""
-    requests = bench.requests()
-    options = EngineOptions(max_batch=max_batch, chunk_tokens=chunk_tokens)
-    engine = bench.engine(drafter, num_tokens, options=options)
-    sequences = [
-        requests.sequences(p, SamplingParams(temperature=i % 2, seed=i, max_tokens=64), wish)[0]
-        for i, p in enumerate(chosen)
+def asked(chosen: list[list[int]]) -> list[Asked]:
+    """64 tokens each with their log-probabilities, half of them greedy."""
+    return [
+        Asked(p, SamplingParams(temperature=i % 2, seed=i, max_tokens=64, logprobs=0)) for i, p in enumerate(chosen)
     ]
-    return run(engine, sequences), engine, sequences
 
 
 @pytest.fixture(scope="module")
-def plain(bench: Bench, texts: list[list[int]]) -> list[list[int]]:
-    """Plain decoding, each prompt alone in the engine."""
-    return decode(bench, prompts(texts, NUM_PROMPTS)[:20], False, max_batch=1)[0]
+def plain(bench: Bench, texts: list[list[int]]) -> list[Answer]:
+    return decode_plain(bench, asked(prompts(texts, NUM_PROMPTS)[:20]))
 
 
 @pytest.mark.parametrize("wish", [WISHES[0], WISHES[4], WISHES[8]], ids=["chain 1", "chain 5", "tree"])
-def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[list[int]], wish: Speculation) -> None:
-    chosen = prompts(texts, NUM_PROMPTS)[:20]
-    got, engine, _ = decode(bench, chosen, wish, bench.model_drafter(8192), max_batch=5, chunk_tokens=77)
-    assert got == plain
-    assert engine.stats.num_accepted > 100
+def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wish: Speculation) -> None:
+    chosen = asked(prompts(texts, NUM_PROMPTS)[:20])
+    got = decode(bench, chosen, wish, bench.model_drafter(8192), max_batch=5, chunk_tokens=77)
+    assert got.answers == plain
+    assert got.stats.num_accepted > 100
 
 
-def test_under_preemption(bench: Bench, texts: list[list[int]], plain: list[list[int]]) -> None:
-    chosen = prompts(texts, NUM_PROMPTS)[:20]
-    got, engine, sequences = decode(bench, chosen, WISHES[2], NgramDrafter(), num_tokens=700, chunk_tokens=400)
-    assert got == plain
-    assert sum(s.num_preempted for s in sequences) > 0
-    assert engine.stats.num_accepted > 20
+def test_under_preemption(bench: Bench, texts: list[list[int]], plain: list[Answer]) -> None:
+    chosen = asked(prompts(texts, NUM_PROMPTS)[:20])
+    got = decode(bench, chosen, WISHES[2], NgramDrafter(), num_tokens=700, chunk_tokens=400)
+    assert got.answers == plain
+    assert got.num_preempted > 0
+    assert got.stats.num_accepted > 20
 
 
 @pytest.fixture(scope="module")
-def plain_all(bench: Bench, texts: list[list[int]]) -> list[list[int]]:
-    return decode(bench, prompts(texts, NUM_PROMPTS), False, max_batch=1)[0]
+def plain_all(bench: Bench, texts: list[list[int]]) -> list[Answer]:
+    return decode_plain(bench, asked(prompts(texts, NUM_PROMPTS)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("wish", WISHES, ids=str)
-def test_every_depth_and_tree(
-    bench: Bench, texts: list[list[int]], plain_all: list[list[int]], wish: Speculation
-) -> None:
+def test_every_depth_and_tree(bench: Bench, texts: list[list[int]], plain_all: list[Answer], wish: Speculation) -> None:
     """200 prompts, the batch and the chunks of another size for every shape."""
     number = WISHES.index(wish)
     options = {"max_batch": 1 + number % 8, "chunk_tokens": [512, 400, 64, 33][number % 4]}
-    chosen = prompts(texts, NUM_PROMPTS)
+    chosen = asked(prompts(texts, NUM_PROMPTS))
     with threads(1 + number % 2):
-        got, engine, _ = decode(bench, chosen, wish, bench.model_drafter(8192), **options)
-    assert got == plain_all
-    assert engine.stats.num_accepted > 2000
+        got = decode(bench, chosen, wish, bench.model_drafter(8192), **options)
+    assert got.answers == plain_all
+    assert got.stats.num_accepted > 2000
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("max_batch", range(1, 9))
-def test_every_batch_size(bench: Bench, texts: list[list[int]], plain_all: list[list[int]], max_batch: int) -> None:
+def test_every_batch_size(bench: Bench, texts: list[list[int]], plain_all: list[Answer], max_batch: int) -> None:
     """A chunk of 400 tokens in one go; a cache that preempts; n-grams, in trees' budgets too."""
-    chosen = prompts(texts, NUM_PROMPTS)
-    wish, num_tokens = WISHES[max_batch], 640
-    got, _, sequences = decode(
-        bench, chosen, wish, NgramDrafter(), num_tokens=num_tokens, max_batch=max_batch, chunk_tokens=400
-    )
-    assert got == plain_all
-    assert max_batch < 4 or sum(s.num_preempted for s in sequences) > 0
+    chosen = asked(prompts(texts, NUM_PROMPTS))
+    limits = {"num_tokens": 640, "max_batch": max_batch, "chunk_tokens": 400}
+    got = decode(bench, chosen, WISHES[max_batch], NgramDrafter(), **limits)
+    assert got.answers == plain_all
+    assert max_batch < 4 or got.num_preempted > 0
 
 
 def random_pair(dtype: torch.dtype, target_dir: Path, draft_dir: Path) -> Bench:
@@ -151,11 +128,11 @@ def random_pair(dtype: torch.dtype, target_dir: Path, draft_dir: Path) -> Bench:
 def test_across_key_blocks(dtype: torch.dtype, edge: int, target_dir: Path, draft_dir: Path) -> None:
     """Prompts that end just before the cache's key blocks do, drafted across the edge."""
     bench, rng = random_pair(dtype, target_dir, draft_dir), random.Random(edge)
-    chosen = [[rng.randrange(3, 512) for _ in range(edge - rng.randrange(1, 40))] for _ in range(6)]
-    plain, engine, _ = decode(bench, chosen, False, max_batch=1)
+    chosen = asked([[rng.randrange(3, 512) for _ in range(edge - rng.randrange(1, 40))] for _ in range(6)])
+    plain = decode_plain(bench, chosen)
     for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 400), (Speculation(8), 61)):
         self_draft = bench.with_cache(bench.runner, 16384)
         drafter = type(bench.model_drafter())(self_draft, 512)
-        got, engine, _ = decode(bench, chosen, wish, drafter, max_batch=6, chunk_tokens=chunk, num_tokens=16384)
-        assert got == plain
-        assert engine.stats.num_accepted > 200
+        got = decode(bench, chosen, wish, drafter, max_batch=6, chunk_tokens=chunk, num_tokens=16384)
+        assert got.answers == plain
+        assert got.stats.num_accepted > 200

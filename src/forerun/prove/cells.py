@@ -1,0 +1,104 @@
+"""Cells: which short texts are counted apart, chosen from the exact law before anything is drawn.
+
+Decides how many tokens of a text are looked at and which texts get a cell of their own; all others share one. Knows
+nothing of models: the law of the next token is a callback.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.prove.chi_square import ChiSquare, chi_square
+
+Text = tuple[int, ...]
+NextLaws = Callable[[Sequence[Text]], Float[Tensor, "texts vocab"]]
+
+LEAST_EXPECTED = 10
+MOST_CELLS = 200
+OWN_SHARE = 0.75
+LEAST_TOKENS, MOST_TOKENS = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """`chances[text]` for the texts with a cell of their own: `num_tokens` long, or shorter and ended by an end token.
+
+    `laws` are the laws of the next token after the beginnings that were looked at.
+    """
+
+    num_tokens: int
+    chances: Mapping[Text, float]
+    laws: Mapping[Text, Mapping[int, float]]
+    end_ids: frozenset[int]
+
+    @property
+    def rest(self) -> float:
+        """The chance of all other texts together."""
+        return max(0.0, 1.0 - sum(self.chances.values()))
+
+    @property
+    def enough(self) -> bool:
+        """Whether there is anything to compare: two cells or more."""
+        return len(self.chances) > 1
+
+    def impossible(self, text: Text) -> bool:
+        """Whether the law excludes its first tokens: one of chance 0, one too few, or one behind an end token."""
+        for i in range(self.num_tokens):
+            if ended(text[:i], self.end_ids):
+                return len(text) > i
+            if len(text) == i:
+                return True
+            law = self.laws.get(text[:i])
+            if law is None:  # too unlikely to be looked at
+                return False
+            if text[i] not in law:
+                return True
+        return False
+
+    def test(self, texts: Sequence[Text]) -> ChiSquare:
+        """How well the texts' first tokens fit; a rest that is too small for a cell joins the smallest one."""
+        num_texts = len(texts)
+        counts = Counter(text[: self.num_tokens] for text in texts)
+        seen = [counts[text] for text in self.chances]
+        expected = [num_texts * chance for chance in self.chances.values()]
+        others, wanted = num_texts - sum(seen), num_texts - sum(expected)
+        if wanted >= LEAST_EXPECTED:
+            return chi_square([*seen, others], [*expected, wanted])
+        return chi_square([*seen[:-1], seen[-1] + others], [*expected[:-1], expected[-1] + wanted])
+
+
+def choose_cells(next_laws: NextLaws, num_texts: int, end_ids: Collection[int] = ()) -> Cells:
+    """The cells for so many texts: the likeliest 200 of those expected at least 10 times, the likeliest first.
+
+    Texts are made longer, from two tokens to four, while three quarters of the law have cells of their own.
+    """
+    least, ends = LEAST_EXPECTED / num_texts, frozenset(end_ids)
+    chances: dict[Text, float] = {(): 1.0}
+    laws: dict[Text, Mapping[int, float]] = {}
+    best: Cells | None = None
+    for num_tokens in range(1, MOST_TOKENS + 1):
+        open_texts = [text for text, chance in chances.items() if chance >= least and not ended(text, ends)]
+        if not open_texts:
+            break
+        tables = next_laws(open_texts).tolist()
+        fresh = {text: {v: p for v, p in enumerate(row) if p > 0} for text, row in zip(open_texts, tables, strict=True)}
+        longer = {(*text, v): chances[text] * p for text, law in fresh.items() for v, p in law.items()}
+        chances = {text: chance for text, chance in chances.items() if ended(text, ends)} | longer
+        ranked = sorted(chances.items(), key=lambda entry: (-entry[1], entry[0]))
+        own = {text: chance for text, chance in ranked[:MOST_CELLS] if chance >= least}
+        if num_tokens > LEAST_TOKENS and sum(own.values()) < OWN_SHARE:
+            break
+        laws |= fresh
+        best = Cells(num_tokens, own, dict(laws), ends)
+    assert best is not None, "the law of an empty text is always looked at"
+    return best
+
+
+def ended(text: Text, ends: frozenset[int]) -> bool:
+    """Whether a text has said its end token."""
+    return bool(text) and text[-1] in ends

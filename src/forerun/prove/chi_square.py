@@ -1,0 +1,69 @@
+"""Pearson's chi-square test over cells that were chosen beforehand, and the correction for making several.
+
+Decides nothing about cells or texts; counts and expectations come in from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+LEVEL = 1e-3  # a true engine is rejected once in so many runs, over all tests together
+POWER_Z = 1.645  # 95 of 100
+
+
+@dataclass(frozen=True, slots=True)
+class ChiSquare:
+    """Pearson's statistic, its degrees of freedom, and how likely so large a one is under the expected law."""
+
+    statistic: float
+    freedom: int
+    p_value: float
+
+
+def chi_square(seen: Sequence[int], expected: Sequence[float]) -> ChiSquare:
+    """The test of counts against expected counts above 0, which have the same total."""
+    assert len(seen) == len(expected) > 1, f"{len(seen)} counts for {len(expected)} cells: a test needs two or more"
+    statistic = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
+    freedom = len(seen) - 1
+    return ChiSquare(statistic, freedom, upper_tail(statistic, freedom))
+
+
+def upper_tail(statistic: float, freedom: int) -> float:
+    """P(chi-square with these degrees of freedom exceeds `statistic`)."""
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p-value corrected for the number of tests, after Holm: the least of them is what Bonferroni makes of it."""
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        highest = max(highest, min(1.0, p_values[index] * (len(p_values) - rank)))
+        adjusted[index] = highest
+    return adjusted
+
+
+def smallest_bias(freedom: int, num_samples: int, num_tests: int) -> float:
+    """How far off chances must be for 95 of 100 runs to show it, as a share of them (root mean square).
+
+    A law p' instead of p shifts the statistic by N sum (p' - p)^2 / p; the shift that clears the critical value by
+    1.645 standard deviations, its law taken as normal.
+    """
+    critical = critical_value(LEVEL / num_tests, freedom)
+    # freedom + shift - z sqrt(2 (freedom + 2 shift)) = critical, a quadratic in the root
+    root = POWER_Z + math.sqrt(POWER_Z**2 + critical - freedom / 2)
+    shift = (2 * root**2 - freedom) / 2
+    return math.sqrt(max(0.0, shift) / num_samples)
+
+
+def critical_value(level: float, freedom: int) -> float:
+    """The statistic that is exceeded with probability `level`, by bisection."""
+    low, high = 0.0, freedom + 100.0 * math.sqrt(freedom) - 10 * math.log(level)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if upper_tail(middle, freedom) > level else (low, middle)
+    return high

@@ -1,0 +1,122 @@
+"""Where a drafted answer leaves the plain one, and whether rounding can be why.
+
+Decides how two answers are compared and what is said about the first place at which they differ. Knows nothing of
+how they came about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from forerun.config import Speculation
+from forerun.llm import LLM, Completion
+from forerun.prove.plain import Text, last_logits, row_of, scores_after
+from forerun.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt with its parameters, as it is asked plain and drafted; `number` counts from 0."""
+
+    number: int
+    prompt: Text
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token that one of the runs chose, and the target's logit for it in the plain run; None where it had ended."""
+
+    token_id: int | None
+    text: str | None
+    logit: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where a drafted answer is not the plain one; `position` counts new tokens from 0.
+
+    `gap` is by how much the plain run preferred its own choice, in units of logits, the draw's noise included; None
+    where one answer had ended or could not choose the other's token. `drift` is the largest difference of
+    log-probabilities of the tokens before, and `drift_from` where it begins: None if they are the same to the bit.
+    Where only log-probabilities differ, both choices are the same.
+    """
+
+    request: int
+    seed: int
+    temperature: float
+    batch: int
+    shape: Speculation
+    position: int
+    plain: Choice
+    drafted: Choice
+    gap: float | None
+    drift: float
+    drift_from: int | None
+    explained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """How two answers compare: where their tokens part, None nowhere, and how log-probabilities drift before."""
+
+    position: int | None
+    drift: float
+    drift_from: int | None
+
+
+def compare(plain: Completion, drafted: Completion) -> Clash:
+    """The first tokens that differ, and the log-probabilities of those before."""
+    pairs = enumerate(zip_longest(plain.token_ids, drafted.token_ids))
+    position = next((i for i, (one, other) in pairs if one != other), None)
+    both = zip(plain.logprobs[:position], drafted.logprobs[:position], strict=True)
+    drifts = [abs(one.logprob - other.logprob) for one, other in both]
+    drift_from = next((i for i, drift in enumerate(drifts) if drift != 0), None)
+    return Clash(position, max(drifts, default=0.0), drift_from)
+
+
+def find_difference(
+    llm: LLM,
+    request: Request,
+    batch: int,
+    shape: Speculation,
+    plain: Completion,
+    drafted: Completion,
+    tolerance: float,
+) -> Difference | None:
+    """What differs, looked into; None where nothing does. Logits closer than `tolerance` count as equal."""
+    clash = compare(plain, drafted)
+    steady = clash.drift <= 2 * tolerance  # a log-probability is a logit less the logarithm of a sum of logits
+    position = clash.drift_from if clash.position is None else clash.position
+    if position is None or (clash.position is None and steady):
+        return None
+    text = request.prompt + plain.token_ids[:position]
+    logits = last_logits(llm, [text]).float()
+    ours, theirs = (answer.token_ids[position : position + 1] for answer in (plain, drafted))
+    gap = None
+    if ours and theirs:
+        scores = scores_after(llm, row_of(llm, text, len(request.prompt), request.params), logits)
+        scale = 1.0 if request.params.greedy else request.params.temperature
+        gap = scale * float(scores[ours[0]] - scores[theirs[0]])
+    return Difference(
+        request=request.number,
+        seed=request.params.resolve_seed(),
+        temperature=request.params.temperature,
+        batch=batch,
+        shape=shape,
+        position=position,
+        plain=choice(llm, ours, logits[0].tolist()),
+        drafted=choice(llm, theirs, logits[0].tolist()),
+        gap=gap if gap is not None and gap < float("inf") else None,
+        drift=clash.drift,
+        drift_from=clash.drift_from,
+        explained=steady and gap is not None and gap <= tolerance,
+    )
+
+
+def choice(llm: LLM, token: Text, logits: list[float]) -> Choice:
+    """A chosen token, or none."""
+    if not token:
+        return Choice(None, None, None)
+    return Choice(token[0], llm.tokenizer.surface(token[0]), logits[token[0]])

@@ -1,0 +1,133 @@
+"""The same seeds with and without speculation: the tokens must be the same, and their log-probabilities too.
+
+Decides what is run. Every drafted run is compared with one plain run per temperature, made one request at a time.
+How answers are compared, and what a difference means, is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from forerun.config import Speculation
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM, Completion
+from forerun.models.loading import Progress
+from forerun.prove.difference import Difference, Request, find_difference
+from forerun.prove.plain import Text, rounding_noise
+from forerun.prove.workload import Workload, engine_as
+from forerun.sampling.params import SamplingParams
+
+PLAIN = Speculation(depth=0)
+NOISE_TEXTS, NOISE_TOKENS = 2, 96
+
+
+@dataclass(frozen=True, slots=True)
+class Equality:
+    """What the runs showed: `num_runs` drafted ones, of `num_requests` requests each, `num_tokens` in all.
+
+    `rounding_noise` is how far the target's logits of one position differ with how a text is read: 0 on an
+    `exact_backend`, where it would be a fault, and where a difference is one however small.
+    """
+
+    num_runs: int
+    num_requests: int
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+    exact_backend: bool
+    rounding_noise: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def same_logits(self) -> bool:
+        """Whether reading in other chunks and company changes logits no more than it may."""
+        return not (self.exact_backend and self.rounding_noise > 0)
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether there is no difference but what rounding explains."""
+        return all(difference.explained for difference in self.differences)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One drafted run beside its plain one, answer by answer."""
+
+    requests: Sequence[Request]
+    batch: int
+    shape: Speculation
+    plain: Sequence[Completion]
+    drafted: Sequence[Completion]
+
+
+def prove_equality(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progress) -> Equality:
+    """Run everything plain and drafted, and compare."""
+    exact = llm.engine.runner.cache.keys.device.type == "cpu"
+    before = llm.stats.num_drafted, llm.stats.num_accepted
+    noise: float | None = None
+    num_runs = num_tokens = 0
+    differences: list[Difference] = []
+    for run in runs(llm, prompts, workload, progress):
+        if noise is None:
+            texts = [request.prompt + one.token_ids for request, one in zip(run.requests, run.plain, strict=True)]
+            noise = rounding_noise(llm, [text[:NOISE_TOKENS] for text in texts[:NOISE_TEXTS]])
+        num_runs += 1
+        num_tokens += sum(len(answer.token_ids) for answer in run.drafted)
+        tolerance = 0.0 if exact else 2 * noise
+        for request, plain, drafted in zip(run.requests, run.plain, run.drafted, strict=True):
+            found = find_difference(llm, request, run.batch, run.shape, plain, drafted, tolerance)
+            differences += [found] if found else []
+    num_drafted = llm.stats.num_drafted - before[0]
+    if num_drafted == 0:
+        raise InvalidRequest(
+            "draft",
+            "it guessed nothing on these prompts, so nothing would be proven: give longer prompts or answers,"
+            " or another drafter",
+        )
+    return Equality(
+        num_runs=num_runs,
+        num_requests=len(prompts),
+        num_tokens=num_tokens,
+        num_drafted=num_drafted,
+        num_accepted=llm.stats.num_accepted - before[1],
+        exact_backend=exact,
+        rounding_noise=noise or 0.0,
+        differences=tuple(differences),
+    )
+
+
+def runs(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progress) -> Iterator[Run]:
+    """Every temperature, batch size and shape, drafted, beside the plain run of that temperature."""
+    ways = list(product(workload.batches, workload.shapes))
+    step, num_steps = 0, len(workload.temperatures) * (1 + len(ways))
+
+    def report(_what: str, done: float) -> None:
+        progress("equality", (step + done) / num_steps)
+
+    for temperature in workload.temperatures:
+        requests = [Request(i, prompt, params(workload, temperature, i)) for i, prompt in enumerate(prompts)]
+        plain = answers(llm, requests, 1, PLAIN, report)
+        step += 1
+        for batch, shape in ways:
+            drafted = answers(llm, requests, batch, shape, report)
+            step += 1
+            yield Run(requests, batch, shape, plain, drafted)
+
+
+def params(workload: Workload, temperature: float, number: int) -> SamplingParams:
+    """The parameters of one request."""
+    return SamplingParams(
+        temperature=temperature, seed=workload.seed + number, max_tokens=workload.max_tokens, logprobs=0
+    )
+
+
+def answers(
+    llm: LLM, requests: Sequence[Request], batch: int, shape: Speculation, progress: Progress
+) -> list[Completion]:
+    """Every request's answer, `batch` of them generated at once."""
+    with engine_as(llm.engine, "coupled", batch):
+        prompts = [list(request.prompt) for request in requests]
+        results = llm.generate(prompts, [request.params for request in requests], shape, progress)
+    return [result.completions[0] for result in results]

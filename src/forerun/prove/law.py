@@ -1,0 +1,185 @@
+"""The law that `token` and `block` verification emit, against the target's own, by a chi-square test.
+
+Decides which contexts are looked at, how texts are drawn there through the engine, and what is reported. The exact
+law comes from plain passes over enumerated beginnings; cells are chosen from it before anything is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forerun.config import Speculation, Verification
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM
+from forerun.models.loading import Progress
+from forerun.prove.cells import Cells, Text, choose_cells
+from forerun.prove.chi_square import LEVEL, holm, smallest_bias
+from forerun.prove.plain import last_logits, law_after
+from forerun.prove.workload import Workload, engine_as
+from forerun.sampling.params import SamplingParams
+
+TOP_K = 8
+TEMPERATURES = (1.0, 1.5, 2.0)  # the first at which texts vary enough
+ENOUGH_CELLS = 16
+OPENING_TOKENS = 24
+MOST_OPENINGS = 8  # that are looked at to choose from
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A logits processor that fixes the token behind the prompt, the one token that an engine never drafts."""
+
+    num_prompt: int
+    token: int
+
+    def __call__(self, text: Sequence[int], logits: Tensor) -> Tensor:
+        if len(text) > self.num_prompt:
+            return logits
+        fixed = torch.full_like(logits, -math.inf)
+        fixed[self.token] = 0.0
+        return fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A context whose continuations are counted: the beginning of a prompt, and the token fixed behind it."""
+
+    prompt: Text
+    token: int
+    temperature: float
+    cells: Cells
+
+    def params(self, num_texts: int, seed: int) -> SamplingParams:
+        """A request for that many texts: the fixed token, those that are counted, and one for drafts to reach."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=TOP_K,
+            n=num_texts,
+            max_tokens=self.cells.num_tokens + 2,
+            seed=seed,
+            logits_processors=[FirstToken(len(self.prompt), self.token)],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LawResult:
+    """One test: `num_texts` texts drawn under a rule, their first `num_tokens` drafted tokens against the exact law.
+
+    `p_value` is 0 where a text was said that the law excludes; `adjusted_p` is corrected for the number of tests.
+    Chances off by the share `smallest_bias` (root mean square) would have been found in 95 of 100 runs.
+    """
+
+    verification: Verification
+    shape: Speculation
+    opening: str
+    temperature: float
+    top_k: int
+    num_texts: int
+    num_tokens: int
+    num_cells: int
+    statistic: float
+    freedom: int
+    p_value: float
+    adjusted_p: float
+    smallest_bias: float
+    num_impossible: int
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the law is not rejected."""
+        return self.adjusted_p >= LEVEL
+
+
+def prove_laws(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progress) -> tuple[LawResult, ...]:
+    """One test for every rule, shape and opening, corrected for their number."""
+    openings = choose_openings(llm, prompts, workload)
+    tests = [(rule, shape, opening) for opening in openings for rule, shape in workload.laws]
+    results = []
+    for number, (rule, shape, opening) in enumerate(tests):
+
+        def report(_what: str, done: float, number: int = number) -> None:
+            progress("law", (number + done) / len(tests))
+
+        params = opening.params(workload.num_texts, workload.seed + number)
+        results.append(prove_law(llm, rule, shape, opening, params, report))
+    adjusted = holm([result.p_value for result in results])
+    return tuple(
+        replace(r, adjusted_p=p, smallest_bias=smallest_bias(r.freedom, r.num_texts, len(results)))
+        for r, p in zip(results, adjusted, strict=True)
+    )
+
+
+def prove_law(
+    llm: LLM, rule: Verification, shape: Speculation, opening: Opening, params: SamplingParams, progress: Progress
+) -> LawResult:
+    """Draw the texts through the engine and count them."""
+    before = llm.stats.num_drafted, llm.stats.num_accepted
+    with engine_as(llm.engine, rule, llm.engine.scheduler.max_batch):
+        (answer,) = llm.generate(list(opening.prompt), params, shape, progress)
+    said = [completion.token_ids for completion in answer.completions]
+    cells, texts = opening.cells, [text[1:] for text in said]
+    num_impossible = sum(text[0] != opening.token or cells.impossible(text[1:]) for text in said)
+    found = cells.test(texts)
+    return LawResult(
+        verification=rule,
+        shape=shape,
+        opening=llm.tokenizer.decode([*opening.prompt, opening.token]),
+        temperature=opening.temperature,
+        top_k=TOP_K,
+        num_texts=len(texts),
+        num_tokens=cells.num_tokens,
+        num_cells=len(cells.chances),
+        statistic=found.statistic,
+        freedom=found.freedom,
+        p_value=0.0 if num_impossible else found.p_value,
+        adjusted_p=1.0,
+        smallest_bias=0.0,
+        num_impossible=num_impossible,
+        num_drafted=llm.stats.num_drafted - before[0],
+        num_accepted=llm.stats.num_accepted - before[1],
+    )
+
+
+def choose_openings(llm: LLM, prompts: Sequence[Text], workload: Workload) -> list[Opening]:
+    """The prompts whose continuations vary most, by their exact law, at the lowest temperature that is enough."""
+    best: list[Opening] = []
+    for temperature in TEMPERATURES:
+        found = sorted(openings_at(llm, prompts, workload, temperature), key=num_cells, reverse=True)
+        best = max(best, found, key=lambda openings: num_cells(openings[0]) if openings else 0)
+        if best and num_cells(best[0]) >= ENOUGH_CELLS:
+            break
+    if not best:
+        message = (
+            f"among {workload.num_texts} texts hardly one would come ten times: ask for more, or for other prompts"
+        )
+        raise InvalidRequest("num_texts", message)
+    return best[: workload.num_openings]
+
+
+def num_cells(opening: Opening) -> int:
+    """How finely its law is looked at."""
+    return len(opening.cells.chances)
+
+
+def openings_at(llm: LLM, prompts: Sequence[Text], workload: Workload, temperature: float) -> Iterator[Opening]:
+    """The first prompts' beginnings as openings, where there is anything to compare."""
+    most = min(OPENING_TOKENS, llm.requests.max_length // 2)
+    params = SamplingParams(temperature=temperature, top_k=TOP_K, seed=workload.seed)
+    for prompt in list(dict.fromkeys(prompt[:most] for prompt in prompts))[:MOST_OPENINGS]:
+        logits = last_logits(llm, [prompt])[0, : llm.requests.num_ids]
+        logits[list(llm.requests.eos_ids)] = -math.inf
+        token = int(logits.argmax())
+
+        def laws(texts: Sequence[Text], start: Text = (*prompt, token), num_prompt: int = len(prompt)) -> Tensor:
+            return law_after(llm, [start + text for text in texts], num_prompt, params)
+
+        cells = choose_cells(laws, workload.num_texts, llm.requests.eos_ids)
+        if cells.enough:
+            yield Opening(prompt, token, temperature, cells)

@@ -1,0 +1,99 @@
+"""Plain passes of the target: what it says without an engine, a drafter or a draft around it.
+
+Decides how texts are read apart from all that is to be proven, and measures what reading them in other company does
+to the logits. Knows nothing of what is concluded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.llm import LLM
+from forerun.models.runner import Read
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.noise import Purpose
+from forerun.sampling.params import SamplingParams
+
+Text = tuple[int, ...]
+
+PASS_TOKENS = 512
+CHUNKS = (1, 2, 3, 5, 16)
+
+
+def last_logits(llm: LLM, texts: Sequence[Text]) -> Float[Tensor, "texts vocab"]:
+    """The target's logits after each whole text, every text read in one go, several side by side."""
+    runner, found = llm.engine.runner, []
+    for group in grouped(texts, min(PASS_TOKENS, runner.cache.num_free_tokens // 2)):
+        reads = [Read(next(llm.requests.seq_ids), text, judged=[len(text) - 1]) for text in group]
+        found.append(runner.read(reads).logits)
+        runner.release([read.seq_id for read in reads])
+    return torch.cat(found)
+
+
+def grouped(texts: Sequence[Text], most_tokens: int) -> list[list[Text]]:
+    """Texts in order, in groups of at most so many tokens; a longer text is a group of its own."""
+    groups: list[list[Text]] = []
+    room = 0
+    for text in texts:
+        if not groups or len(text) > room:
+            groups.append([])
+            room = most_tokens
+        groups[-1].append(text)
+        room -= len(text)
+    return groups
+
+
+def row_of(llm: LLM, text: Text, num_prompt: int, params: SamplingParams, sample: int = 0) -> RowSampling:
+    """A text as a round's draws see it; `params` has a seed."""
+    return RowSampling(0, params, params.resolve_seed(), sample, text, num_prompt, llm.requests.eos_ids)
+
+
+def law_after(llm: LLM, texts: Sequence[Text], num_prompt: int, params: SamplingParams) -> Float[Tensor, "texts vocab"]:
+    """The exact law of the token after each text, all transforms applied, in float64."""
+    logits = last_logits(llm, texts).double()
+    draws = draws_of(llm, [row_of(llm, text, num_prompt, params) for text in texts])
+    return draws.law(logits, draws.roots()).exp()
+
+
+def scores_after(llm: LLM, row: RowSampling, logits: Float[Tensor, "1 vocab"]) -> Float[Tensor, " vocab"]:
+    """What plain decoding takes the largest of after a text: its law's logits, and its noise unless it is greedy."""
+    draws = draws_of(llm, [row])
+    at = draws.roots()
+    return draws._scores(*draws._transformed(logits, at), at, Purpose.COUPLED)[0]
+
+
+def draws_of(llm: LLM, rows: Sequence[RowSampling]) -> Draws:
+    """The sampling of these texts."""
+    runner = llm.engine.runner
+    device = runner.cache.keys.device
+    return Draws(rows, runner.decoder.config.vocab_size, num_ids=llm.requests.num_ids, device=device)
+
+
+def rounding_noise(llm: LLM, texts: Sequence[Text]) -> float:
+    """The largest difference between logits of one position, computed among other numbers of rows: 0 on CPUs.
+
+    Every text is read whole, side by side with the others, and in chunks of several sizes.
+    """
+    whole = [read_in_chunks(llm, text, len(text)) for text in texts]
+    together = last_logits(llm, texts)
+    worst = max(float((one[-1] - row).abs().max()) for one, row in zip(whole, together, strict=True))
+    for text, logits in zip(texts, whole, strict=True):
+        for chunk in CHUNKS:
+            worst = max(worst, float((read_in_chunks(llm, text, chunk) - logits).abs().max()))
+    return worst
+
+
+def read_in_chunks(llm: LLM, text: Text, chunk: int) -> Float[Tensor, "tokens vocab"]:
+    """The logits after every token of a text that is read `chunk` tokens at a time."""
+    runner, seq_id = llm.engine.runner, next(llm.requests.seq_ids)
+    found = []
+    for start in range(0, len(text), chunk):
+        tokens = text[start : start + chunk]
+        found.append(runner.read([Read(seq_id, tokens, judged=range(len(tokens)))]).logits.float())
+        runner.keep([seq_id], [range(len(tokens))])
+    runner.release([seq_id])
+    return torch.cat(found)

@@ -1,0 +1,74 @@
+"""Prompts from a file: one JSON object a line (.jsonl), or one prompt a line (.txt).
+
+Decides which fields hold a prompt and what is said about a line that holds none. Knows nothing of tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.errors import InvalidRequest
+
+FIELDS = ("prompt", "text", "turns")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePrompt:
+    """A prompt and where it stands: "FILE:LINE"."""
+
+    text: str
+    place: str
+
+
+def read_prompts(path: str | Path, most: int | None = None) -> list[FilePrompt]:
+    """The first `most` prompts of a file; empty lines are none.
+
+    A JSON line has its prompt in "prompt" or "text", or "turns", a list whose first entry it is. Raises
+    InvalidRequest, with file and line, for a file that cannot be read or a line without a prompt.
+    """
+    path = Path(path)
+    if path.suffix not in (".jsonl", ".txt"):
+        raise _invalid(path, f"the name ends in {path.suffix!r}: give a .jsonl or a .txt file")
+    try:
+        lines = path.read_text("utf-8").split("\n")
+    except OSError as error:
+        raise _invalid(path, f"it cannot be read ({error.strerror}): give the path of a file") from error
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise _invalid(f"{path}:{number}", f"not UTF-8 ({error.reason}): save the file as UTF-8") from error
+    prompts: list[FilePrompt] = []
+    for count, line in enumerate(lines, start=1):
+        if most is not None and len(prompts) >= most:
+            break
+        if line.strip():
+            place = f"{path}:{count}"
+            text = line.rstrip("\r") if path.suffix == ".txt" else prompt_of(line, place)
+            prompts.append(FilePrompt(text, place))
+    if not prompts:
+        raise _invalid(path, "there is no prompt in it: write one a line")
+    return prompts
+
+
+def prompt_of(line: str, place: str) -> str:
+    """The prompt of one JSON line."""
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise _invalid(place, f"not JSON ({error}): write one object a line") from error
+    if not isinstance(entry, dict):
+        raise _invalid(place, f'a {type(entry).__name__}, not an object: write {{"prompt": ...}}')
+    name = next((name for name in FIELDS if name in entry), None)
+    if name is None:
+        raise _invalid(place, f'no field {", ".join(FIELDS)} (it has {", ".join(entry) or "none"}): add "prompt"')
+    text = entry[name]
+    if name == "turns" and isinstance(text, list) and text:
+        text = text[0]
+    if not isinstance(text, str) or not text:
+        raise _invalid(place, f'"{name}" is {json.dumps(entry[name])[:40]}: it must hold some text')
+    return text
+
+
+def _invalid(place: str | Path, message: str) -> InvalidRequest:
+    return InvalidRequest("prompts", f"{place}: {message}")

@@ -1,0 +1,121 @@
+"""Report: what was proven, what was not, and on what machine.
+
+Decides the sentences and the form as JSON. Holds no times and nothing else that differs from run to run: the same
+seed gives the same report.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from forerun import __version__
+from forerun.llm import LLM
+from forerun.prove.chi_square import LEVEL
+from forerun.prove.equality import Equality
+from forerun.prove.law import LawResult
+from forerun.prove.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the proof is bound to. Equal fingerprints give equal tokens."""
+
+    model: str
+    draft: str
+    fingerprint: str
+    dtype: str
+    device: str
+    instruction_set: str
+    forerun: str
+    torch: str
+    python: str
+
+    @classmethod
+    def of(cls, llm: LLM) -> Place:
+        """Where this model runs."""
+        return cls(
+            model=llm.name,
+            draft=llm.draft_name,
+            fingerprint=llm.fingerprint,
+            dtype=str(llm.engine.runner.decoder.dtype).removeprefix("torch."),
+            device=llm.engine.runner.cache.keys.device.type,
+            instruction_set=torch.backends.cpu.get_cpu_capability(),
+            forerun=__version__,
+            torch=torch.__version__,
+            python=platform.python_version(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The whole proof. `holds` only if every part of it does."""
+
+    place: Place
+    workload: Workload
+    equality: Equality
+    laws: tuple[LawResult, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against any of the promises."""
+        return self.equality.same_tokens and self.equality.same_logits and all(law.holds for law in self.laws)
+
+    @property
+    def proven(self) -> list[str]:
+        """What this run shows, in sentences."""
+        said, e = [], self.equality
+        if e.same_tokens:
+            same = "the same tokens and log-probabilities" if not e.differences else "the same tokens up to rounding"
+            said.append(f"coupled verification gave {same} as plain decoding, for the requests that were run")
+        if e.same_logits and e.exact_backend:
+            said.append("the target's logits did not depend on how a text is cut and batched, on two of the texts")
+        for rule in dict.fromkeys(law.verification for law in self.laws):
+            own = [law for law in self.laws if law.verification == rule]
+            if all(law.holds and law.num_drafted for law in own):
+                least = max(law.smallest_bias for law in own)
+                said.append(
+                    f"{rule} verification emitted the target's law: chances that are off by {least:.0%} or more would"
+                    " have shown in 95 of 100 runs"
+                )
+        return said
+
+    @property
+    def not_proven(self) -> list[str]:
+        """What it leaves open, in sentences."""
+        left = [
+            "other prompts, lengths, sampling parameters, batch sizes and draft shapes: more of them with --thorough",
+            "other machines, versions, weights and number formats: the fingerprint says which these were",
+            "token and block verification beyond the first tokens of a text: a smaller bias needs more texts",
+        ]
+        idle = dict.fromkeys(law.verification for law in self.laws if not law.num_drafted)
+        return left + [f"the law of {rule} verification: nothing was guessed in one of its tests" for rule in idle]
+
+    def as_object(self) -> dict[str, Any]:
+        """The report as JSON has it: finite numbers, lists and names only."""
+        found: dict[str, Any] = jsonable(
+            {
+                "holds": self.holds,
+                "level": LEVEL,
+                **asdict(self),
+                "proven": self.proven,
+                "not_proven": self.not_proven,
+            }
+        )
+        found["equality"] |= {"same_tokens": self.equality.same_tokens, "same_logits": self.equality.same_logits}
+        for entry, law in zip(found["laws"], self.laws, strict=True):
+            entry["holds"] = law.holds
+        return found
+
+
+def jsonable(value: Any) -> Any:
+    """Tuples as lists, and null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: jsonable(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

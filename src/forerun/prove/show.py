@@ -1,0 +1,127 @@
+"""A report as a person reads it: the verdict, each part on a line, and what the proof does not say.
+
+Decides wording and marks. Knows nothing of how the report came about, or of where it is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from forerun.prove.difference import Choice, Difference
+from forerun.prove.equality import Equality
+from forerun.prove.law import LawResult
+from forerun.prove.report import Place, Report
+from forerun.prove.workload import shape_name
+
+MOST_SHOWN = 3
+
+
+def proof_card(report: Report) -> RenderableType:
+    """The whole report as a table of two columns, and the verdict below it."""
+    card = Table.grid(padding=(0, 2))
+    card.add_column(style="dim", no_wrap=True)
+    card.add_column(overflow="fold")
+    card.add_row("model", report.place.model)
+    card.add_row("draft", report.place.draft)
+    card.add_row("fingerprint", place_line(report.place))
+    card.add_row("equality", marked(report.equality.same_tokens, tokens_line(report.equality)))
+    for difference in report.equality.differences[:MOST_SHOWN]:
+        card.add_row("", "\n".join(difference_lines(difference)))
+    if len(report.equality.differences) > MOST_SHOWN:
+        card.add_row("", f"and {len(report.equality.differences) - MOST_SHOWN} more, all of them with --json")
+    card.add_row("rounding", marked(report.equality.same_logits, rounding_line(report.equality)))
+    for law in report.laws:
+        card.add_row(f"law of {law.verification}", marked(law.holds, law_line(law)))
+    for law in {law.opening: law for law in report.laws}.values():
+        card.add_row("", Text(opening_line(law), "dim"))
+    add_list(card, "proven", report.proven)
+    add_list(card, "not proven", report.not_proven)
+    return Group(card, Text(), verdict(report))
+
+
+def add_list(card: Table, heading: str, sentences: Sequence[str]) -> None:
+    """Some rows under one heading."""
+    for i, sentence in enumerate(sentences):
+        card.add_row("" if i else heading, sentence)
+
+
+def verdict(report: Report) -> Text:
+    """The one line that counts."""
+    if report.holds:
+        return Text("It holds: speculation changed nothing that was looked at.", "bold green")
+    return Text("FAULT: speculation changed what the model says; the lines marked ✗ say where.", "bold red")
+
+
+def marked(holds: bool, line: str) -> Text:
+    """A line with its mark."""
+    return Text.assemble(("✓ ", "green") if holds else ("✗ ", "bold red"), line)
+
+
+def place_line(place: Place) -> str:
+    """What the proof is bound to."""
+    versions = f"forerun {place.forerun}, torch {place.torch}, python {place.python}"
+    return f"{place.fingerprint}: {place.dtype}, {place.device} ({place.instruction_set}), {versions}"
+
+
+def tokens_line(e: Equality) -> str:
+    """What the runs with and without speculation showed."""
+    ran = f"{e.num_runs} runs × {e.num_requests} prompts, {e.num_tokens:,} tokens"
+    if not e.differences:
+        return f"{ran}: identical, log-probabilities too; {e.num_accepted:,} of {e.num_drafted:,} guesses accepted"
+    excused = sum(difference.explained for difference in e.differences)
+    return f"{ran}: {len(e.differences)} answers differ" + (f", {excused} of them by rounding" if excused else "")
+
+
+def rounding_line(e: Equality) -> str:
+    """What reading the same text in other pieces showed."""
+    read = "the logits of two texts, read in pieces of other sizes and side by side"
+    return f"{read}: " + (f"up to {e.rounding_noise:.2g} apart" if e.rounding_noise else "identical")
+
+
+def law_line(law: LawResult) -> str:
+    """What a test of a law showed."""
+    line = (
+        f"{shape_name(law.shape)}: chi-square {law.statistic:.1f} on {law.freedom} degrees of freedom, "
+        f"p = {law.p_value:.2g}"
+    )
+    if law.num_impossible:
+        line += f"; {law.num_impossible} texts that the model cannot say"
+    return line if law.num_drafted else f"{line}; but nothing was guessed"
+
+
+def opening_line(law: LawResult) -> str:
+    """How a law was tested."""
+    return (
+        f"each from {law.num_texts:,} texts at temperature {law.temperature:g}, top-k {law.top_k}: the "
+        f"{law.num_tokens} tokens after {law.opening!r}, in {law.freedom + 1} cells"
+    )
+
+
+def difference_lines(d: Difference) -> Iterator[str]:
+    """Where a difference is, what was chosen, and why."""
+    yield (
+        f"request {d.request} (seed {d.seed}, temperature {d.temperature:g}, batch {d.batch}, {shape_name(d.shape)}), "
+        f"position {d.position} of the answer, from 0:"
+    )
+    if d.plain == d.drafted:
+        yield f"  the same token, {choice_text(d.plain)}, with another log-probability, off by {d.drift:.2g}"
+    else:
+        gap = "" if d.gap is None else f", preferred by {d.gap:.3g}"
+        yield f"  plain {choice_text(d.plain)}{gap}; drafted {choice_text(d.drafted)}"
+    if d.explained:
+        yield "  rounding explains it: the choice was closer than logits are computed here"
+    elif d.drift_from is None:
+        yield "  a fault: up to there all agrees to the bit, so the logits were right and the choice is wrong"
+    else:
+        yield f"  a fault: from position {d.drift_from} on the target had read something else (cache or positions)"
+
+
+def choice_text(choice: Choice) -> str:
+    """A token, its id and its logit."""
+    if choice.token_id is None:
+        return "had ended"
+    return f"{choice.text!r} (id {choice.token_id}, logit {choice.logit:.3f})"

@@ -1,0 +1,74 @@
+"""The same requests decoded plain and with guesses, to be compared to the bit: what proofs of equality share.
+
+Decides how a run is set up and what is told of it. Tokens alone would forgive logits that are not quite the same, as
+long as no near tie is among them; log-probabilities show them at once. Which models, prompts and shapes is the
+proofs' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuzz import Bench, run
+
+from forerun.accept.outcome import Stats
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Drafter
+from forerun.sampling.logprobs import TokenLogprobs
+from forerun.sampling.params import SamplingParams
+
+DTYPES = ["float32", "bfloat16"]
+CHAINS = [Speculation(depth=k) for k in range(1, 9)]
+TREES = [Speculation(4, 3, 12), Speculation(3, 2, 14), Speculation(2, 4)]
+WISHES = [*CHAINS, *TREES]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt and how to go on."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A text, its prompt included, and the log-probabilities of what was said if they were asked for."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Each request's answer, and what they took."""
+
+    answers: list[Answer]
+    stats: Stats
+    num_preempted: int
+
+
+def decode(
+    bench: Bench,
+    asked: Sequence[Asked],
+    wish: Speculation | bool,
+    drafter: Drafter | None = None,
+    *,
+    num_tokens: int = 8192,
+    max_batch: int = 8,
+    chunk_tokens: int = 512,
+) -> Decoded:
+    """Answer all requests in an engine of their own, with a cache of `num_tokens`."""
+    requests = bench.requests()
+    engine = bench.engine(drafter, num_tokens, options=EngineOptions(max_batch, chunk_tokens))
+    sequences = [requests.sequences(a.prompt, a.params, wish)[0] for a in asked]
+    logprobs: dict[int, list[TokenLogprobs]] = {s.id: [] for s in sequences}
+    run(engine, sequences, lambda delta: logprobs[delta.seq_id].extend(delta.logprobs))
+    answers = [Answer(s.tokens, logprobs[s.id]) for s in sequences]
+    return Decoded(answers, engine.stats, sum(s.num_preempted for s in sequences))
+
+
+def decode_plain(bench: Bench, asked: Sequence[Asked]) -> list[Answer]:
+    """Plain decoding, each request alone in the engine."""
+    return decode(bench, asked, False, max_batch=1).answers

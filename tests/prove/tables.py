@@ -1,0 +1,130 @@
+"""Many sequences at once from a table model: the real draws and verdicts, without an engine around them.
+
+Row t of a table are the logits of what may follow token t. All sequences start from the same root and differ in their
+seeds alone. A mutant may spoil what was drafted before it is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import jaxtyping
+import torch
+from torch import Tensor
+
+from forerun.prove.cells import Cells, Text, choose_cells
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftLaw, DraftTree
+from forerun.verify import verify as judging
+
+VOCAB, ROOT = 12, 0
+Spoil = Callable[[DraftTree], DraftTree]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a drafter."""
+
+    target: Tensor
+    draft: Tensor
+
+    @classmethod
+    def opposed(cls, *chances: float) -> Pair:
+        """Tokens that do not depend on those before, and a drafter that takes the likeliest for the unlikeliest."""
+        tables = [torch.full((VOCAB, VOCAB), -20.0) for _ in range(2)]
+        for table, law in zip(tables, (chances, chances[::-1]), strict=True):
+            table[:, : len(law)] = torch.tensor(law).log()
+        return cls(*tables)
+
+    @classmethod
+    def random(cls, seed: int) -> Pair:
+        """Every token with a law of its own after it, and a drafter that has it nearly right."""
+        generator = torch.Generator().manual_seed(seed)
+        target = torch.randn(VOCAB, VOCAB, generator=generator)
+        return cls(target, target + torch.randn(VOCAB, VOCAB, generator=generator))
+
+    def cells(self, params: SamplingParams, num_texts: int) -> Cells:
+        """The cells of texts behind the root, from the target's own law."""
+        draws = Draws([RowSampling(0, params, 0, 0, [ROOT], 1)], VOCAB)
+        laws = torch.cat([draws.law(row[None].double(), draws.roots()) for row in self.target]).exp()
+        return choose_cells(lambda texts: laws[[text[-1] if text else ROOT for text in texts]], num_texts)
+
+
+def drafted(draws: Draws, table: Tensor, depth: int) -> DraftTree:
+    """A chain for every sequence."""
+    at, every, last = draws.roots(), torch.arange(len(draws.rows)), draws.roots_tokens
+    guesses, laws = [], []
+    for _ in range(depth):
+        found = draws.children(table[last], at, 1)
+        assert found.law is not None, "token and block verification need the draft's law"
+        last = found.tokens[:, 0]
+        at = draws.advance(at, every, last)
+        guesses.append(last)
+        laws.append(found.law)
+    row = torch.stack([every + step * len(every) for step in range(depth)] + [torch.full_like(every, -1)], dim=1)
+    return DraftTree.chains(draws.roots_tokens, torch.stack(guesses, dim=1), DraftLaw(row, torch.cat(laws)))
+
+
+def texts(
+    pair: Pair,
+    rule: judging.Rule,
+    params: SamplingParams,
+    num_texts: int,
+    num_tokens: int,
+    depth: int,
+    seed: int,
+    spoil: Spoil = lambda tree: tree,
+) -> list[Text]:
+    """So many texts of at least `num_tokens` tokens, in as many rounds as they take."""
+    said: list[Text] = [() for _ in range(num_texts)]
+    while short := [i for i, text in enumerate(said) if len(text) < num_tokens]:
+        rows = [RowSampling(i, params, seed * num_texts + i, 0, [ROOT, *said[i]], 1) for i in short]
+        draws = Draws(rows, VOCAB, rejection=True)
+        tree = spoil(drafted(draws, pair.draft, depth))
+        verdict = judging.verify(tree, pair.target[tree.tokens[tree.valid]], draws, rule)
+        lines = zip(short, tree.tokens.tolist(), verdict.length.tolist(), verdict.next_token.tolist(), strict=True)
+        for i, tokens, length, next_token in lines:
+            said[i] += (*tokens[1 : length + 1], next_token)
+    return said
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Without shape checks at run time: they cost more than what they check where there are thousands of sequences."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def flattened(share: float) -> Spoil:
+    """Declares a law that is not the one drawn from: nearer to the uniform one by this share."""
+
+    def spoil(tree: DraftTree) -> DraftTree:
+        if tree.q is None:
+            return tree
+        support = (tree.q.probs > 0).to(tree.q.probs.dtype)
+        uniform = support / support.sum(1, keepdim=True).clamp_min(1)
+        return replace(tree, q=replace(tree.q, probs=(1 - share) * tree.q.probs + share * uniform))
+
+    return spoil
+
+
+def dropping(least: float) -> Spoil:
+    """Looks at a drawn token, and drops it with all below it where its own chance was small."""
+
+    def spoil(tree: DraftTree) -> DraftTree:
+        if tree.q is None or tree.width > 1 or tree.depth == 0:
+            return tree
+        above = tree.q.row[:, :-1]
+        chance = tree.q.probs[above.clamp_min(0)].gather(2, tree.tokens[:, 1:, None].clamp_min(0))[:, :, 0]
+        unlikely = (above >= 0) & (chance < least)
+        kept = torch.cat([torch.ones_like(unlikely[:, :1]), (~unlikely).long().cumprod(1).bool()], dim=1)
+        return replace(tree, tokens=torch.where(kept, tree.tokens, -1), parents=torch.where(kept, tree.parents, -1))
+
+    return spoil

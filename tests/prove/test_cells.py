@@ -1,0 +1,71 @@
+"""Cells: chosen from the exact law alone, and every text that it excludes is known."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.prove.cells import LEAST_EXPECTED, MOST_CELLS, Text, choose_cells
+
+END = 3
+
+
+def table(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def after(laws: Tensor, texts: Sequence[Text]) -> Tensor:
+    return laws[[text[-1] if text else 0 for text in texts]]
+
+
+LAWS = table([[0.5, 0.3, 0.0, 0.2], [0.9, 0.1, 0.0, 0.0], [0.2, 0.2, 0.6, 0.0], [1.0, 0.0, 0.0, 0.0]])
+
+
+def test_chances_are_products_and_texts_end() -> None:
+    cells = choose_cells(lambda texts: after(LAWS, texts), 200, [END])
+    for text, chance in cells.chances.items():
+        expected = 1.0
+        for i, token in enumerate(text):
+            expected *= LAWS[text[i - 1] if i else 0, token].item()
+        assert chance == pytest.approx(expected)
+        assert chance * 200 >= LEAST_EXPECTED
+        assert END not in text[:-1]
+        assert len(text) == cells.num_tokens or text[-1] == END
+    assert cells.chances[END,] == pytest.approx(0.2)
+    assert cells.rest == pytest.approx(1 - sum(cells.chances.values()))
+
+
+def test_what_the_law_excludes() -> None:
+    cells = choose_cells(lambda texts: after(LAWS, texts), 200, [END])
+    length = cells.num_tokens
+    assert not cells.impossible((0,) * length)
+    assert not cells.impossible((END,))
+    assert cells.impossible((2,) + (0,) * length)  # of chance 0
+    assert cells.impossible((0,) * (length - 1))  # too short
+    assert cells.impossible((END, 0, 0, 0))  # behind an end
+    assert cells.impossible(())
+
+
+def test_spread_laws_get_short_texts_and_few_cells() -> None:
+    flat = torch.full((40, 40), 1 / 40, dtype=torch.float64)
+    cells = choose_cells(lambda texts: after(flat, texts), 30_000)
+    assert cells.num_tokens == 2
+    assert len(cells.chances) == MOST_CELLS
+    assert cells.rest == pytest.approx(1 - MOST_CELLS / 1600)
+
+
+def test_certain_laws_get_long_texts() -> None:
+    cells = choose_cells(lambda texts: after(table([[0.9, 0.1], [0.9, 0.1]]), texts), 2000)
+    assert cells.num_tokens == 4
+    assert sum(cells.chances.values()) > 0.9
+
+
+def test_all_texts_are_counted() -> None:
+    """Those without a cell of their own too, be they many or few."""
+    cells = choose_cells(lambda texts: after(LAWS, texts), 1000, [END])
+    exact = [text for text, chance in cells.chances.items() for _ in range(round(1000 * chance))]
+    others = [(1,) * cells.num_tokens] * (1000 - len(exact))
+    assert cells.test(exact + others).p_value > 0.5
+    assert cells.test([next(iter(cells.chances))] * 1000).p_value < 1e-12
+    assert cells.test([(1,) * cells.num_tokens] * 1000).p_value < 1e-12

@@ -1,0 +1,103 @@
+"""The proof as a library: what it says of a true engine, in what form, and that a seed settles all of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tables import unchecked
+from tiny import tiny_llm
+
+from forerun import InvalidRequest, Speculation
+from forerun.llm import LLM
+from forerun.prove import Report, Workload, prove
+
+WORKLOAD = Workload(
+    num_prompts=2, max_tokens=12, temperatures=(0.0, 1.0), shapes=(Speculation(3), Speculation(3, 2)), num_texts=250
+)
+PROMPTS = ["a d f", "b b c h"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return tiny_llm(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def report(llm: LLM) -> Report:
+    with unchecked():
+        return prove(llm, PROMPTS, WORKLOAD)
+
+
+def test_a_true_engine_holds(report: Report) -> None:
+    assert report.holds
+    e = report.equality
+    assert (e.num_runs, e.num_requests, e.differences) == (8, 2, ())
+    assert 0 < e.num_accepted < e.num_drafted
+    assert [(law.verification, law.shape.width) for law in report.laws] == [("token", 1), ("token", 2), ("block", 1)]
+    assert all(law.num_texts == 250 and law.num_drafted > 250 for law in report.laws)
+    assert all(law.freedom >= law.num_cells - 1 > 0 for law in report.laws)
+    assert len(report.proven) == 4
+
+
+def test_the_report_is_json_and_names_what_it_holds_for(llm: LLM, report: Report) -> None:
+    told = report.as_object()
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert told["holds"] is True
+    assert told["place"]["fingerprint"] == llm.fingerprint
+    assert told["place"]["dtype"] == "float32"
+    assert set(told) == {"holds", "level", "place", "workload", "equality", "laws", "proven", "not_proven"}
+    assert set(told["equality"]) == {
+        "num_runs",
+        "num_requests",
+        "num_tokens",
+        "num_drafted",
+        "num_accepted",
+        "exact_backend",
+        "rounding_noise",
+        "differences",
+        "same_tokens",
+        "same_logits",
+    }
+    assert {"verification", "shape", "statistic", "freedom", "p_value", "adjusted_p", "holds"} <= set(told["laws"][0])
+    assert told["workload"]["seed"] == 0
+
+
+def test_a_seed_settles_the_whole_report(llm: LLM, report: Report) -> None:
+    with unchecked():
+        assert prove(llm, PROMPTS, WORKLOAD).as_object() == report.as_object()
+
+
+def test_the_engine_is_left_as_it_was(llm: LLM, report: Report) -> None:
+    assert llm.engine.options.verification == "coupled"
+    assert llm.engine.scheduler.max_batch == llm.engine.options.max_batch
+    assert llm.engine.runner.cache.num_rows == 0
+
+
+def test_progress_is_told(llm: LLM) -> None:
+    told: list[tuple[str, float]] = []
+    small = Workload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=200)
+    with unchecked():
+        prove(llm, PROMPTS, small, lambda what, done: told.append((what, done)))
+    for what in ("equality", "law"):
+        shares = [done for name, done in told if name == what]
+        assert shares == sorted(shares)
+        assert shares[-1] == 1
+
+
+def test_nothing_to_prove_is_a_mistake(llm: LLM, target_dir: Path) -> None:
+    with pytest.raises(InvalidRequest, match="draft: there is none"):
+        prove(LLM(str(target_dir)), ["Once"])
+    with pytest.raises(InvalidRequest, match="prompts: there are none"):
+        prove(llm, [])
+    with pytest.raises(InvalidRequest, match="draft: it guessed nothing"):
+        prove(llm, PROMPTS, Workload(max_tokens=1))
+    with pytest.raises(InvalidRequest, match="num_texts: among 20 texts"), unchecked():
+        prove(llm, PROMPTS, Workload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=20))
+    with pytest.raises(InvalidRequest, match="num_texts: 0"):
+        Workload(num_texts=0)
+
+
+def test_thorough_is_more_of_all() -> None:
+    more = Workload().thorough()
+    assert more.num_prompts * more.max_tokens == 8 * Workload().num_prompts * Workload().max_tokens
+    assert more.num_texts * more.num_openings == 12 * Workload().num_texts

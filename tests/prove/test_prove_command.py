@@ -1,0 +1,87 @@
+"""`forerun prove` from end to end, on the stories pair: what it prints, and its exit status."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from mutants import TOKEN_MUTANTS, wrong_token_at
+from tables import unchecked
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from forerun.text import Tokenizer
+
+PROMPTS = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
+QUICK = ["--num-prompts", "3", "--max-tokens", "12", "--num-texts", "100"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return file
+
+
+def run(target: Path, draft: Path, prompts: Path, *more: str) -> Result:
+    with unchecked():
+        where = ["--model", str(target), "--draft", f"model:{draft}", "--prompts", str(prompts)]
+        return CliRunner().invoke(cli.app, ["prove", *where, *QUICK, *more], env={"COLUMNS": "160"})
+
+
+def test_a_true_engine_holds(target_dir: Path, draft_dir: Path, prompts: Path) -> None:
+    result = run(target_dir, draft_dir, prompts)
+    assert result.exit_code == 0, result.output
+    assert "12 runs × 3 prompts, 432 tokens: identical" in result.stdout
+    assert "law of block  ✓ chain of 4: chi-square" in result.stdout
+    assert "degrees of freedom, p = " in result.stdout
+    assert "not proven" in result.stdout
+    assert "It holds" in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_planted_fault_is_found_at_its_place(
+    target_dir: Path, draft_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Position 13 of every text: the new token 13 less the length of the prompt."""
+    wrong_token_at(13)(monkeypatch)
+    result = run(target_dir, draft_dir, prompts, "--json")
+    assert result.exit_code == 1
+    told = json.loads(result.stdout)
+    assert told["holds"] is False
+    lengths = [len(Tokenizer.load(target_dir).encode(prompt)) for prompt in PROMPTS]
+    differences = told["equality"]["differences"]
+    assert len(differences) == 12 * 3
+    for d in differences:
+        assert d["position"] == 13 - lengths[d["request"]]
+        assert d["drafted"]["token_id"] == d["plain"]["token_id"] + 1
+        assert d["gap"] > 0
+        assert (d["drift_from"], d["explained"]) == (None, False)
+
+
+def test_the_card_says_what_kind_of_fault_it_is(
+    target_dir: Path, draft_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TOKEN_MUTANTS["a stale cache row"](monkeypatch)
+    result = run(target_dir, draft_dir, prompts)
+    assert result.exit_code == 1
+    assert re.search(r"✗ 12 runs × 3 prompts, \d+ tokens: \d+ answers differ", result.stdout)
+    assert re.search(r"request \d \(seed \d, .* tree of depth 4, width 2\), position \d+ of the answer", result.stdout)
+    assert "the target had read something else" in result.stdout
+    assert "✓ the logits of two texts" in result.stdout
+    assert "FAULT" in result.stdout
+
+
+def test_mistakes_are_one_line_and_status_2(target_dir: Path, draft_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"promt": "typo"}\n')
+    result = run(target_dir, draft_dir, file)
+    assert result.exit_code == 2
+    assert f"{file}:2: no field prompt, text, turns (it has promt)" in result.stderr
+    file = tmp_path / "long.txt"
+    file.write_text("fine\n" + "word " * 600)
+    result = run(target_dir, draft_dir, file)
+    assert result.exit_code == 2
+    assert f"{file}:2: " in result.stderr
+    assert "shorten it" in result.stderr
+    assert result.stdout == ""
