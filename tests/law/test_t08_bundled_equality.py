@@ -93,10 +93,10 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
 
 @pytest.mark.parametrize(("dtype", "wish"), [("float32", CHAINS[4]), ("bfloat16", TREES[1])], ids=DTYPES)
 def test_a_sample(dtype: str, wish: Speculation) -> None:
-    chosen, bench = part_of(0)[:10], bench_of(dtype)
+    chosen, bench = part_of(0)[4:10], bench_of(dtype)  # one for each border among them
     got = decode(bench, chosen, wish, drafter_of(DRAFT, dtype), max_batch=5, chunk_tokens=77)
     assert got.answers == decode_plain(bench, chosen)
-    assert 50 < got.stats.num_accepted < got.stats.num_drafted
+    assert 30 < got.stats.num_accepted < got.stats.num_drafted
 
 
 @pytest.mark.full
