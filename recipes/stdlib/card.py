@@ -86,8 +86,8 @@ def write_card(
 
 Three Llamas with one byte-level BPE of 4,096 tokens, trained on the source of the standard library of Python
 {platform.python_version()}. They are for trying, testing and measuring speculative decoding with real acceptance, on
-any machine and without a download; they write Python that looks right and is not to be run. End a prompt before a line's
-break, not behind it: the break and the indentation that follows are one token.
+any machine and without a download; they write Python that looks right and is not to be run. End a prompt before a
+line's break, not behind it: the break and the indentation that follows are one token.
 
 | model | parameters | held-out loss, windows of 256 tokens | of 1,024 tokens |
 |---|---|---|---|
