@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from sampler import unchecked
 
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
@@ -24,6 +23,7 @@ from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from runners import with_cache
+from unchecked import unchecked
 
 
 @dataclass(slots=True)

@@ -6,10 +6,6 @@ their seed alone, so that what they emit can be counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import jaxtyping
 import torch
 from torch import Tensor
 
@@ -18,17 +14,6 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.rules import Verdict
 from forerun.verify.verify import Rule, verify
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Without shape checks at run time: they cost more than the noise where there are 100 000 sequences."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def sequences(count: int, params: SamplingParams, root: int, seed: int) -> list[RowSampling]:

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sampler import chi_square, drafted, emitted, judged_round, law_of, sequences, transitions, unchecked
+from sampler import chi_square, drafted, emitted, judged_round, law_of, sequences, transitions
 from torch import Tensor
 
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw
 from forerun.verify.verify import Rule
+from unchecked import unchecked
 
 VOCAB, COUNT, ROOT = 50, 10_000, 3
 PARAMS = SamplingParams(top_p=0.9)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from exact import Context, Law, chains, judged, trees
-from sampler import chi_square, continued, drafted, emitted, judged_round, law_of, sequences, transitions, unchecked
+from sampler import chi_square, continued, drafted, emitted, judged_round, law_of, sequences, transitions
 from torch import Tensor
 
 from forerun.sampling.draws import Draws, RowSampling
@@ -17,6 +17,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from forerun.verify.rules import block_law, token_law
 from forerun.verify.verify import Rule
+from unchecked import unchecked
 
 VOCAB, COUNT, ROOT, DEPTH = 50, 100_000, 3, 2
 PARAMS = SamplingParams(temperature=0.9, top_p=0.8)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from fuzz import threads
-from sampler import unchecked
 from torch import Tensor
 
 from forerun.cache.blocks import OutOfBlocks
@@ -18,6 +17,7 @@ from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
+from unchecked import unchecked
 
 DTYPES = [torch.float32, torch.bfloat16]
 

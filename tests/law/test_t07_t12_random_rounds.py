@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
-from sampler import unchecked
 
 from forerun.accept.outcome import Stats
 from forerun.config import EngineOptions, Speculation
@@ -23,6 +22,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Text
 from forerun.engine.sequence import Status
 from forerun.sampling.params import SamplingParams
+from unchecked import unchecked
 
 NUM_ROUNDS = 1000
 

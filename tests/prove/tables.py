@@ -6,11 +6,9 @@ seeds alone. A mutant may spoil what was drafted before it is judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import jaxtyping
 import torch
 from torch import Tensor
 
@@ -89,17 +87,6 @@ def texts(
         for i, tokens, length, next_token in lines:
             said[i] += (*tokens[1 : length + 1], next_token)
     return said
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Without shape checks at run time: they cost more than what they check where there are thousands of sequences."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def flattened(share: float) -> Spoil:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from mutants import LAW_MUTANTS, TOKEN_MUTANTS, LawMutant, planted
-from tables import Pair, texts, unchecked
+from tables import Pair, texts
 from tiny import tiny_llm
 
 from forerun.config import Speculation
@@ -20,6 +20,7 @@ from forerun.prove.law import TOP_K, prove_laws
 from forerun.prove.workload import Workload
 from forerun.sampling.params import SamplingParams
 from forerun.verify.verify import Rule
+from unchecked import unchecked
 
 NUM_TESTS = 3  # of a default workload: the level is shared among so many
 PARAMS = SamplingParams(top_k=TOP_K)

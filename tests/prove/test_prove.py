@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tables import unchecked
 from tiny import tiny_llm
 
 from forerun import InvalidRequest, Speculation
 from forerun.llm import LLM
 from forerun.prove import Report, Workload, prove
+from unchecked import unchecked
 
 WORKLOAD = Workload(
     num_prompts=2, max_tokens=12, temperatures=(0.0, 1.0), shapes=(Speculation(3), Speculation(3, 2)), num_texts=250

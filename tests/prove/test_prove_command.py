@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from mutants import TOKEN_MUTANTS, wrong_token_at
-from tables import unchecked
 from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.text import Tokenizer
+from unchecked import unchecked
 
 PROMPTS = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
 QUICK = ["--num-prompts", "3", "--max-tokens", "12", "--num-texts", "100"]
