@@ -19,6 +19,9 @@ def main(
     source: Annotated[Path | None, typer.Option(help="Folder of Python source; default: the standard library.")] = None,
     work: Annotated[Path, typer.Option(help="Where checkpoints are kept, to go on from.")] = Path("build/stdlib"),
     out: Annotated[Path, typer.Option(help="Where the family goes.")] = SHIPPED,
+    target: Annotated[
+        Path | None, typer.Option(help="A target that this made earlier: only its students are trained.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
 ) -> None:
     """Train the tokenizer, the target, and its draft and middle, and write the model card."""
@@ -26,7 +29,7 @@ def main(
         torch.set_num_threads(threads)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as bar:
-        cook(STDLIB, source or standard_library(), work, out, bar)
+        cook(STDLIB, source or standard_library(), work, out, bar, target)
     typer.echo(f"The family is in {out}; its card is {out / 'README.md'}.")
 
 

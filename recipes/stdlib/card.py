@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 
 from recipes.stdlib.corpus import SourceFile
 from recipes.stdlib.measure import Figures
+from recipes.stdlib.training import Record
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 SMOOTH = 25
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """One stage's record: what was trained, for how long, and its loss at every step by name."""
-
-    steps: int
-    tokens: int
-    seconds: float
-    losses: Mapping[str, Sequence[float]]
 
 
 def write_manifest(files: Sequence[SourceFile], path: Path) -> None:
@@ -39,18 +29,23 @@ def path_of(file: SourceFile) -> str:
     return file.path
 
 
-def draw_losses(pretraining: Training, distillation: Training, path: Path) -> None:
-    """Both stages side by side: the target's cross-entropy, and one minus the students' acceptance."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    stages = (pretraining, "the target's cross-entropy, nats per token"), (distillation, "1 - sum of min(p, q)")
-    for axis, (stage, label) in zip(axes, stages, strict=True):
-        for name, losses in stage.losses.items():
-            axis.plot(range(1, len(losses) + 1), smoothed(losses), label=name, linewidth=1.2)
+def draw_losses(records: Mapping[str, Record], path: Path) -> None:
+    """A panel per stage: the target's cross-entropy, and one minus the students' acceptance; none without a curve."""
+    students = {name: record for name, record in records.items() if name != "target"}
+    stages = [
+        ({"target": records["target"]}, "the target's cross-entropy, nats per token"),
+        (students, "the students' 1 - sum of min(p, q)"),
+    ]
+    drawn = [stage for stage in stages if any(record.losses for record in stage[0].values())]
+    figure, axes = pyplot.subplots(1, len(drawn), figsize=(5 * len(drawn), 3.6), layout="constrained", squeeze=False)
+    for axis, (stage, label) in zip(axes[0], drawn, strict=True):
+        for name, record in stage.items():
+            axis.plot(range(1, len(record.losses) + 1), smoothed(record.losses), label=name, linewidth=1.2)
+        axis.set_ylim(top=min(6, max(axis.get_ylim())))
         axis.set_xlabel("step")
         axis.set_title(label, fontsize=10)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
-    axes[0].set_ylim(top=6)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
@@ -64,18 +59,18 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 def write_card(
     path: Path,
     files: Sequence[SourceFile],
-    parameters: Mapping[str, int],
-    pretraining: Training,
+    records: Mapping[str, Record],
     num_texts: int,
-    distillation: Training,
     figures: Figures,
 ) -> None:
     """The card of the whole family, as Markdown."""
     held_out = [f for f in files if f.held_out]
+    target, draft = records["target"], records["draft"]
+    curve = "" if target.losses else " Of the target's training no curve was kept."
     megabytes = sum(len(f.text.encode()) for f in files) / 1e6
     rows = "\n".join(
         f"| `{name}` | {count / 1e6:.1f} M | {figures.loss[name]:.3f} | {figures.loss_long[name]:.3f} |"
-        for name, count in parameters.items()
+        for name, count in figures.parameters.items()
     )
     pairs = "\n".join(
         f"| `{p.draft}` guesses for `{p.target}` | {p.acceptance:.3f} | {p.greedy_agreement:.3f} |"
@@ -113,15 +108,15 @@ Measured on the target's own continuations (128 tokens) of 24 held-out prompts. 
 
 `python -m recipes.stdlib` makes all of it again; it goes on where it was stopped.
 
-1. The tokenizer, then the target: {pretraining.steps:,} steps of {pretraining.tokens:,} tokens, windows of 256 tokens
+1. The tokenizer, then the target: {target.steps:,} steps of {target.batch_tokens:,} tokens, windows of 256 tokens
    and in the last fifth of 1,024, every window behind `<s>`; Muon for matrices, AdamW for the rest; bfloat16 autocast;
-   {pretraining.seconds / 60:.0f} minutes.
+   {target.seconds / 60:.0f} minutes.
 2. The target continues {num_texts:,} beginnings of training files, at temperatures 1 and 0.7.
-3. Draft and middle learn the target's law together, {distillation.steps:,} steps of {distillation.tokens:,} tokens, on
+3. Draft and middle learn the target's law together, {draft.steps:,} steps of {draft.batch_tokens:,} tokens, on
    the corpus and on those texts by turns: KL for a tenth of the steps, then LK-lambda;
-   {distillation.seconds / 60:.0f} minutes.
+   {draft.seconds / 60:.0f} minutes.
 
-Times on 2 cores ({platform.machine()}), beside other work. Positions beyond 1,024 are hardly trained.
+Times on 2 cores ({platform.machine()}), beside other work. Positions beyond 1,024 are hardly trained.{curve}
 
 ![losses](losses.png)
 

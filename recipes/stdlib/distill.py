@@ -13,7 +13,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from recipes.stdlib.losses import acceptance, forward_kl, lk_lambda
+from recipes.stdlib.losses import distances, lk_lambda
 from recipes.stdlib.training import (
     CHECKPOINT_EVERY,
     Run,
@@ -47,17 +47,16 @@ def distill(
         stream = texts if run.step % 2 else corpus
         rows = schedule.windows(stream, run.step, bos)[:, :-1]
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-            taught = target(rows).logits.float().flatten(0, 1)
-        taught = taught.clone()  # a tensor of inference mode cannot enter a backward pass
-        distance = forward_kl if run.step < KL_SHARE * schedule.steps else lk_lambda
+            log_p = target(rows).logits.float().flatten(0, 1).log_softmax(-1)
+        log_p = log_p.clone()  # a tensor of inference mode cannot enter a backward pass
         for name, student in run.models.items():
             with torch.autocast("cpu", torch.bfloat16):
                 logits = student(rows).logits
-            learnt = logits.float().flatten(0, 1)
-            distance(taught, learnt).backward()
+            kl, alpha = distances(log_p, logits.float().flatten(0, 1))
+            loss = kl if run.step < KL_SHARE * schedule.steps else lk_lambda(kl, alpha)
+            loss.backward()
             step_optimizers(student, run.optimizers[name], schedule.rate_at(run.step))
-            with torch.inference_mode():
-                run.losses[name].append(1 - float(acceptance(taught, learnt)))
+            run.losses[name].append(1 - float(alpha.detach()))
         run.step += 1
         run.seconds += time.perf_counter() - started
         recent = {name: sum(losses[-50:]) / len(losses[-50:]) for name, losses in run.losses.items()}

@@ -11,21 +11,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 Logits = Float[Tensor, "rows vocab"]
+Scalar = Float[Tensor, ""]
 
 
-def forward_kl(target: Logits, student: Logits) -> Float[Tensor, ""]:
-    """KL(p || q), the mean over rows, in nats."""
-    p, log_p, log_q = target.softmax(-1), target.log_softmax(-1), student.log_softmax(-1)
-    return (p * (log_p - log_q)).sum(-1).mean()
+def distances(log_p: Logits, student: Logits) -> tuple[Scalar, Scalar]:
+    """KL(p || q) in nats, and the sum of min(p, q): means over rows, with gradients to the student's logits.
+
+    `log_p` is the target's law as log-probabilities. The sum is how often rejection sampling accepts at temperature 1.
+    """
+    log_q, p = student.log_softmax(-1), log_p.exp()
+    return (p * (log_p - log_q)).sum(-1).mean(), torch.minimum(p, log_q.exp()).sum(-1).mean()
 
 
-def acceptance(target: Logits, student: Logits) -> Float[Tensor, ""]:
-    """The sum of min(p, q), the mean over rows: how often rejection sampling accepts at temperature 1."""
-    return torch.minimum(target.softmax(-1), student.softmax(-1)).sum(-1).mean()
-
-
-def lk_lambda(target: Logits, student: Logits) -> Float[Tensor, ""]:
+def lk_lambda(kl: Scalar, alpha: Scalar) -> Scalar:
     """w KL + (1 - w) TV with w = exp(-3 alpha), alpha the mean acceptance, without gradient (arXiv 2602.23881)."""
-    alpha = acceptance(target, student)
     weight = torch.exp(-3 * alpha.detach())
-    return weight * forward_kl(target, student) + (1 - weight) * (1 - alpha)
+    return weight * kl + (1 - weight) * (1 - alpha)

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
-from recipes.stdlib.losses import acceptance
+from recipes.stdlib.losses import distances
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 24, 96, 128
 NGRAM = 8
@@ -36,6 +36,7 @@ class PairFigures:
 class Figures:
     """All that the card states as measured. Losses are nats per token, of windows of 256 and of 1,024 tokens."""
 
+    parameters: Mapping[str, int]
     loss: Mapping[str, float]
     loss_long: Mapping[str, float]
     pairs: Sequence[PairFigures]
@@ -47,6 +48,7 @@ def measure(folders: Mapping[str, Path], held_out: Tensor, bos: int, pairs: Sequ
     models = {name: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32) for name, folder in folders.items()}
     texts = {temperature: write(folders["target"], held_out, temperature, bos) for temperature in (0.0, 1.0)}
     return Figures(
+        parameters={name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
         loss={name: held_out_loss(model, held_out, 256, bos) for name, model in models.items()},
         loss_long={name: held_out_loss(model, held_out, 1024, bos) for name, model in models.items()},
         pairs=[compare(target, draft, models, texts) for target, draft in pairs],
@@ -86,7 +88,7 @@ def compare(target: str, draft: str, models: Mapping[str, nn.Module], texts: Map
         return logits[:, NUM_PROMPT_TOKENS:].flatten(0, 1)  # <s> stands in front: the first drawn token's position
 
     agree = continued(target, 0.0).argmax(-1) == continued(draft, 0.0).argmax(-1)
-    alpha = acceptance(continued(target, 1.0), continued(draft, 1.0))
+    _, alpha = distances(continued(target, 1.0).log_softmax(-1), continued(draft, 1.0))
     return PairFigures(target, draft, float(alpha), float(agree.float().mean()))
 
 

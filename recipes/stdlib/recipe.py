@@ -23,7 +23,7 @@ from recipes.stdlib.generate import Texts, generate_texts
 from recipes.stdlib.measure import measure
 from recipes.stdlib.pretrain import open_run, pretrain
 from recipes.stdlib.tokenizer import BOS, EOS, VOCAB_SIZE, save_tokenizer, train_tokenizer
-from recipes.stdlib.training import Run, Schedule, Shape
+from recipes.stdlib.training import Record, Run, Schedule, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ STDLIB = Recipe(
     },
     pretraining=Schedule(steps=2_400),
     texts=Texts(count=1_024),
-    distillation=Schedule(steps=3_000),
+    distillation=Schedule(steps=2_000),
 )
 
 
@@ -66,44 +66,56 @@ class Corpus:
         return cast(int, self.tokenizer.token_to_id(BOS))
 
 
-def cook(recipe: Recipe, source: Path, work: Path, out: Path, bar: Progress) -> None:
+def cook(recipe: Recipe, source: Path, work: Path, out: Path, bar: Progress, teacher: Path | None = None) -> None:
     """Make the family in `out`; `work` keeps checkpoints, and a second call goes on from them.
 
-    Raises ValueError where `work` was begun from another corpus or by another recipe.
+    With a `teacher`, a target that an earlier call made, that is the family's target and only the students are
+    trained. Raises ValueError where `work` was begun from another corpus, recipe or teacher, or the teacher is of
+    another vocabulary; FileNotFoundError where it is no target of this recipe.
     """
     disable_progress_bar()  # transformers' own, which would break into this one
     files = read_corpus(source)
-    claim(work, recipe, files)
-    corpus = tokenize(files, recipe.vocab_size, work)
-    run = open_run(work / "target.pt", recipe.target, recipe.vocab_size, recipe.pretraining)
-    pretrain(run, corpus.train, recipe.pretraining, corpus.bos, bar)
-    target = cast(LlamaForCausalLM, run.models["target"])
-    folders = {"target": export(target, corpus.tokenizer, out / "target")}
+    claim(work, recipe, files, teacher)
+    if teacher is None:
+        corpus = tokenize(files, recipe.vocab_size, work / "tokenizer")
+        run = open_run(work / "target.pt", recipe.target, recipe.vocab_size, recipe.pretraining)
+        pretrain(run, corpus.train, recipe.pretraining, corpus.bos, bar)
+        export(run, "target", recipe.pretraining, corpus.tokenizer, out)
+    else:
+        Record.read(teacher)
+        corpus = tokenize(files, recipe.vocab_size, teacher)
+        if teacher.resolve() != (out / "target").resolve():
+            shutil.copytree(teacher, out / "target", dirs_exist_ok=True)
+    target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    if target.config.vocab_size != recipe.vocab_size:
+        raise ValueError(f"{teacher} has a vocabulary of {target.config.vocab_size}, the recipe of {recipe.vocab_size}")
     prompts = recipe.texts.prompts(corpus.train, corpus.bos)
-    texts = generate_texts(folders["target"], prompts, recipe.texts, work / "texts", bar)
+    texts = generate_texts(out / "target", prompts, recipe.texts, work / "texts", bar)
     students = open_students(work / "students.pt", recipe.students, recipe.vocab_size, recipe.distillation)
     distill(students, target, corpus.train, texts, recipe.distillation, corpus.bos, bar)
-    for name, student in students.models.items():
-        folders[name] = export(cast(LlamaForCausalLM, student), corpus.tokenizer, out / name)
-    describe(corpus, run, students, recipe, folders, out)
+    for name in recipe.students:
+        export(students, name, recipe.distillation, corpus.tokenizer, out)
+    describe(corpus, recipe, out)
 
 
-def claim(work: Path, recipe: Recipe, files: Sequence[SourceFile]) -> None:
-    """Mark the work folder as this recipe's on this corpus, or refuse one that is another's."""
+def claim(work: Path, recipe: Recipe, files: Sequence[SourceFile], teacher: Path | None) -> None:
+    """Mark the work folder as this recipe's on this corpus by this teacher, or refuse one that is another's."""
     digest = sha256(repr(recipe).encode())
     for file in files:
         digest.update(f"{file.path} {file.sha256}\n".encode())
+    if teacher is not None:
+        digest.update((teacher / "model.safetensors").read_bytes())
     mark, own = work / "recipe.txt", digest.hexdigest()
     if not mark.exists():
         work.mkdir(parents=True, exist_ok=True)
         mark.write_text(own, "utf-8")
     if mark.read_text("utf-8") != own:
-        raise ValueError(f"{work} holds the work of another recipe or corpus: name another folder with --work")
+        raise ValueError(f"{work} holds the work of another recipe, corpus or teacher: name another folder with --work")
 
 
-def tokenize(files: Sequence[SourceFile], vocab_size: int, work: Path) -> Corpus:
-    """The tokenizer, trained once and kept in the work folder, and the corpus by it."""
-    path = work / "tokenizer" / "tokenizer.json"
+def tokenize(files: Sequence[SourceFile], vocab_size: int, folder: Path) -> Corpus:
+    """The tokenizer in the folder, trained where there is none yet, and the corpus by it."""
+    path = folder / "tokenizer.json"
     if not path.exists():
         save_tokenizer(train_tokenizer((f.text for f in files if not f.held_out), vocab_size), path.parent)
     tokenizer = Tokenizer.from_file(str(path))
@@ -117,30 +129,23 @@ def tokenize(files: Sequence[SourceFile], vocab_size: int, work: Path) -> Corpus
     return Corpus(files, tokenizer, train, stream([f for f in files if f.held_out]))
 
 
-def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> Path:
-    """The model as a Hugging Face folder in bfloat16."""
+def export(run: Run, name: str, schedule: Schedule, tokenizer: Tokenizer, out: Path) -> None:
+    """The run's model as a Hugging Face folder in bfloat16, with the record of its training."""
+    model, folder = cast(LlamaForCausalLM, run.models[name]), out / name
     shutil.rmtree(folder, ignore_errors=True)
     rounded = LlamaForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.bfloat16().save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
-    return folder
+    run.record(name, schedule).write(folder)
 
 
-def describe(
-    corpus: Corpus, pretraining: Run, distillation: Run, recipe: Recipe, folders: Mapping[str, Path], out: Path
-) -> None:
+def describe(corpus: Corpus, recipe: Recipe, out: Path) -> None:
     """Measure what ships and write the card."""
+    folders = {name: out / name for name in ("target", *recipe.students)}
     pairs = [("target", name) for name in recipe.students] + [("middle", "draft")]
-    pairs = [pair for pair in pairs if set(pair) <= set(folders)]
-    figures = measure(folders, corpus.held_out, corpus.bos, pairs)
-    models = pretraining.models | distillation.models
-    parameters = {name: sum(p.numel() for p in models[name].parameters()) for name in folders}
-    stages = [
-        card.Training(schedule.steps, schedule.batch_tokens, run.seconds, run.losses)
-        for schedule, run in ((recipe.pretraining, pretraining), (recipe.distillation, distillation))
-    ]
+    figures = measure(folders, corpus.held_out, corpus.bos, [pair for pair in pairs if set(pair) <= set(folders)])
+    records = {name: Record.read(folder) for name, folder in folders.items()}
     card.write_manifest(corpus.files, out / "corpus.tsv")
-    card.draw_losses(stages[0], stages[1], out / "losses.png")
-    num_texts = recipe.texts.count
-    card.write_card(out / "README.md", corpus.files, parameters, stages[0], num_texts, stages[1], figures)
+    card.draw_losses(records, out / "losses.png")
+    card.write_card(out / "README.md", corpus.files, records, recipe.texts.count, figures)

@@ -6,9 +6,10 @@ that a run continued from a checkpoint takes the very steps that it would have t
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CHECKPOINT_EVERY = 100
+RECORD = "training.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +151,27 @@ class Run:
         fresh = self.path.with_suffix(".tmp")
         torch.save(state, fresh)
         os.replace(fresh, self.path)
+
+    def record(self, name: str, schedule: Schedule) -> Record:
+        """What is to be told of this run's model."""
+        return Record(self.step, schedule.batch_tokens, self.seconds, self.losses[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """How a model was trained, kept beside its weights: steps, tokens of each, time, and the loss at every step."""
+
+    steps: int
+    batch_tokens: int
+    seconds: float
+    losses: Sequence[float]
+
+    @staticmethod
+    def read(folder: Path) -> Record:
+        """The record in a checkpoint's folder. Raises FileNotFoundError."""
+        return Record(**json.loads((folder / RECORD).read_text("utf-8")))
+
+    def write(self, folder: Path) -> None:
+        """Put the record into a checkpoint's folder."""
+        rounded = [round(loss, 4) for loss in self.losses]
+        (folder / RECORD).write_text(json.dumps(asdict(self) | {"losses": rounded}) + "\n", "utf-8")

@@ -1,6 +1,7 @@
 """The recipe on a made-up corpus: it runs end to end, goes on after a kill, and learns from no held-out file."""
 
 import hashlib
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,10 @@ from recipes.stdlib import recipe as stages
 from recipes.stdlib import training
 from recipes.stdlib.corpus import read_corpus, standard_library
 from recipes.stdlib.generate import Texts
-from recipes.stdlib.losses import acceptance, forward_kl, lk_lambda
+from recipes.stdlib.losses import distances, lk_lambda
 from recipes.stdlib.recipe import Recipe, claim, cook, tokenize
 from recipes.stdlib.tokenizer import train_tokenizer
-from recipes.stdlib.training import Run, Schedule, Shape
+from recipes.stdlib.training import Record, Run, Schedule, Shape
 
 from forerun import LLM, SamplingParams
 
@@ -121,6 +122,19 @@ def test_the_whole_recipe_makes_checkpoints_that_draft_for_each_other(
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_students_are_taught_again_by_a_target_that_is_there(source: Path, tmp_path: Path, quiet: Progress) -> None:
+    whole = tmp_path / "whole"
+    cook(TINY, source, tmp_path / "work", whole, quiet)
+    cook(TINY, source, tmp_path / "again", tmp_path / "students", quiet, teacher=whole / "target")
+    assert weights(tmp_path / "students") == weights(whole)
+    assert Record.read(tmp_path / "students" / "target") == Record.read(whole / "target")
+    with pytest.raises(ValueError, match="another recipe, corpus or teacher"):
+        cook(TINY, source, tmp_path / "again", tmp_path / "students", quiet)
+    (whole / "target" / "training.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"training\.json"):
+        cook(TINY, source, tmp_path / "third", tmp_path / "third", quiet, teacher=whole / "target")
+
+
 def test_a_killed_run_goes_on_to_the_very_same_weights(
     source: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,20 +173,35 @@ def test_no_model_and_no_tokenizer_sees_a_held_out_file(source: Path, tmp_path: 
 
 def test_work_of_another_corpus_is_refused_and_kept(source: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
-    claim(work, TINY, read_corpus(source))
-    claim(work, TINY, read_corpus(source))
+    claim(work, TINY, read_corpus(source), None)
+    claim(work, TINY, read_corpus(source), None)
     (work / "target.pt").write_bytes(b"days of work")
     shutil.rmtree(source / "part0")
-    with pytest.raises(ValueError, match="another recipe or corpus"):
-        claim(work, TINY, read_corpus(source))
+    with pytest.raises(ValueError, match="another recipe, corpus or teacher"):
+        claim(work, TINY, read_corpus(source), None)
     assert (work / "target.pt").read_bytes() == b"days of work"
+
+
+def forward_kl(target: Tensor, student: Tensor) -> Tensor:
+    return distances(target.log_softmax(-1), student)[0]
+
+
+def acceptance(target: Tensor, student: Tensor) -> Tensor:
+    return distances(target.log_softmax(-1), student)[1]
+
+
+def blended(target: Tensor, student: Tensor) -> Tensor:
+    return lk_lambda(*distances(target.log_softmax(-1), student))
 
 
 def test_losses_at_their_known_points() -> None:
     target = torch.tensor([[0.0, 1.0, 2.0], [3.0, -1.0, 0.5]], dtype=torch.float64)
     assert float(acceptance(target, target + 5)) == pytest.approx(1.0)
     assert float(forward_kl(target, target + 5)) == pytest.approx(0.0, abs=1e-12)
-    assert float(lk_lambda(target, target + 5)) == pytest.approx(0.0, abs=1e-12)
+    assert float(blended(target, target + 5)) == pytest.approx(0.0, abs=1e-12)
+    p, q = torch.tensor([[0.25, 0.75]]), torch.tensor([[0.5, 0.5]])
+    divergence = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
+    assert float(forward_kl(p.log(), q.log())) == pytest.approx(divergence)
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 0.5, 0.5]])
     assert float(acceptance(p.log().clamp(min=-60), q.log().clamp(min=-60))) == pytest.approx(0.5)
 
@@ -194,7 +223,7 @@ def test_the_acceptance_loss_accepts_more_than_kl_where_the_law_cannot_be_met() 
     gains = []
     for _ in range(4):
         target, offset = (3 * torch.randn(1, 5, generator=dice, dtype=torch.float64) for _ in range(2))
-        by_kl, by_lk = learn(forward_kl, target, offset), learn(lk_lambda, target, offset)
+        by_kl, by_lk = learn(forward_kl, target, offset), learn(blended, target, offset)
         gains.append(float(acceptance(target, by_lk) - acceptance(target, by_kl)))
     assert min(gains) > -1e-3
     assert max(gains) > 0.01
