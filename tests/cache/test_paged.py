@@ -110,6 +110,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert torch.equal(before[1], cache.values)
         assert before[2] == [cache.start(s) for s in self.oracle.committed]
 
+    @rule(
+        counts=st.dictionaries(IDS, st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    )
+    def spare(self, counts):
+        """What is spare behind some tokens is exactly what would still find room with them."""
+        spare = self.oracle.cache.spare(list(counts), [certain for certain, _ in counts.values()])
+        more = {seq_id: certain + guesses for seq_id, (certain, guesses) in counts.items()}
+        needed = sum(spare.blocks_for(seq_id, guesses) for seq_id, (_, guesses) in counts.items())
+        left = self.oracle.cache.blocks.num_blocks - self.oracle.blocks_used(more)
+        assert spare.num_blocks - needed == left
+
     @precondition(lambda self: self.oracle.committed)
     @rule(data=st.data(), share=st.sampled_from(["some", "none", "all"]))
     def keep(self, data, share):

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Outlook
 from forerun.engine.controller import FixedDepth, Load, slots_of
@@ -11,17 +12,23 @@ WISHES = st.builds(Speculation, depth=st.integers(0, 9), width=st.integers(1, 4)
 ROWS = st.lists(st.tuples(WISHES, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=8)
 
 
-def budgets(rows: list[tuple[Speculation, int, int]], spare_slots: int) -> list[Budget]:
+SIZE = 8
+OWN = st.lists(st.integers(0, SIZE - 1), min_size=8, max_size=8)
+
+
+def budgets(rows: list[tuple[Speculation, int, int]], own: list[int], num_blocks: int) -> list[Budget]:
     wishes, rooms, limits = ([row[i] for row in rows] for i in range(3))
+    spare = Spare(dict(enumerate(own)), num_blocks, SIZE)
     load = Load(list(range(len(rows))), wishes, rooms, 0)
     outlook = Outlook([0] * len(rows), limits, [None] * len(rows))
-    return list(FixedDepth().budgets(load, outlook, spare_slots))
+    return list(FixedDepth().budgets(load, outlook, spare))
 
 
-@given(rows=ROWS, spare_slots=st.integers(0, 120))
-def test_budgets_keep_to_every_limit(rows: list[tuple[Speculation, int, int]], spare_slots: int) -> None:
-    found = budgets(rows, spare_slots)
-    assert sum(map(slots_of, found)) <= spare_slots
+@given(rows=ROWS, own=OWN, num_blocks=st.integers(0, 15))
+def test_budgets_keep_to_every_limit(rows: list[tuple[Speculation, int, int]], own: list[int], num_blocks: int) -> None:
+    found = budgets(rows, own, num_blocks)
+    beyond = [max(0, slots_of(budget) - has) for budget, has in zip(found, own, strict=False)]
+    assert sum(len(range(0, slots, SIZE)) for slots in beyond) <= num_blocks
     for budget, (wish, room, limit) in zip(found, rows, strict=True):
         most = 99 if wish.nodes is None else wish.nodes
         assert budget.depth in (0, min(wish.depth, room, limit, most))
@@ -30,13 +37,15 @@ def test_budgets_keep_to_every_limit(rows: list[tuple[Speculation, int, int]], s
         assert budget.nodes <= most
 
 
-@given(rows=ROWS, spare_slots=st.integers(0, 120))
-def test_the_younger_take_nothing_from_the_older(rows: list[tuple[Speculation, int, int]], spare_slots: int) -> None:
-    found = budgets(rows, spare_slots)
+@given(rows=ROWS, own=OWN, num_blocks=st.integers(0, 15))
+def test_the_younger_take_nothing_from_the_older(
+    rows: list[tuple[Speculation, int, int]], own: list[int], num_blocks: int
+) -> None:
+    found = budgets(rows, own, num_blocks)
     for count in range(1, len(rows)):
-        assert budgets(rows[:count], spare_slots) == found[:count]
-    ample = budgets(rows, 10**6)
-    assert [b for b in ample if b.depth] == [b for b in (budgets([row], 10**6)[0] for row in rows) if b.depth]
+        assert budgets(rows[:count], own, num_blocks) == found[:count]
+    ample = budgets(rows, own, 10**6)
+    assert [b for b in ample if b.depth] == [b for b in (budgets([row], own, 10**6)[0] for row in rows) if b.depth]
 
 
 def test_slots_are_those_a_tail_takes() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.oracles import Oracle
+from forerun.cache.paged import Spare
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.base import Budget
-from forerun.engine.controller import FixedDepth
+from forerun.draft.base import Budget, Outlook
+from forerun.engine.controller import FixedDepth, Load
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence, Status
@@ -87,15 +88,31 @@ def test_guesses_take_what_is_left_over(seed: int) -> None:
     assert num_drafted[-1] > 0
 
 
+@pytest.mark.parametrize("block_size", [8, 64])
+@pytest.mark.parametrize("num_prompt", [3, 52])
+def test_a_cache_planned_for_a_full_batch_drafts_in_a_full_batch(block_size: int, num_prompt: int) -> None:
+    """No one waits, and every round drafts as deep as was wished: guesses lie in what the rows hold anyway."""
+    params = SamplingParams(temperature=0, max_tokens=LONGEST - num_prompt, ignore_eos=True)
+    asked = [([1, *range(300 + i, 299 + i + num_prompt)], params) for i in range(8)]
+    (oracle, answers), maker = taught(asked), requests()
+    engine = engine_of(8 * LONGEST, oracle, block_size=block_size, max_batch=8, chunk_tokens=512)
+    engine.controller = watched = Watched()
+    assert finish(engine, [s for p, q in asked for s in maker.sequences(p, q, Speculation(4))]) == answers
+    assert len(watched.wished[0]) == 8, "some had to wait"
+    assert watched.given == watched.wished
+
+
 class Watched(FixedDepth):
-    """Writes down the slots that were spare, and those that were given."""
+    """Writes down how deep was wished and given."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
+        self.wished: list[list[int]] = []
+        self.given: list[list[int]] = []
 
-    def budgets(self, load: object, outlook: object, spare_slots: int) -> Seq[Budget]:
-        found = super().budgets(load, outlook, spare_slots)
-        self.seen.append((spare_slots, sum(budget.nodes for budget in found if budget.depth)))
+    def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Seq[Budget]:
+        found = super().budgets(load, outlook, spare)
+        self.wished.append([min(wish.depth, room) for wish, room in zip(load.wishes, load.rooms, strict=True)])
+        self.given.append([budget.depth for budget in found])
         return found
 
 
@@ -104,11 +121,10 @@ def test_a_full_cache_has_no_room_for_guesses_but_goes_on() -> None:
     oracle, answers = taught(asked)
     engine = engine_of(LONGEST, oracle, block_size=4)
     engine.controller = watched = Watched()
-    assert finish(engine, requests().sequences(*asked[0], Speculation(9))) == answers
-    given = [nodes for _, nodes in watched.seen]
-    assert max(given) == 9
-    assert (0, 0) in watched.seen[2:], "it never got tight"
-    assert all(nodes <= spare for spare, nodes in watched.seen)
+    assert finish(engine, requests().sequences(*asked[0], Speculation(7, 2, 12))) == answers
+    refused = [given == [0] and wished != [0] for given, wished in zip(watched.given, watched.wished, strict=True)]
+    assert [7] in watched.given
+    assert any(refused), "it never got tight"
 
 
 def test_leaving_between_rounds() -> None:

@@ -18,6 +18,7 @@ from fuzz import Bench, run
 from sampler import chi_square
 
 from forerun.accept.outcome import Outcome
+from forerun.cache.paged import Spare
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
 from forerun.engine.controller import Controller, FixedDepth, Load
@@ -38,8 +39,8 @@ class Whimsical(FixedDepth):
     def __init__(self) -> None:
         self.rng = random.Random(3)
 
-    def budgets(self, load: Load, outlook: Outlook, spare_slots: int) -> Sequence[Budget]:
-        wishes = super().budgets(load, outlook, spare_slots)
+    def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
+        wishes = super().budgets(load, outlook, spare)
         return [
             Budget.of(Speculation(self.rng.randrange(1 + b.depth), self.rng.choice([1, 2]))) if b.depth else NO_DRAFT
             for b in wishes

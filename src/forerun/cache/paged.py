@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,19 @@ class Row:
     length: int = 0
     tail: int = 0
     room: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """Slots that are left: per row in the blocks it holds, and free blocks of `block_size` that any row may take."""
+
+    own: Mapping[int, int]
+    num_blocks: int
+    block_size: int
+
+    def blocks_for(self, seq_id: int, num_tokens: int) -> int:
+        """Free blocks that a row needs for `num_tokens` more."""
+        return -(-max(0, num_tokens - self.own[seq_id]) // self.block_size)
 
 
 class PagedCache:
@@ -115,8 +128,18 @@ class PagedCache:
 
     def can_reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether `reserve` would find room."""
-        wanted = self._wanted(seq_ids, counts)
-        return sum(n - self.blocks.run(seq_id).count for seq_id, n in wanted.items()) <= self.blocks.num_free
+        return self.spare(seq_ids, counts).num_blocks >= 0
+
+    def spare(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Spare:
+        """What `reserve` of the same would leave over; `num_blocks` is negative where it would not find room."""
+        wanted, size = self._wanted(seq_ids, counts), self.blocks.block_size
+        own = {}
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            row = self._rows.get(seq_id, Row())
+            room = wanted[seq_id] * size if seq_id in wanted else row.room
+            own[seq_id] = room - row.length - row.tail - count
+        taken = sum(n - self.blocks.run(seq_id).count for seq_id, n in wanted.items())
+        return Spare(own, self.blocks.num_free - taken, size)
 
     def keep(self, seq_ids: Sequence[int], rows: Sequence[int], offsets: Sequence[int]) -> None:
         """Commit a path of each row's tail and drop the rest of it.
@@ -216,7 +239,7 @@ class PagedCache:
             tensor.index_copy_(2, target, tensor.index_select(2, source))
 
 
-__all__ = ["OutOfBlocks", "PagedCache"]
+__all__ = ["OutOfBlocks", "PagedCache", "Spare"]
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Controller: how far to draft, per sequence and round.
 
 Decides budgets from what is known before the round's tokens are drawn, and learns from outcomes. Knows nothing of
-models or caches; it sees loads, outlooks and counts.
+models or of what caches hold; it sees loads, outlooks, spare room and counts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from forerun.accept.outcome import Outcome
+from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
 from forerun.tree import DraftTree
@@ -34,8 +35,8 @@ class Load:
 class Controller(Protocol):
     """Decides how far drafting pays."""
 
-    def budgets(self, load: Load, outlook: Outlook, spare_slots: int) -> Sequence[Budget]:
-        """One budget per sequence of the load; together they fit into `spare_slots` cache slots."""
+    def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
+        """One budget per sequence of the load; together their `slots_of` fit into what the cache has to spare."""
         ...
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
@@ -54,13 +55,16 @@ class Controller(Protocol):
 class FixedDepth:
     """Every request is drafted as far as it wished, within what fits."""
 
-    def budgets(self, load: Load, outlook: Outlook, spare_slots: int) -> Sequence[Budget]:
-        """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare slots."""
-        budgets = []
-        for wish, room, limit in zip(load.wishes, load.rooms, outlook.limit, strict=True):
+    def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
+        """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare room."""
+        budgets, num_blocks = [], spare.num_blocks
+        for seq_id, wish, room, limit in zip(load.seq_ids, load.wishes, load.rooms, outlook.limit, strict=True):
             budget = Budget.of(wish, min(room, limit))
-            budgets.append(budget if slots_of(budget) <= spare_slots else NO_DRAFT)
-            spare_slots -= slots_of(budgets[-1])
+            needed = spare.blocks_for(seq_id, slots_of(budget))
+            if needed > num_blocks:
+                budget, needed = NO_DRAFT, 0
+            budgets.append(budget)
+            num_blocks -= needed
         return budgets
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:

@@ -150,20 +150,14 @@ class Engine:
             rooms=[0 if row.num_chunk else row.sequence.room - 1 for row in plan.drawing],
             num_prompt_tokens=plan.num_prompt_tokens,
         )
-        budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), self.spare_slots(plan))
+        spare = self.runner.cache.spare([r.sequence.id for r in plan.rows], [r.num_certain for r in plan.rows])
+        budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
             return DraftTree.bare(roots)
         draft = self.drafter.propose(plan.draws, budgets)
         safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size)
         tree = self.controller.admit(replace(draft, tree=safe), load)
         return tree if tree is safe else tree.without_law()  # pruned after drawing: what is left has another law
-
-    def spare_slots(self, plan: Round) -> int:
-        """Slots left for guesses: whole blocks behind what is certain, so that rounding can never overdraw them."""
-        cache = self.runner.cache
-        certain = sum(-(-row.num_certain // cache.blocks.block_size) for row in plan.rows)
-        blocks = cache.num_free_tokens // cache.blocks.block_size - certain - len(plan.drawing)
-        return max(0, blocks) * cache.blocks.block_size
 
     def read(self, plan: Round, trees: Seq[HostTree]) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""

@@ -55,16 +55,23 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting sequences into the batch while there is a place, and room for all they have to read."""
-        spare = self.cache.num_free_tokens - sum(len(s.unread) + 1 for s in self.running)
+        running = [s.id for s in self.running]
+        num_blocks = self.cache.spare(running, [len(s.unread) + 1 for s in self.running]).num_blocks
         while self.waiting and len(self.running) < self.max_batch:
-            need = len(self.waiting[0].tokens) + self.cache.blocks.block_size  # rounding, and a first step to grow
-            if self.running and need > spare:
+            need = self.blocks_needed(self.waiting[0])
+            if self.running and need > num_blocks:
                 return
-            spare -= need
+            num_blocks -= need
             sequence = self.waiting.popleft()
             sequence.status = Status.RUNNING
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.id)
+
+    def blocks_needed(self, sequence: Sequence) -> int:
+        """Cache blocks for all that a waiting sequence has to read, and one more if it can ever grow into that."""
+        size = self.cache.blocks.block_size
+        known = len(sequence.tokens)
+        return -(-min(known + size, known + sequence.room) // size)
 
     def rows(self) -> list[RowPlan]:
         """Each running sequence's part, prompt tokens shared out by arrival."""
