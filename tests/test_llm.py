@@ -26,9 +26,9 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Origin
 from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
 from forerun.llm import LLM, Result
+from forerun.models.runner import Runner
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
-from runners import with_cache
 
 DATA = Path(__file__).resolve().parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
@@ -465,7 +465,7 @@ def changed(result: Result, expected: dict[str, object]) -> list[str]:
 
 def squeeze(llm: LLM, num_tokens: int) -> None:
     """Give the target a cache for so few tokens in all; the drafter keeps its own."""
-    runner = with_cache(llm.engine.runner.decoder, num_tokens, block_size=8)
+    runner = Runner.of(llm.engine.runner.decoder, num_tokens, block_size=8)
     llm.engine = Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids)
 
 

@@ -66,7 +66,8 @@ def write_card(
     """The card of the whole family, as Markdown."""
     held_out = [f for f in files if f.held_out]
     target, draft = records["target"], records["draft"]
-    curve = "" if target.losses else " Of the target's training no curve was kept."
+    python, distinct = platform.python_version(), figures.distinct_ngrams
+    curve = "" if target.losses else " Those of the target were not kept."
     megabytes = sum(len(f.text.encode()) for f in files) / 1e6
     rows = "\n".join(
         f"| `{name}` | {count / 1e6:.1f} M | {figures.loss[name]:.3f} | {figures.loss_long[name]:.3f} |"
@@ -80,9 +81,9 @@ def write_card(
         f"""# The stdlib family
 
 Three Llamas with one byte-level BPE of 4,096 tokens, trained on the source of the standard library of Python
-{platform.python_version()}. They are for trying, testing and measuring speculative decoding with real acceptance, on
-any machine and without a download; they write Python that looks right and is not to be run. End a prompt before a
-line's break, not behind it: the break and the indentation that follows are one token.
+{python}. They are for trying, testing and measuring speculative decoding with real acceptance, on any machine and
+without a download; they write Python that looks right and is not to be run. End a prompt before a line's break, not
+behind it: the break and the indentation that follows are one token.
 
 | model | parameters | held-out loss, windows of 256 tokens | of 1,024 tokens |
 |---|---|---|---|
@@ -95,8 +96,8 @@ Losses in nats per token, of the weights as they ship (bfloat16, computed in flo
 {pairs}
 
 Measured on the target's own continuations (128 tokens) of 24 held-out prompts. Of their 8-grams
-{figures.distinct_ngrams[1.0]:.1%} are distinct at temperature 1 and {figures.distinct_ngrams[0.0]:.1%} at temperature
-0, where a small model loops: a high acceptance there flatters every drafter.
+{distinct[1.0]:.1%} are distinct at temperature 1 and {distinct[0.0]:.1%} at temperature 0, where a small model
+loops: a high acceptance there flatters every drafter.
 
 ## Data
 
@@ -108,15 +109,15 @@ Measured on the target's own continuations (128 tokens) of 24 held-out prompts. 
 
 `python -m recipes.stdlib` makes all of it again; it goes on where it was stopped.
 
-1. The tokenizer, then the target: {target.steps:,} steps of {target.batch_tokens:,} tokens, windows of 256 tokens
-   and in the last fifth of 1,024, every window behind `<s>`; Muon for matrices, AdamW for the rest; bfloat16 autocast;
+1. The tokenizer, then the target: {target.steps:,} steps of {target.batch_tokens:,} tokens, windows of 256 tokens and
+   in the last fifth of 1,024, every window behind `<s>`; Muon for matrices, AdamW for the rest; bfloat16 autocast;
    {target.seconds / 60:.0f} minutes.
 2. The target continues {num_texts:,} beginnings of training files, at temperatures 1 and 0.7.
-3. Draft and middle learn the target's law together, {draft.steps:,} steps of {draft.batch_tokens:,} tokens, on
-   the corpus and on those texts by turns: KL for a tenth of the steps, then LK-lambda;
-   {draft.seconds / 60:.0f} minutes.
+3. Draft and middle learn the target's law together, {draft.steps:,} steps of {draft.batch_tokens:,} tokens, on the
+   corpus and on those texts by turns: KL for a tenth of the steps, then LK-lambda; {draft.seconds / 60:.0f} minutes.
 
-Times on 2 cores ({platform.machine()}), beside other work. Positions beyond 1,024 are hardly trained.{curve}
+Times on 2 cores ({platform.machine()}), beside other work. Positions beyond 1,024 are hardly trained. The file
+`training.json` beside each model holds its losses.{curve} Where the curves jump, windows become longer.
 
 ![losses](losses.png)
 

@@ -136,6 +136,7 @@ def export(run: Run, name: str, schedule: Schedule, tokenizer: Tokenizer, out: P
     rounded = LlamaForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.bfloat16().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
     save_tokenizer(tokenizer, folder)
     run.record(name, schedule).write(folder)
 

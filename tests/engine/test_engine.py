@@ -18,7 +18,6 @@ from forerun.engine.sequence import Sequence, Status
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
-from runners import with_cache
 
 TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 LONGEST = 64
@@ -31,7 +30,7 @@ def decoder() -> Runner:
 
 def engine_of(num_tokens: int, oracle: Oracle | None = None, block_size: int = 8, **options: int) -> Engine:
     """An engine around the shared weights, with a cache of its own."""
-    runner = with_cache(decoder().decoder, num_tokens, block_size)
+    runner = Runner.of(decoder().decoder, num_tokens, block_size)
     return Engine(runner, oracle, options=EngineOptions(**options))
 
 

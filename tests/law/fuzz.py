@@ -22,7 +22,6 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
-from runners import with_cache
 from unchecked import unchecked
 
 
@@ -104,7 +103,7 @@ class Bench:
 
     def with_cache(self, runner: Runner, num_tokens: int) -> Runner:
         """The same weights over a cache of its own."""
-        return with_cache(runner.decoder, num_tokens)
+        return Runner.of(runner.decoder, num_tokens, 16)
 
     def model_drafter(self, num_tokens: int = 4096) -> ModelDrafter:
         return ModelDrafter(self.with_cache(self.reader, num_tokens), self.target.config.vocab_size)

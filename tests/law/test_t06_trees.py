@@ -12,7 +12,6 @@ from fuzz import threads
 from torch import Tensor
 
 from forerun.cache.blocks import OutOfBlocks
-from forerun.cache.paged import PagedCache
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
@@ -50,14 +49,8 @@ def decoders(request: pytest.FixtureRequest, target_dir: Path, stories: ModelCon
     return [real, random_decoder(odd, request.param)]
 
 
-def runner(decoder: Decoder, num_tokens: int = 4096, block_size: int = 16) -> Runner:
-    c = decoder.config
-    shape = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    return Runner(decoder, PagedCache(**shape, num_tokens=num_tokens, dtype=decoder.dtype, block_size=block_size))
-
-
 def read_in_chunks(decoder: Decoder, text: list[int], chunk: int) -> Tensor:
-    r, logits = runner(decoder), []
+    r, logits = Runner.of(decoder, 4096, 16), []
     with unchecked():
         for first in range(0, len(text), chunk):
             part = text[first : first + chunk]
@@ -98,7 +91,9 @@ def test_batches_give_the_same_bits(decoders: list[Decoder]) -> None:
     for decoder in decoders:
         texts = [[rng.randrange(3, 500) for _ in range(n)] for n in (1, 2, 7, 64, 130, 501)]
         alone = [read_in_chunks(decoder, text, len(text)) for text in texts]
-        together = runner(decoder).read([Read(i, t, judged=range(len(t))) for i, t in enumerate(texts)]).logits
+        together = (
+            Runner.of(decoder, 4096, 16).read([Read(i, t, judged=range(len(t))) for i, t in enumerate(texts)]).logits
+        )
         for i, logits in enumerate(together.split([len(t) for t in texts])):
             assert torch.equal(logits, alone[i])
 
@@ -114,7 +109,7 @@ def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], shape: 
     rng = random.Random(2)
     for decoder in decoders:
         for length in (0, 5, 63, 505):
-            r, text = runner(decoder), [rng.randrange(3, 500) for _ in range(length)]
+            r, text = Runner.of(decoder, 4096, 16), [rng.randrange(3, 500) for _ in range(length)]
             if text:
                 r.read([Read(0, text)])
                 r.keep([0], [range(length)])
@@ -127,7 +122,7 @@ def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], shape: 
                 assert torch.equal(logits[node], plain[-1])
             chosen = rng.choice(paths)
             r.keep([0], [chosen])
-            fresh = runner(decoder)
+            fresh = Runner.of(decoder, 4096, 16)
             fresh.read([Read(1, text + [tokens[n] for n in chosen])])
             fresh.keep([1], [range(length + len(chosen))])
             assert all(torch.equal(a, b) for a, b in zip(state(r, 0), state(fresh, 1), strict=True))
@@ -139,7 +134,7 @@ def test_a_tree_grown_level_by_level_is_the_tree_read_at_once(decoders: list[Dec
         parents = [-1, -1, 0, 0, 1, 2, 4, 5]
         levels = [[0, 1], [2, 3, 4], [5, 6], [7]]
         text, tokens = [rng.randrange(3, 500) for _ in range(70)], [rng.randrange(3, 500) for _ in parents]
-        at_once, grown = runner(decoder), runner(decoder)
+        at_once, grown = Runner.of(decoder, 4096, 16), Runner.of(decoder, 4096, 16)
         for r in (at_once, grown):
             r.read([Read(0, text)])
             r.keep([0], [range(len(text))])
@@ -153,7 +148,7 @@ def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
     """Small blocks and a nearly full cache: rows grow into each other and move."""
     rng = random.Random(4)
     for decoder in decoders:
-        r = runner(decoder, num_tokens=400, block_size=8)
+        r = Runner.of(decoder, num_tokens=400, block_size=8)
         texts = [[rng.randrange(3, 500) for _ in range(120)] for _ in range(3)]
         done, moves, starts = [0, 0, 0], 0, {}
         while min(done) < 120:
@@ -169,14 +164,14 @@ def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
                     starts[j] = r.cache.start(j)
         assert moves > 0
         for i, text in enumerate(texts):
-            fresh = runner(decoder)
+            fresh = Runner.of(decoder, 4096, 16)
             fresh.read([Read(0, text)])
             fresh.keep([0], [range(len(text))])
             assert all(torch.equal(a, b) for a, b in zip(state(r, i), state(fresh, 0), strict=True))
 
 
 def test_want_of_room_changes_nothing(decoders: list[Decoder]) -> None:
-    r = runner(decoders[0], num_tokens=64)
+    r = Runner.of(decoders[0], 64, 16)
     r.read([Read(0, [5] * 40)])
     r.keep([0], [range(40)])
     before = state(r, 0)[0].clone()
@@ -190,7 +185,9 @@ def test_want_of_room_changes_nothing(decoders: list[Decoder]) -> None:
 
 def test_taps_are_the_streams_between_layers(decoders: list[Decoder]) -> None:
     decoder = decoders[0]
-    states = runner(decoder).read([Read(0, [5, 6, 7], judged=range(3))], taps=(0, 2, decoder.config.layers, -1))
+    states = Runner.of(decoder, 4096, 16).read(
+        [Read(0, [5, 6, 7], judged=range(3))], taps=(0, 2, decoder.config.layers, -1)
+    )
     assert states.taps is not None
     assert torch.equal(states.taps[:, 0], decoder.embedding[torch.tensor([5, 6, 7])])
     assert torch.equal(decoder.logits(states.taps[:, 2]), states.logits)

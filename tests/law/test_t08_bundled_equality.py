@@ -31,7 +31,6 @@ SETTINGS = [
 ]
 all_parts = pytest.mark.parametrize("part", range(NUM_PARTS))
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
-needs_middle = pytest.mark.skipif(not BUNDLED["stdlib-middle"].is_dir(), reason="stdlib-middle is not bundled here")
 
 
 @cache
@@ -113,7 +112,7 @@ def test_every_depth_and_tree(dtype: str, part: int, wishes: list[Speculation]) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("spec", [pytest.param(MIDDLE, marks=needs_middle), "ngram"])
+@pytest.mark.parametrize("spec", [MIDDLE, "ngram"])
 @all_parts
 @both_dtypes
 def test_other_drafters(dtype: str, part: int, spec: str) -> None:

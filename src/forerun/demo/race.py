@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from forerun.accept.outcome import Outcome, Stats
-from forerun.cache.paged import PagedCache
 from forerun.draft.base import Drafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.delta import Delta
@@ -111,13 +110,5 @@ class Track:
 
 def engine_beside(llm: LLM, drafter: Drafter | None) -> Engine:
     """Another engine over an LLM's weights, with a cache of its own."""
-    runner = llm.engine.runner
-    c = runner.decoder.config
-    cache = PagedCache(
-        layers=c.layers,
-        kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        num_tokens=llm.plan.cache_tokens,
-        dtype=runner.decoder.dtype,
-    )
-    return Engine(Runner(runner.decoder, cache), drafter, options=llm.engine.options, num_ids=llm.engine.num_ids)
+    runner = Runner.of(llm.engine.runner.decoder, llm.plan.cache_tokens)
+    return Engine(runner, drafter, options=llm.engine.options, num_ids=llm.engine.num_ids)

@@ -2,23 +2,39 @@
 
 Decides how queries meet the cached keys on a CPU. A prompt chunk and a chain are one path; a tree is one path per
 leaf. Before a path attends, the keys and values of its guesses are copied into the slots that a chain would use, so
-every path sees exactly what plain decoding would see. Queries are padded to a multiple of 4 and keys to a multiple
-of 512 (masked): with these two paddings torch's attention kernel gives a query the same bits for any number of
-neighbours. Sliding windows mask; they never shift the view. Knows nothing of layers, norms or rotations.
+every path sees exactly what plain decoding would see. Keys are padded to a multiple of 512 (masked) and queries to a
+multiple of some number that is found at load, by asking: then torch's attention kernel gives a query the same bits
+for any number of neighbours. Which number depends on head size, number format and processor (4 mostly; 8 or 16 for
+large heads in float32 with AMX); where none will do, queries go in blocks of a fixed size. Sliding windows mask; they
+never shift the view. Knows nothing of layers, norms or rotations.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-QUERY_PAD = 4
+from forerun.models.invariance import agreed_rows, cancelling_scores, cancelling_values
+
 KEY_PAD = 512
+QUERY_PADS = (4, 8, 16)
+BLOCK_QUERIES = 8
+CHECK_QUERIES = 512
+CHECK_KEYS = 600  # two blocks of keys, the second one mostly padding
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRule:
+    """How the queries of a path meet the kernel: padded to a multiple of `pad`, and at most `block` at a time."""
+
+    pad: int
+    block: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +73,20 @@ class AttentionPath:
         return self.masks[window]
 
 
-def make_path(queries: list[int], positions: list[int], first_slot: int, copy: Copy | None = None) -> AttentionPath:
-    """A path from its packed token numbers and their positions, ascending."""
-    padding = -len(queries) % QUERY_PAD
+def make_paths(
+    queries: list[int], positions: list[int], first_slot: int, rule: QueryRule, copy: Copy | None = None
+) -> list[AttentionPath]:
+    """A path from its packed token numbers and their positions, ascending; as many as the rule wants it cut into."""
+    cuts = range(0, len(queries), rule.block)
+    parts = [(queries[i : i + rule.block], positions[i : i + rule.block]) for i in cuts]
+    return [make_path(*part, first_slot, rule.pad, None if i else copy) for i, part in enumerate(parts)]
+
+
+def make_path(
+    queries: list[int], positions: list[int], first_slot: int, pad: int, copy: Copy | None = None
+) -> AttentionPath:
+    """One call of the kernel, its queries padded to a multiple of `pad`."""
+    padding = -len(queries) % pad
     num_keys = -(-(positions[-1] + 1) // KEY_PAD) * KEY_PAD
     padded = torch.tensor(queries + queries[-1:] * padding)
     return AttentionPath(
@@ -110,3 +137,36 @@ def attend_path(
     mask = path.mask(window, group, q.dtype)
     out = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask[None, None])
     return out.view(kv_heads, group, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+
+
+@cache
+def query_rule(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_threads: int) -> QueryRule:
+    """The cheapest rule under which queries of this shape keep their bits, found out on this machine once.
+
+    `num_threads` is torch's setting: it is part of the question.
+    """
+    for pad in QUERY_PADS:
+        if all(
+            queries_are_independent(pad, *probe(CHECK_QUERIES, heads, kv_heads, head_dim, CHECK_KEYS, dtype))
+            for probe in (cancelling_scores, cancelling_values)
+        ):
+            return QueryRule(pad)
+    return QueryRule(BLOCK_QUERIES, BLOCK_QUERIES)
+
+
+def queries_are_independent(
+    pad: int,
+    q: Float[Tensor, "total heads head_dim"],
+    k: Float[Tensor, "kv_heads keys head_dim"],
+    v: Float[Tensor, "kv_heads keys head_dim"],
+) -> bool:
+    """Compare queries in company with the same queries, `pad` at a time: in all small numbers and some larger ones."""
+    counts = [*range(pad, 65, pad), 112, 208, CHECK_QUERIES]
+    last = k.shape[1] - 1
+    k, v = (functional.pad(t, (0, 0, 0, -t.shape[1] % KEY_PAD)) for t in (k, v))
+
+    def kernel(rows: Tensor) -> Tensor:
+        path = make_path(list(range(len(rows))), [last] * len(rows), 0, pad)
+        return attend_path(rows, k, v, path, None)
+
+    return agreed_rows(kernel, q, counts, pad) == CHECK_QUERIES

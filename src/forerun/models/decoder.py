@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.cache.paged import PagedCache
-from forerun.models.attention import AttentionPath, attend
+from forerun.models.attention import AttentionPath, attend, query_rule
 from forerun.models.config import ModelConfig
 from forerun.models.linear import Linear, LinearFactory, padded_rows
 from forerun.models.rope import rope_tables
@@ -72,6 +72,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.make = LinearFactory()
+        self.query_rule = query_rule(config.heads, config.kv_heads, config.head_dim, dtype, torch.get_num_threads())
         self.embedding = take("model.embed_tokens.weight", (config.vocab_size, config.hidden)).to(dtype)
         self.layers = [self.load_layer(take, i) for i in range(config.layers)]
         self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)

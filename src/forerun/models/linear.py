@@ -4,14 +4,15 @@ Decides how a weight matrix is laid out and multiplied so that (1) a pass over s
 costs, and (2) a row's result depends neither on the other rows nor on how many there are: the same token gives the
 same bits alone, in a batch, in a draft and in a prompt chunk. Knows nothing of what the layer is for.
 
-Two forms keep both: oneDNN's prepacked weights, which do so from two rows up, and, where those are missing, wrong
-or refused (bfloat16 on AVX2 raises; Arm and macOS have none), blocks of a fixed number of rows, invariant by
-construction. A check at load compares rows alone and in company on this machine and chooses.
+Two forms keep both. oneDNN's prepacked weights do so from two rows up to some number that depends on shape, format
+and processor (with AMX, bfloat16 sums of more than 512 terms change their order beyond 32 rows); more rows go through
+in pieces. Where packing is missing, wrong or refused (bfloat16 on AVX2 raises; Arm and macOS have none), all go in
+blocks of a fixed number of rows, invariant by construction. A check at load asks every number of rows that will be
+used, on this machine, and chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,10 +20,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.models.invariance import agreed_rows, cancelling_product
+
 MIN_ROWS = 2  # a single row takes another kernel (gemv), with other bits
 BLOCK_ROWS = 8
-CHECK_ROWS = 37
-CHECK_COUNTS = (2, 3, 4, 5, 8, 16, 31)
+EXACT_ROWS = 16  # up to here no row is computed in vain
+MAX_ROWS = 256  # more are multiplied in pieces, so that every number of rows can be checked
 
 
 def padded_rows(rows: int) -> int:
@@ -31,8 +34,11 @@ def padded_rows(rows: int) -> int:
     oneDNN compiles and keeps a kernel of about half a megabyte for every number of rows it meets, in every layer
     shape; a server would meet hundreds.
     """
-    step = 1 if rows <= 16 else 8 if rows <= 64 else 32 if rows <= 256 else 64
+    step = 1 if rows <= EXACT_ROWS else BLOCK_ROWS if rows <= 64 else 64
     return max(MIN_ROWS, -(-rows // step) * step)
+
+
+COUNTS = sorted({padded_rows(rows) for rows in range(1, MAX_ROWS + 1)})
 
 
 @runtime_checkable
@@ -43,15 +49,24 @@ class Linear(Protocol):
 
 
 class PackedLinear:
-    """A weight prepacked by oneDNN; at least two rows at a time. The plain copy of the weight is not kept."""
+    """A weight prepacked by oneDNN; two rows at least, and `max_rows` at a time. The plain weight is not kept."""
 
-    def __init__(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None) -> None:
+    def __init__(
+        self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, max_rows: int = MAX_ROWS
+    ) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK_ROWS)
         self.bias = bias
+        self.max_rows = max_rows
         self.apply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         assert len(x) >= MIN_ROWS, "a single row would take another kernel and get other bits"
+        if len(x) <= self.max_rows:
+            return self.multiply(x)
+        return torch.cat([self.multiply(piece) for piece in x.split(self.max_rows)])
+
+    def multiply(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        """One call of the kernel."""
         result: Tensor = self.apply(x, self.packed, self.bias, "none", [], "")
         return result
 
@@ -74,22 +89,17 @@ class LinearFactory:
     """Makes one model's linear layers, each shape checked once on this machine."""
 
     def __init__(self) -> None:
-        self.trusted: dict[tuple[int, int, torch.dtype, int], bool] = {}
+        self.trusted: dict[tuple[int, int, torch.dtype, bool, int], int] = {}
 
     def __call__(
         self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None = None
     ) -> Linear:
         """The fastest layer for this weight whose rows are independent."""
-        shape = (weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
-        if self.trusted.get(shape, True) and packing_available(weight):
-            try:
-                packed = PackedLinear(weight, bias)
-                if shape not in self.trusted:
-                    self.trusted[shape] = rows_are_independent(packed, weight)
-            except RuntimeError:  # oneDNN has no kernel for this type on this instruction set
-                self.trusted[shape] = False
-            if self.trusted[shape]:
-                return packed
+        shape = (*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
+        if shape not in self.trusted:
+            self.trusted[shape] = trusted_rows(weight, bias is not None) if packing_available(weight) else 0
+        if self.trusted[shape]:
+            return PackedLinear(weight, bias, self.trusted[shape])
         return BlockedLinear(weight, bias)
 
 
@@ -103,13 +113,15 @@ def packing_available(weight: Tensor) -> bool:
     )
 
 
-def rows_are_independent(linear: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
-    """Compare rows in company with the same rows in smaller company, bit for bit."""
-    generator = torch.Generator().manual_seed(len(weight))
-    x = torch.randn(CHECK_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
-    together = linear(x)
-    return all(
-        torch.equal(linear(x[start : start + count].contiguous()), together[start : start + count])
-        for count in CHECK_COUNTS
-        for start in (0, CHECK_ROWS - count)
-    )
+def trusted_rows(like: Float[Tensor, "outputs inputs"], biased: bool) -> int:
+    """How many rows of a packed layer of this shape and format can be multiplied at a time: whole blocks, or 0.
+
+    Fewer than EXACT_ROWS are as good as none: a piece left over could be a single row.
+    """
+    x, weight = cancelling_product(MAX_ROWS, like.shape[0], like.shape[1], like.dtype)
+    try:
+        packed = PackedLinear(weight, weight.new_zeros(len(weight)) if biased else None)
+        agreed = agreed_rows(packed.multiply, x, COUNTS, MIN_ROWS)
+    except RuntimeError:  # oneDNN has no kernel for this type on this instruction set
+        return 0
+    return agreed // BLOCK_ROWS * BLOCK_ROWS if agreed >= EXACT_ROWS else 0

@@ -85,11 +85,7 @@ class Blueprint:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
             return tensor
 
-        decoder = Decoder(c, take, self.dtype)
-        cache = PagedCache(
-            layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, num_tokens=num_tokens, dtype=self.dtype
-        )
-        return Runner(decoder, cache)
+        return Runner.of(Decoder(c, take, self.dtype), num_tokens)
 
     def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
-from forerun.models.attention import AttentionPath, Copy, make_path
+from forerun.models.attention import AttentionPath, Copy, QueryRule, make_paths
 from forerun.models.decoder import Decoder, TokenBatch
 
 
@@ -83,6 +83,20 @@ class Runner:
         self.cache = cache
         self.tails: dict[int, Tail] = {}
 
+    @classmethod
+    def of(cls, decoder: Decoder, num_tokens: int, block_size: int = 64) -> Runner:
+        """The decoder over a fresh cache of `num_tokens`, in its own number format."""
+        c = decoder.config
+        cache = PagedCache(
+            layers=c.layers,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            num_tokens=num_tokens,
+            dtype=decoder.dtype,
+            block_size=block_size,
+        )
+        return cls(decoder, cache)
+
     def length(self, seq_id: int) -> int:
         """Committed tokens read so far; 0 for an unknown sequence."""
         return self.cache.length(seq_id) if seq_id in self.cache else 0
@@ -111,7 +125,7 @@ class Runner:
             nodes = tail.grow(read.parents, len(read.tokens))
             length = self.cache.length(read.seq_id)
             first_slot = self.cache.start(read.seq_id) + length
-            place = Place(first_slot - length, length, len(tokens))
+            place = Place(first_slot - length, length, len(tokens), self.decoder.query_rule)
             paths += chain_paths(tail, nodes, place) if tail.scratch == 0 else tree_paths(tail, nodes, place)
             tokens += read.tokens
             positions += [length + tail.depths[n] for n in nodes]
@@ -144,18 +158,19 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a read lies: its row's first slot, the row's committed length, its first packed token."""
+    """Where a read lies: its row's first slot, the row's committed length, its first packed token. And its rule."""
 
     run: int
     length: int
     packed: int
+    rule: QueryRule
 
 
 def chain_paths(tail: Tail, nodes: range, place: Place) -> list[AttentionPath]:
     """The one path of a chain: its nodes are where a chain's belong."""
     assert tail.depths[nodes.stop - 1] == nodes.stop - 1, "a branching tail needs scratch slots on its first read"
     queries = list(range(place.packed, place.packed + len(nodes)))
-    return [make_path(queries, [place.length + n for n in nodes], place.run)]
+    return make_paths(queries, [place.length + n for n in nodes], place.run, place.rule)
 
 
 def tree_paths(tail: Tail, nodes: range, place: Place) -> list[AttentionPath]:
@@ -173,5 +188,6 @@ def tree_paths(tail: Tail, nodes: range, place: Place) -> list[AttentionPath]:
         chain = place.run + place.length
         copy = Copy(torch.tensor([chain + tail.scratch + n for n in path]), chain)
         queries = [place.packed + n - nodes.start for n in fresh]
-        paths.append(make_path(queries, [place.length + tail.depths[n] for n in fresh], place.run, copy))
+        positions = [place.length + tail.depths[n] for n in fresh]
+        paths += make_paths(queries, positions, place.run, place.rule, copy)
     return paths

@@ -15,7 +15,6 @@ from torch import Tensor
 from forerun.llm import LLM
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws, RowSampling
-from forerun.sampling.noise import Purpose
 from forerun.sampling.params import SamplingParams
 
 Text = tuple[int, ...]
@@ -62,8 +61,7 @@ def law_after(llm: LLM, texts: Sequence[Text], num_prompt: int, params: Sampling
 def scores_after(llm: LLM, row: RowSampling, logits: Float[Tensor, "1 vocab"]) -> Float[Tensor, " vocab"]:
     """What plain decoding takes the largest of after a text: its law's logits, and its noise unless it is greedy."""
     draws = draws_of(llm, [row])
-    at = draws.roots()
-    return draws._scores(*draws._transformed(logits, at), at, Purpose.COUPLED)[0]
+    return draws.scores(logits, draws.roots())[0]
 
 
 def draws_of(llm: LLM, rows: Sequence[RowSampling]) -> Draws:

@@ -124,7 +124,11 @@ class Draws:
         A function of logits, path, parameters, seed and position alone: what plain decoding draws there. Exactly
         law-distributed (the Gumbel-max trick); greedy rows get no noise; ties go to the lowest id.
         """
-        return self._scores(*self._transformed(logits, at), at, Purpose.COUPLED).argmax(1)
+        return self.scores(logits, at).argmax(1)
+
+    def scores(self, logits: Logits, at: PathState) -> Logits:
+        """What `draw` takes the largest of: transformed logits, and the position's noise unless the row is greedy."""
+        return self._scores(*self._transformed(logits, at), at, Purpose.COUPLED)
 
     def recover(self, law: Logits, at: PathState) -> Int[Tensor, " nodes"]:
         """A token from each log-law (need not be normalised): recovered and bonus tokens of the rejection modes."""

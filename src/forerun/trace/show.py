@@ -27,7 +27,7 @@ INDENT = "  "
 DIM, BOLD, WRONG = Style(dim=True), Style(bold=True), Style(color="red")
 MARKS: Mapping[Fate, str] = {"accepted": "✓", "rejected": "✗", "not judged": "·"}
 RULES: Mapping[Rule, str] = {
-    "follow": "A guess is accepted (✓) if the target's own draw in its place is the same token.",
+    "follow": "A guess is accepted (✓) if the target's own draw in its place is the same token, however likely it was.",
     "token": "A guess is accepted (✓) if its coin, uniform in (0, 1), lies below p/q. At a rejection (✗) the token is "
     "drawn from what p gives and q does not.",
     "block": "A guess is accepted (✓) if its coin, uniform in (0, 1), or that of a later guess lies below its h, which "
