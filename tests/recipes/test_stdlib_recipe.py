@@ -51,6 +51,13 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def small_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card's figures from few texts."""
+    monkeypatch.setattr("recipes.stdlib.measure.NUM_PROMPTS", 4)
+    monkeypatch.setattr("recipes.stdlib.measure.NUM_NEW_TOKENS", 24)
+
+
 @pytest.fixture
 def quiet() -> Iterator[Progress]:
     with Progress(disable=True) as bar:
