@@ -1,6 +1,7 @@
 """The proof as a library: what it says of a true engine, in what form, and that a seed settles all of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from tiny import tiny_llm
 
 from forerun import InvalidRequest, Speculation
 from forerun.llm import LLM
+from forerun.models.decoder import Decoder
 from forerun.prove import Report, Workload, prove
+from forerun.prove.show import verdict
 from unchecked import unchecked
 
 WORKLOAD = Workload(
@@ -37,6 +40,20 @@ def test_a_true_engine_holds(report: Report) -> None:
     assert all(law.num_texts == 250 and law.num_drafted > 250 for law in report.laws)
     assert all(law.freedom >= law.num_cells - 1 > 0 for law in report.laws)
     assert len(report.proven) == 4
+
+
+def test_equal_tokens_of_unequal_logits_are_luck(llm: LLM, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer that adds something by the number of its rows, too little to change a token here."""
+    whole = Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: whole(self, hidden) + 1e-6 * len(hidden))
+    with unchecked():
+        found = prove(llm, PROMPTS, replace(WORKLOAD, num_prompts=1, shapes=(Speculation(3),)))
+    assert found.equality.rounding_noise > 0
+    assert not found.equality.same_logits
+    assert not found.holds
+    luck = replace(report, equality=replace(report.equality, rounding_noise=1e-6))
+    assert "luck" in verdict(luck).plain
+    assert "speculation changed nothing" in verdict(report).plain
 
 
 def test_the_report_is_json_and_names_what_it_holds_for(llm: LLM, report: Report) -> None:
