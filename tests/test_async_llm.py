@@ -10,12 +10,13 @@ import pytest
 from torch import Tensor
 
 from engine.oracles import seen
+from forerun.async_llm import AsyncLLM
 from forerun.config import Speculation
 from forerun.draft.model import ModelDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.errors import EngineClosed, InvalidRequest
-from forerun.llm import LLM, AsyncLLM, Prompt, Result
+from forerun.llm import LLM, Prompt, Result
 from forerun.sampling.params import SamplingParams
 
 DATA = Path(__file__).resolve().parent / "data"

@@ -23,6 +23,7 @@ ORDER = """
     accept
     engine
     llm
+    async_llm
     train serve bench tune prove trace
     card
     demo

@@ -4,10 +4,11 @@ A small drafter guesses the next tokens of a large language model, the large mod
 and the answer is exactly what it would have said alone, only sooner.
 """
 
+from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
 from forerun.engine.delta import Delta
 from forerun.errors import ForerunError, InvalidRequest
-from forerun.llm import LLM, AsyncLLM, Completion, Result
+from forerun.llm import LLM, Completion, Result
 from forerun.sampling.params import SamplingParams
 
 __all__ = [

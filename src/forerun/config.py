@@ -12,6 +12,8 @@ from forerun.errors import InvalidRequest
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
+Quantization = Literal["int8"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8",)
 DEFAULT_DEPTH = 4
 
 

@@ -6,20 +6,16 @@ Knows nothing of the command line or HTTP.
 
 from __future__ import annotations
 
-import asyncio
-import queue
-import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import torch
 
 from forerun.accept.outcome import Stats
 from forerun.cache.plan import MemoryPlan, plan_memory
-from forerun.config import DEFAULT_DEPTH, EngineOptions, Speculation, Verification, require_whole
+from forerun.config import DEFAULT_DEPTH, EngineOptions, Quantization, Speculation, Verification, require_whole
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
@@ -28,7 +24,7 @@ from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
-from forerun.errors import EngineClosed, InvalidRequest, NotEnoughMemory, UnknownDrafter
+from forerun.errors import InvalidRequest, NotEnoughMemory, UnknownDrafter
 from forerun.models.loading import Blueprint, Progress
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
@@ -70,6 +66,8 @@ class LLM:
     as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of requests: True, a depth, False, or a
     Speculation. `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes`
     (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
+    `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
+    promises hold against it.
     """
 
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
@@ -80,6 +78,7 @@ class LLM:
         draft: str | Drafter | None = None,
         *,
         dtype: str = "auto",
+        quantize: Quantization | None = None,
         speculation: bool | int | Speculation = True,
         verification: Verification = "coupled",
         max_len: int | None = None,
@@ -97,14 +96,14 @@ class LLM:
                 require_whole(name, value, least)
         if threads is not None:
             torch.set_num_threads(threads)
-        target = Blueprint.of(str(model), dtype)
+        target = Blueprint.of(str(model), dtype, quantize)
         self.tokenizer: Tokenizer = target.tokenizer()
-        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype))
+        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize))
         self.name, self.draft_name = target.name, draft_label(draft)
         self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
         self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
-        self.fingerprint = target.fingerprint()
+        self.fingerprint, self.format = target.fingerprint(), target.format
         self.requests = Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,
@@ -281,120 +280,3 @@ def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
     if not many or (prompts and all(isinstance(p, int) for p in prompts)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
-
-
-class AsyncLLM:
-    """Many requests at once from event loops: the engine runs in a thread of its own and batches them.
-
-    Use as `async with AsyncLLM(llm) as front:`, or call `close`; after that, EngineClosed. The LLM must not be used
-    beside it. An error in a request's own code is raised to that request; one of the engine itself ends it and is
-    raised to every request under way.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.outboxes: dict[int, Outbox] = {}
-        self.end: BaseException | None = None  # why nothing joins any more
-        self.gate = threading.Lock()
-        self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
-        self.thread.start()
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await asyncio.to_thread(self.close)
-
-    def close(self) -> None:
-        """Stop the engine's thread; requests under way get EngineClosed."""
-        self.inbox.put(None)
-        self.thread.join()
-
-    async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None
-    ) -> AsyncIterator[Delta]:
-        """One request's deltas as rounds give them, of all its samples. Leaving the loop early cancels it."""
-        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation)
-        async with aclosing(self.follow(sequences)) as deltas:
-            async for delta in deltas:
-                yield delta
-
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None) -> Result:
-        """One request's answer, once all its samples are finished."""
-        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation)
-        answers = {s.id: Answer(s) for s in sequences}
-        async for delta in self.follow(sequences):
-            answers[delta.seq_id].add(delta)
-        return self.llm.result(sequences, answers)
-
-    async def follow(self, sequences: Seq[Sequence]) -> AsyncGenerator[Delta, None]:
-        """Hand sequences to the engine's thread and pass on what it says of them."""
-        request_id, num_open = sequences[0].request_id, len(sequences)
-        outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue())
-        with self.gate:
-            if self.end is not None:
-                raise EngineClosed("this AsyncLLM has shut down; build a new one.") from self.end
-            self.inbox.put(lambda: self.join(sequences, outbox))
-        try:
-            while num_open:
-                news = await outbox.news.get()
-                if isinstance(news, BaseException):
-                    raise news
-                if news.error is not None:
-                    raise news.error
-                num_open -= news.finish_reason is not None
-                yield news
-        finally:
-            self.inbox.put(lambda: self.part(request_id))
-
-    def join(self, sequences: Seq[Sequence], outbox: Outbox) -> None:
-        """A request enters the engine. In its thread."""
-        self.outboxes[sequences[0].request_id] = outbox
-        for sequence in sequences:
-            self.llm.engine.submit(sequence)
-
-    def part(self, request_id: int) -> None:
-        """A request leaves the engine, finished or not. In its thread."""
-        self.outboxes.pop(request_id, None)
-        self.llm.engine.cancel(request_id)
-
-    def run(self) -> None:
-        """The engine's thread: take what came in, step, hand out, until told to stop."""
-        end: BaseException = EngineClosed("this AsyncLLM was closed while the request ran.")
-        try:
-            while self.take_in():
-                for delta in self.llm.engine.step():
-                    self.outboxes[delta.request_id].put(delta)
-        except BaseException as error:  # the thread has no caller: those who wait are told instead
-            end = error
-        with self.gate:
-            self.end = end  # nothing joins from here on
-        while not self.inbox.empty():
-            if (job := self.inbox.get()) is not None:
-                job()  # what came too late is told of the end with the others
-        for request_id, outbox in list(self.outboxes.items()):
-            self.part(request_id)
-            outbox.put(end)
-
-    def take_in(self) -> bool:
-        """Do what was asked for, waiting for it where there is nothing else to do; False to stop."""
-        while not self.inbox.empty() or not self.llm.engine.has_work:
-            job = self.inbox.get()
-            if job is None:
-                return False
-            job()
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Outbox:
-    """Where a request's news go: a queue of the event loop that waits for them."""
-
-    loop: asyncio.AbstractEventLoop
-    news: asyncio.Queue[Delta | BaseException]
-
-    def put(self, news: Delta | BaseException) -> None:
-        """Hand over from the engine's thread; a loop that is closed wants no news."""
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.news.put_nowait, news)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from forerun.card import show_error
-from forerun.config import DEFAULT_DEPTH, VERIFICATIONS
+from forerun.config import DEFAULT_DEPTH, VERIFICATIONS, Quantization
 from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED_NAMES
 from forerun.sampling.params import SamplingParams
@@ -42,6 +42,9 @@ class ModelOptions:
         str, typer.Option(callback=_known_verification, help=f"How guesses are judged: {', '.join(VERIFICATIONS)}.")
     ] = "coupled"
     dtype: Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")] = "auto"
+    quantize: Annotated[
+        Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
+    ] = None
     max_len: Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")] = (
         None
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.config import EngineOptions, Speculation
+from forerun.config import EngineOptions, Quantization, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -87,6 +87,11 @@ class RandomlyRight:
             self.texts.pop(seq_id, None)
 
 
+def number_format(name: str) -> tuple[str, Quantization | None]:
+    """What LLM calls `dtype` and `quantize`."""
+    return ("auto", "int8") if name == "int8" else (name, None)
+
+
 @dataclass(slots=True)
 class Bench:
     """The reference pair, loaded once; engines of any size over it."""
@@ -98,7 +103,7 @@ class Bench:
 
     @classmethod
     def of(cls, target_dir: Path, draft_dir: Path, dtype: str = "float32") -> Bench:
-        target, draft = Blueprint.of(str(target_dir), dtype), Blueprint.of(str(draft_dir), dtype)
+        target, draft = (Blueprint.of(str(folder), *number_format(dtype)) for folder in (target_dir, draft_dir))
         return cls(target, draft, target.load(1 << 14), draft.load(1 << 14))
 
     def with_cache(self, runner: Runner, num_tokens: int) -> Runner:

@@ -11,8 +11,8 @@ import random
 from functools import cache
 
 import pytest
-from equality import CHAINS, DTYPES, TREES, WISHES, Answer, Asked, Decoded, decode, decode_plain
-from fuzz import Bench, threads
+from equality import CHAINS, FORMATS, TREES, WISHES, Answer, Asked, Decoded, decode, decode_plain
+from fuzz import Bench, number_format, threads
 from recipes.stdlib.corpus import read_corpus, standard_library
 
 from forerun.config import Speculation
@@ -30,7 +30,7 @@ SETTINGS = [
     {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
 ]
 all_parts = pytest.mark.parametrize("part", range(NUM_PARTS))
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+all_formats = pytest.mark.parametrize("dtype", FORMATS)
 
 
 @cache
@@ -41,7 +41,7 @@ def bench_of(dtype: str) -> Bench:
 def drafter_of(spec: str, dtype: str, num_tokens: int = 8192) -> Drafter:
     """A drafter as a user spells it, with a cache for so many tokens."""
     target = bench_of(dtype).target
-    plan = plan_drafter(spec, DraftContext(target, target.tokenizer(), dtype))
+    plan = plan_drafter(spec, DraftContext(target, target.tokenizer(), *number_format(dtype)))
     drafter = plan.build(dict.fromkeys(plan.bytes_per_token, num_tokens), None)
     assert drafter is not None, f"{spec} builds no drafter"
     return drafter
@@ -90,7 +90,9 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
         return decode(bench_of(dtype), part_of(part), wish, drafter, **limits)
 
 
-@pytest.mark.parametrize(("dtype", "wish"), [("float32", CHAINS[4]), ("bfloat16", TREES[1])], ids=DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "wish"), [("float32", CHAINS[4]), ("bfloat16", TREES[1]), ("int8", CHAINS[3])], ids=FORMATS
+)
 def test_a_sample(dtype: str, wish: Speculation) -> None:
     chosen, bench = part_of(0)[4:10], bench_of(dtype)  # one for each border among them
     got = decode(bench, chosen, wish, drafter_of(DRAFT, dtype), max_batch=5, chunk_tokens=77)
@@ -101,7 +103,7 @@ def test_a_sample(dtype: str, wish: Speculation) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("wishes", [CHAINS[:4], CHAINS[4:], TREES], ids=["shallow", "deep", "trees"])
 @all_parts
-@both_dtypes
+@all_formats
 def test_every_depth_and_tree(dtype: str, part: int, wishes: list[Speculation]) -> None:
     """One drafter for all, which every run leaves as it found it."""
     drafter = drafter_of(DRAFT, dtype)
@@ -114,7 +116,7 @@ def test_every_depth_and_tree(dtype: str, part: int, wishes: list[Speculation]) 
 @pytest.mark.full
 @pytest.mark.parametrize("spec", [MIDDLE, "ngram"])
 @all_parts
-@both_dtypes
+@all_formats
 def test_other_drafters(dtype: str, part: int, spec: str) -> None:
     """Two depths and a tree for each part, every one of them somewhere."""
     drafter = drafter_of(spec, dtype)
@@ -126,7 +128,7 @@ def test_other_drafters(dtype: str, part: int, spec: str) -> None:
 
 @pytest.mark.full
 @all_parts
-@both_dtypes
+@all_formats
 def test_under_preemption(dtype: str, part: int) -> None:
     """A cache hardly larger than the longest text, and a drafter that has to give up rows too."""
     bench, drafter = bench_of(dtype), drafter_of(DRAFT, dtype, 1280)

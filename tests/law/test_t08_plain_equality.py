@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import DTYPES, WISHES, Answer, Asked, decode, decode_plain
+from equality import FORMATS, WISHES, Answer, Asked, decode, decode_plain
 from fuzz import Bench, run, threads
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from forerun.sampling.params import SamplingParams
 NUM_PROMPTS = 200
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=FORMATS)
 def bench(request: pytest.FixtureRequest, target_dir: Path, draft_dir: Path) -> Bench:
     return Bench.of(target_dir, draft_dir, request.param)
 
@@ -106,9 +106,9 @@ def test_every_batch_size(bench: Bench, texts: list[list[int]], plain_all: list[
     assert max_batch < 4 or got.num_preempted > 0
 
 
-def random_pair(dtype: torch.dtype, target_dir: Path, draft_dir: Path) -> Bench:
+def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
     """The target's shape with 1,200 positions and a window, random weights, logits as spread as a real model's."""
-    bench = Bench.of(target_dir, draft_dir, str(dtype).removeprefix("torch."))
+    bench = Bench.of(target_dir, draft_dir, numbers)
     config = replace(read_config(target_dir), max_positions=1200, windows=(None, 600, None, 40, None))
     generator = torch.Generator().manual_seed(9)
 
@@ -118,16 +118,17 @@ def random_pair(dtype: torch.dtype, target_dir: Path, draft_dir: Path) -> Bench:
         scale = 3.0 if name.startswith("model.embed") else 1.0
         return scale * shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
 
-    decoder = Decoder(config, take, dtype)
+    dtype = torch.float32 if numbers == "float32" else torch.bfloat16
+    decoder = Decoder(config, take, dtype, quantize=numbers == "int8")
     runner = Runner(decoder, bench.runner.cache)
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)
 
 
 @pytest.mark.parametrize("edge", [pytest.param(512), pytest.param(1024, marks=pytest.mark.full)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=DTYPES)
-def test_across_key_blocks(dtype: torch.dtype, edge: int, target_dir: Path, draft_dir: Path) -> None:
+@pytest.mark.parametrize("numbers", FORMATS)
+def test_across_key_blocks(numbers: str, edge: int, target_dir: Path, draft_dir: Path) -> None:
     """Prompts that end just before the cache's key blocks do, drafted across the edge."""
-    bench, rng = random_pair(dtype, target_dir, draft_dir), random.Random(edge)
+    bench, rng = random_pair(numbers, target_dir, draft_dir), random.Random(edge)
     chosen = asked([[rng.randrange(3, 512) for _ in range(edge - rng.randrange(1, 40))] for _ in range(6)])
     plain = decode_plain(bench, chosen)
     for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 400), (Speculation(8), 61)):

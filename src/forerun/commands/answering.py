@@ -31,6 +31,7 @@ def build_llm(options: ModelOptions, console: Console) -> LLM:
             options.model,
             options.draft,
             dtype=options.dtype,
+            quantize=options.quantize,
             speculation=options.depth,
             verification=cast(Verification, options.verification),
             max_len=options.max_len,

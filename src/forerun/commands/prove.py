@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from forerun.card import LoadingBar
-from forerun.config import DEFAULT_DEPTH, Speculation
+from forerun.config import DEFAULT_DEPTH, Quantization, Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import with_options
@@ -41,6 +41,9 @@ class ProveOptions:
     thorough: Annotated[bool, typer.Option("--thorough", help="About ten times the work.")] = False
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same report.")] = 0
     dtype: Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")] = "auto"
+    quantize: Annotated[
+        Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
+    ] = None
     max_len: Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")] = (
         None
     )
@@ -72,6 +75,7 @@ def prove(
             options.model,
             options.draft,
             dtype=options.dtype,
+            quantize=options.quantize,
             speculation=largest_shape(workload),
             max_len=options.max_len,
             max_batch=2 * max(workload.batches),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from forerun.config import Quantization
 from forerun.draft.base import Drafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -22,11 +23,12 @@ from forerun.text import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What drafters are fitted to: the target and its tokenizer, and the number format to hold weights in."""
+    """What drafters are fitted to: the target and its tokenizer, and the number formats to hold weights in."""
 
     target: Blueprint
     tokenizer: Tokenizer
     dtype: str = "auto"
+    quantize: Quantization | None = None
 
 
 CacheTokens = Mapping[str, int]
@@ -78,7 +80,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
-    drafter, name = Blueprint.of(spec.argument, context.dtype), str(spec)
+    drafter, name = Blueprint.of(spec.argument, context.dtype, context.quantize), str(spec)
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 

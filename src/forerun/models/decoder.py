@@ -65,13 +65,13 @@ class Decoder:
 
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
-    embedding.
+    embedding. With `quantize` the layers and the head are 8-bit ones; embedding, norms and attention are of `dtype`.
     """
 
-    def __init__(self, config: ModelConfig, take: Take, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, take: Take, dtype: torch.dtype, quantize: bool = False) -> None:
         self.config = config
         self.dtype = dtype
-        self.make = LinearFactory()
+        self.make = LinearFactory(quantize)
         self.query_rule = query_rule(config.heads, config.kv_heads, config.head_dim, dtype, torch.get_num_threads())
         self.embedding = take("model.embed_tokens.weight", (config.vocab_size, config.hidden)).to(dtype)
         self.layers = [self.load_layer(take, i) for i in range(config.layers)]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
+from forerun.config import QUANTIZATIONS, Quantization
+from forerun.errors import InvalidRequest
 from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Runner
@@ -43,24 +45,39 @@ class Blueprint:
     config: ModelConfig
     dtype: torch.dtype
     num_bytes: int
+    quantize: Quantization | None = None
 
     @classmethod
-    def of(cls, model: str, dtype: str = "auto") -> Blueprint:
-        """Find a folder or hub id and read its configuration; every tensor is checked to be there."""
+    def of(cls, model: str, dtype: str = "auto", quantize: Quantization | None = None) -> Blueprint:
+        """Find a folder or hub id and read its configuration; every tensor is checked to be there.
+
+        Raises InvalidRequest for a quantization that does not exist, ModelError for an unusable checkpoint.
+        """
+        if quantize not in (None, *QUANTIZATIONS):
+            raise InvalidRequest("quantize", f"{quantize!r} is not known: use None or {' or '.join(QUANTIZATIONS)}")
         folder = find_checkpoint(model)
         config = read_config(folder)
         resolved = resolve_dtype(dtype, config)
         checkpoint = Checkpoint(folder, resolved)
         name = config.widened or model
-        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes)
+        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes, quantize)
+
+    @property
+    def format(self) -> str:
+        """The number format for a reader: "bfloat16", or "bfloat16, int8 weights"."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}, {self.quantize} weights" if self.quantize else name
 
     @property
     def weights_bytes(self) -> int:
         """What it takes once loaded, caches aside: a tied head is packed apart from the embedding."""
         c = self.config
-        head = c.vocab_size * c.hidden * self.dtype.itemsize if c.tied else 0
+        table = c.vocab_size * c.hidden
         rope = 2 * c.max_positions * c.head_dim * torch.float32.itemsize
-        return self.num_bytes + head + rope
+        if self.quantize is None:
+            return self.num_bytes + table * c.tied * self.dtype.itemsize + rope
+        others = self.num_bytes // self.dtype.itemsize - table  # parameters beside the embedding
+        return table * self.dtype.itemsize + others + table * c.tied + rope
 
     @property
     def bytes_per_token(self) -> int:
@@ -85,7 +102,7 @@ class Blueprint:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
             return tensor
 
-        return Runner.of(Decoder(c, take, self.dtype), num_tokens)
+        return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8"), num_tokens)
 
     def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
@@ -93,6 +110,8 @@ class Blueprint:
         Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
         """
         digest = sha256(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {self.dtype}".encode())
+        if self.quantize is not None:
+            digest.update(self.quantize.encode())
         for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"]):
             size = path.stat().st_size
             with path.open("rb") as file:

@@ -42,7 +42,7 @@ class Place:
             model=llm.name,
             draft=llm.draft_name,
             fingerprint=llm.fingerprint,
-            dtype=str(llm.engine.runner.decoder.dtype).removeprefix("torch."),
+            dtype=llm.format,
             device=llm.engine.runner.cache.keys.device.type,
             instruction_set=torch.backends.cpu.get_cpu_capability(),
             forerun=__version__,

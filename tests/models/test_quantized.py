@@ -1,0 +1,120 @@
+"""8-bit linears: the very numbers of their definition, and a target that says nearly what the one in 16 bits says."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from recipes.stdlib.corpus import read_corpus, standard_library
+from torch import Tensor
+from torch.nn import functional
+
+from forerun import LLM, InvalidRequest, SamplingParams
+from forerun.models import linear
+from forerun.models.linear import LinearFactory, QuantizedLinear, quantize_rows
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read
+from forerun.models.weights import has_bfloat16_linears
+from unchecked import unchecked
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(3, 5), (48, 83), (384, 1024), (96, 4096), (1, 1)]
+
+
+def awkward(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Random rows of very different sizes; zeros, one large number among small ones, the largest sums there are."""
+    dice = torch.Generator().manual_seed(rows + width)
+    x = torch.randn(rows, width, generator=dice) * torch.logspace(-6, 6, rows)[:, None]
+    x[rows // 2] = 0
+    x[0, 0] = 1e4
+    x[-1] = 1
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "biased"), list(product(SHAPES, DTYPES, [True, False])))
+def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
+    """Whole numbers in Python's own arithmetic, in any company, with oneDNN and without."""
+    weight, x = awkward(*shape, dtype), awkward(70, shape[1], dtype)
+    bias = torch.randn(shape[0]).to(dtype) if biased else None
+    a, s = quantize_rows(x)
+    b, t = quantize_rows(weight)
+    assert a.abs().max() == b.abs().max() == 127
+    sums = torch.tensor([[sum(p * q for p, q in zip(u, v, strict=True)) for v in b.tolist()] for u in a[:6].tolist()])
+    expected = sums.float() * t[:, 0] * s[:6]
+    expected = (expected if bias is None else expected + bias.float()).to(dtype)
+    for layer in (LinearFactory(quantize=True)(weight, bias), QuantizedLinear(weight, bias, packed=False)):
+        whole = layer(x)
+        assert torch.equal(whole[:6], expected)
+        for n in (1, 2, 3, 5, 8, 31, 33, 64):
+            assert torch.equal(layer(x[:n].contiguous()), whole[:n]), f"{n} rows"
+
+
+def test_rounding_is_at_most_half_a_step() -> None:
+    x = awkward(40, 300, torch.float32)
+    whole, scales = quantize_rows(x)
+    assert ((whole * scales - x).abs() <= 0.5001 * scales).all()
+
+
+def test_without_the_operator_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: QuantizedLinear, whole: Tensor) -> Tensor:
+        if self.packed:
+            raise RuntimeError("no such operator")
+        return honest(self, whole)
+
+    honest = QuantizedLinear.multiply
+    weight, x = torch.randn(16, 64), torch.randn(5, 64)
+    expected = LinearFactory(quantize=True)(weight)(x)
+    monkeypatch.setattr(QuantizedLinear, "multiply", missing)
+    linear.quantized_packing_is_exact.cache_clear()
+    try:
+        layer = LinearFactory(quantize=True)(weight)
+    finally:
+        linear.quantized_packing_is_exact.cache_clear()
+    assert isinstance(layer, QuantizedLinear)
+    assert not layer.packed
+    assert torch.equal(layer(x), expected)
+
+
+def perplexity(model: Blueprint, windows: list[list[int]]) -> float:
+    """Of held-out code, every window behind `<s>`."""
+    runner, total = model.load(1024), 0.0
+    with unchecked():
+        for i, window in enumerate(windows):
+            logits = runner.read([Read(i, [0, *window[:-1]], judged=range(len(window)))]).logits
+            runner.release([i])
+            total += float(functional.cross_entropy(logits, torch.tensor(window), reduction="sum"))
+    return math.exp(total / sum(map(len, windows)))
+
+
+@pytest.mark.parametrize("name", ["stdlib", "stdlib-draft"])
+def test_perplexity_rises_by_less_than_a_hundredth(name: str) -> None:
+    tokenizer = Blueprint.of(name).tokenizer()
+    files = [file.text for file in read_corpus(standard_library()) if file.held_out]
+    windows = [tokens for text in files if len(tokens := tokenizer.encode(text)[:512]) == 512][:10]
+    assert len(windows) > 4
+    half = perplexity(Blueprint.of(name, "bfloat16" if has_bfloat16_linears() else "float32"), windows)
+    eighth = perplexity(Blueprint.of(name, quantize="int8"), windows)
+    assert eighth < 1.01 * half
+
+
+def test_a_quantized_model_is_a_target_of_its_own() -> None:
+    """Drafted and plain agree to the bit; the fingerprint and the plan know of it."""
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, logprobs=1)
+    prompts = ["import os\n\ndef main(", "class Stack:\n    def push(self, "]
+    drafted = LLM("stdlib", "model:stdlib-draft", quantize="int8", max_len=256)
+    plain = LLM("stdlib", quantize="int8", max_len=256)
+    answers = [llm.generate(prompts, params) for llm in (drafted, plain)]
+    said = [[(c.token_ids, c.logprobs) for answer in each for c in answer.completions] for each in answers]
+    assert said[0] == said[1]
+    assert drafted.stats.num_accepted > 0
+    half = Blueprint.of("stdlib")
+    assert drafted.fingerprint == plain.fingerprint != half.fingerprint()
+    assert drafted.format.endswith(", int8 weights")
+    assert Blueprint.of("stdlib", quantize="int8").weights_bytes < 0.75 * half.weights_bytes
+
+
+def test_what_is_not_known_is_refused() -> None:
+    with unchecked(), pytest.raises(InvalidRequest, match=r"quantize: 'int4' is not known: use None or int8"):
+        LLM("stdlib", quantize="int4")  # type: ignore[arg-type]
