@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from forerun.models.invariance import agreed_rows, cancelling_product
-from forerun.models.linear import COUNTS, MAX_ROWS, BlockedLinear, LinearFactory, PackedLinear, padded_rows
+from forerun.models.linear import COUNTS, MAX_ROWS, BlockedLinear, PackedLinear, make_linear, padded_rows, trusted_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """What is known of this machine is forgotten, and what the test finds out about another one too."""
+    trusted_rows.cache_clear()
+    yield
+    trusted_rows.cache_clear()
 
 
 def test_few_row_counts_are_ever_computed() -> None:
@@ -33,7 +43,7 @@ def test_linears_agree_and_rows_are_independent(shape: tuple[int, int], dtype: t
     offset = torch.randn(shape[0], generator=generator).to(dtype) if bias else None
     x = torch.randn(320, shape[1], generator=generator).to(dtype)
     exact = x.double() @ weight.double().T + (offset.double() if offset is not None else 0)
-    for linear in (LinearFactory()(weight, offset), BlockedLinear(weight, offset)):
+    for linear in (make_linear(weight, offset), BlockedLinear(weight, offset)):
         assert torch.allclose(linear(x).double(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0.5)
 
 
@@ -42,7 +52,7 @@ def test_linears_agree_and_rows_are_independent(shape: tuple[int, int], dtype: t
 def test_rows_keep_their_bits_where_a_difference_would_show(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Sums that cancel, in numbers of rows on both sides of every limit, against the same rows in pairs."""
     x, weight = cancelling_product(320, *shape, dtype)
-    for linear in (LinearFactory()(weight), BlockedLinear(weight, None)):
+    for linear in (make_linear(weight), BlockedLinear(weight, None)):
         pairs = torch.cat([linear(pair) for pair in x.split(2)])
         for n in (*range(2, 42), 64, 96, 128, 200, 256, 264, 320):
             padded = torch.cat([x[:n], x.new_zeros(padded_rows(n) - n, shape[1])])
@@ -70,6 +80,7 @@ def test_inputs_that_cancel_tell_what_ordinary_inputs_hide(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("limit", [3, 14, 16, 32, 128])
+@pytest.mark.usefixtures("asked_anew")
 def test_rows_beyond_the_last_number_that_agrees_go_in_pieces(
     limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +97,7 @@ def test_rows_beyond_the_last_number_that_agrees_go_in_pieces(
 
     monkeypatch.setattr(PackedLinear, "__init__", remember)
     monkeypatch.setattr(PackedLinear, "multiply", multiply)
-    layer = LinearFactory()(torch.randn(32, 96).to(dtype))
+    layer = make_linear(torch.randn(32, 96).to(dtype))
     if limit < 16:
         assert isinstance(layer, BlockedLinear)
         return
@@ -96,20 +107,23 @@ def test_rows_beyond_the_last_number_that_agrees_go_in_pieces(
     assert torch.equal(layer(x), torch.cat([layer(part) for part in x.split(2)]))
 
 
+@pytest.mark.usefixtures("asked_anew")
 def test_a_layer_whose_rows_know_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = PackedLinear.multiply
     monkeypatch.setattr(PackedLinear, "multiply", lambda self, x: honest(self, x) + 1e-6 * len(x))
-    assert isinstance(LinearFactory()(torch.randn(32, 32)), BlockedLinear)
+    assert isinstance(make_linear(torch.randn(32, 32)), BlockedLinear)
     monkeypatch.setattr(PackedLinear, "multiply", honest)
-    assert isinstance(LinearFactory()(torch.randn(32, 32)), PackedLinear)
+    trusted_rows.cache_clear()
+    assert isinstance(make_linear(torch.randn(32, 32)), PackedLinear)
 
 
+@pytest.mark.usefixtures("asked_anew")
 def test_a_kernel_that_is_missing_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(self: PackedLinear, x: Tensor) -> Tensor:
         raise RuntimeError("could not create a primitive descriptor")
 
     monkeypatch.setattr(PackedLinear, "multiply", missing)
-    assert isinstance(LinearFactory()(torch.randn(32, 32)), BlockedLinear)
+    assert isinstance(make_linear(torch.randn(32, 32)), BlockedLinear)
 
 
 def test_the_last_number_that_agrees() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from forerun import LLM, InvalidRequest, SamplingParams
 from forerun.models import linear
-from forerun.models.linear import LinearFactory, QuantizedLinear, quantize_rows
+from forerun.models.linear import QuantizedLinear, make_linear, quantize_rows
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.models.weights import has_bfloat16_linears
@@ -44,7 +44,7 @@ def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: tor
     sums = torch.tensor([[sum(p * q for p, q in zip(u, v, strict=True)) for v in b.tolist()] for u in a[:6].tolist()])
     expected = sums.float() * t[:, 0] * s[:6]
     expected = (expected if bias is None else expected + bias.float()).to(dtype)
-    for layer in (LinearFactory(quantize=True)(weight, bias), QuantizedLinear(weight, bias, packed=False)):
+    for layer in (make_linear(weight, bias, quantize=True), QuantizedLinear(weight, bias, packed=False)):
         whole = layer(x)
         assert torch.equal(whole[:6], expected)
         for n in (1, 2, 3, 5, 8, 31, 33, 64):
@@ -65,11 +65,11 @@ def test_without_the_operator_the_numbers_are_the_same(monkeypatch: pytest.Monke
 
     honest = QuantizedLinear.multiply
     weight, x = torch.randn(16, 64), torch.randn(5, 64)
-    expected = LinearFactory(quantize=True)(weight)(x)
+    expected = make_linear(weight, quantize=True)(x)
     monkeypatch.setattr(QuantizedLinear, "multiply", missing)
     linear.quantized_packing_is_exact.cache_clear()
     try:
-        layer = LinearFactory(quantize=True)(weight)
+        layer = make_linear(weight, quantize=True)
     finally:
         linear.quantized_packing_is_exact.cache_clear()
     assert isinstance(layer, QuantizedLinear)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +20,7 @@ from torch.nn import functional
 from forerun.cache.paged import PagedCache
 from forerun.models.attention import AttentionPath, attend, query_rule
 from forerun.models.config import ModelConfig
-from forerun.models.linear import Linear, LinearFactory, padded_rows
+from forerun.models.linear import Linear, make_linear, padded_rows
 from forerun.models.rope import rope_tables
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
@@ -71,7 +72,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, take: Take, dtype: torch.dtype, quantize: bool = False) -> None:
         self.config = config
         self.dtype = dtype
-        self.make = LinearFactory(quantize)
+        self.make = partial(make_linear, quantize=quantize)
         self.query_rule = query_rule(config.heads, config.kv_heads, config.head_dim, dtype, torch.get_num_threads())
         self.embedding = take("model.embed_tokens.weight", (config.vocab_size, config.hidden)).to(dtype)
         self.layers = [self.load_layer(take, i) for i in range(config.layers)]

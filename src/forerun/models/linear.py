@@ -130,25 +130,16 @@ def quantize_rows(x: Float[Tensor, "rows width"]) -> tuple[Int8[Tensor, "rows wi
     return (wide / scales).round_().to(torch.int8), scales
 
 
-class LinearFactory:
-    """Makes one model's linear layers, each shape checked once on this machine. `quantize` makes them 8-bit ones."""
-
-    def __init__(self, quantize: bool = False) -> None:
-        self.quantize = quantize
-        self.trusted: dict[tuple[int, int, torch.dtype, bool, int], int] = {}
-
-    def __call__(
-        self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None = None
-    ) -> Linear:
-        """The fastest layer for this weight whose rows are independent."""
-        if self.quantize:
-            return QuantizedLinear(weight, bias, packed=quantized_packing_is_exact())
-        shape = (*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
-        if shape not in self.trusted:
-            self.trusted[shape] = trusted_rows(weight, bias is not None) if packing_available(weight) else 0
-        if self.trusted[shape]:
-            return PackedLinear(weight, bias, self.trusted[shape])
+def make_linear(
+    weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None = None, quantize: bool = False
+) -> Linear:
+    """The fastest layer for this weight whose rows are independent on this machine; with `quantize` an 8-bit one."""
+    if quantize:
+        return QuantizedLinear(weight, bias, packed=quantized_packing_is_exact())
+    if not packing_available(weight):
         return BlockedLinear(weight, bias)
+    max_rows = trusted_rows(*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
+    return PackedLinear(weight, bias, max_rows) if max_rows else BlockedLinear(weight, bias)
 
 
 @cache
@@ -177,14 +168,16 @@ def packing_available(weight: Tensor) -> bool:
     )
 
 
-def trusted_rows(like: Float[Tensor, "outputs inputs"], biased: bool) -> int:
-    """How many rows of a packed layer of this shape and format can be multiplied at a time: whole blocks, or 0.
+@cache
+def trusted_rows(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, num_threads: int) -> int:
+    """How many rows a packed layer of this kind can be given at a time: whole blocks, or 0; found out here, once.
 
-    Fewer than EXACT_ROWS are as good as none: a piece left over could be a single row.
+    Fewer than EXACT_ROWS are as good as none: a piece left over could be a single row. `num_threads` is torch's
+    setting: it is part of the question.
     """
-    x, weight = cancelling_product(MAX_ROWS, like.shape[0], like.shape[1], like.dtype)
+    x, weight = cancelling_product(MAX_ROWS, outputs, inputs, dtype)
     try:
-        packed = PackedLinear(weight, weight.new_zeros(len(weight)) if biased else None)
+        packed = PackedLinear(weight, weight.new_zeros(outputs) if biased else None)
         agreed = agreed_rows(packed.multiply, x, COUNTS, MIN_ROWS)
     except RuntimeError:  # oneDNN has no kernel for this type on this instruction set
         return 0
