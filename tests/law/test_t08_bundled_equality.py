@@ -132,7 +132,7 @@ def test_other_drafters(dtype: str, part: int, spec: str) -> None:
 def test_under_preemption(dtype: str, part: int) -> None:
     """A cache hardly larger than the longest text, and a drafter that has to give up rows too."""
     bench, drafter = bench_of(dtype), drafter_of(DRAFT, dtype, 1280)
-    got = decode(bench, part_of(part), WISHES[part], drafter, num_tokens=1104, chunk_tokens=400)
+    got = decode(bench, part_of(part), WISHES[part], drafter, num_tokens=1072, chunk_tokens=400)
     assert got.answers == plain(dtype, part)
     assert got.num_preempted > 0
     assert got.stats.num_accepted > 50
