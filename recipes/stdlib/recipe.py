@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from recipes.stdlib.generate import Texts, generate_texts
 from recipes.stdlib.measure import measure
 from recipes.stdlib.pretrain import open_run, pretrain
 from recipes.stdlib.tokenizer import BOS, EOS, VOCAB_SIZE, save_tokenizer, train_tokenizer
-from recipes.stdlib.training import Record, Run, Schedule, Shape
+from recipes.stdlib.training import RECORD, Record, Run, Schedule, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +76,19 @@ def cook(recipe: Recipe, source: Path, work: Path, out: Path, bar: Progress, tea
     """
     disable_progress_bar()  # transformers' own, which would break into this one
     files = read_corpus(source)
+    if teacher is not None:
+        check_teacher(teacher, recipe.vocab_size)
     claim(work, recipe, files, teacher)
     if teacher is None:
-        corpus = tokenize(files, recipe.vocab_size, work / "tokenizer")
+        corpus = tokenize(files, trained_tokenizer(files, recipe.vocab_size, work / "tokenizer"))
         run = open_run(work / "target.pt", recipe.target, recipe.vocab_size, recipe.pretraining)
         pretrain(run, corpus.train, recipe.pretraining, corpus.bos, bar)
         export(run, "target", recipe.pretraining, corpus.tokenizer, out)
     else:
-        Record.read(teacher)
-        corpus = tokenize(files, recipe.vocab_size, teacher)
+        corpus = tokenize(files, Tokenizer.from_file(str(teacher / "tokenizer.json")))
         if teacher.resolve() != (out / "target").resolve():
             shutil.copytree(teacher, out / "target", dirs_exist_ok=True)
     target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
-    if target.config.vocab_size != recipe.vocab_size:
-        raise ValueError(f"{teacher} has a vocabulary of {target.config.vocab_size}, the recipe of {recipe.vocab_size}")
     prompts = recipe.texts.prompts(corpus.train, corpus.bos)
     texts = generate_texts(out / "target", prompts, recipe.texts, work / "texts", bar)
     students = open_students(work / "students.pt", recipe.students, recipe.vocab_size, recipe.distillation)
@@ -96,6 +96,16 @@ def cook(recipe: Recipe, source: Path, work: Path, out: Path, bar: Progress, tea
     for name in recipe.students:
         export(students, name, recipe.distillation, corpus.tokenizer, out)
     describe(corpus, recipe, out)
+
+
+def check_teacher(folder: Path, vocab_size: int) -> None:
+    """Raise FileNotFoundError unless the recipe made this, ValueError for another vocabulary. Touches nothing."""
+    for name in (RECORD, "config.json", "model.safetensors", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: give --target the folder of a target that this made.")
+    own = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
+    if own != vocab_size:
+        raise ValueError(f"{folder} has a vocabulary of {own}, the recipe of {vocab_size}: it is of another recipe.")
 
 
 def claim(work: Path, recipe: Recipe, files: Sequence[SourceFile], teacher: Path | None) -> None:
@@ -113,12 +123,16 @@ def claim(work: Path, recipe: Recipe, files: Sequence[SourceFile], teacher: Path
         raise ValueError(f"{work} holds the work of another recipe, corpus or teacher: name another folder with --work")
 
 
-def tokenize(files: Sequence[SourceFile], vocab_size: int, folder: Path) -> Corpus:
-    """The tokenizer in the folder, trained where there is none yet, and the corpus by it."""
+def trained_tokenizer(files: Sequence[SourceFile], vocab_size: int, folder: Path) -> Tokenizer:
+    """The tokenizer, trained once and kept in the folder."""
     path = folder / "tokenizer.json"
     if not path.exists():
         save_tokenizer(train_tokenizer((f.text for f in files if not f.held_out), vocab_size), path.parent)
-    tokenizer = Tokenizer.from_file(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def tokenize(files: Sequence[SourceFile], tokenizer: Tokenizer) -> Corpus:
+    """The corpus as tokens."""
     end = tokenizer.token_to_id(EOS)
 
     def stream(part: Sequence[SourceFile]) -> Tensor:

@@ -19,7 +19,7 @@ from recipes.stdlib import training
 from recipes.stdlib.corpus import read_corpus, standard_library
 from recipes.stdlib.generate import Texts
 from recipes.stdlib.losses import distances, lk_lambda
-from recipes.stdlib.recipe import Recipe, claim, cook, tokenize
+from recipes.stdlib.recipe import Recipe, claim, cook, tokenize, trained_tokenizer
 from recipes.stdlib.tokenizer import train_tokenizer
 from recipes.stdlib.training import Record, Run, Schedule, Shape
 
@@ -137,9 +137,26 @@ def test_students_are_taught_again_by_a_target_that_is_there(source: Path, tmp_p
     assert Record.read(tmp_path / "students" / "target") == Record.read(whole / "target")
     with pytest.raises(ValueError, match="another recipe, corpus or teacher"):
         cook(TINY, source, tmp_path / "again", tmp_path / "students", quiet)
-    (whole / "target" / "training.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"training\.json"):
-        cook(TINY, source, tmp_path / "third", tmp_path / "third", quiet, teacher=whole / "target")
+
+
+@pytest.mark.parametrize("missing", ["training.json", "tokenizer.json"])
+def test_what_is_no_target_of_the_recipe_is_refused_and_nothing_is_touched(
+    missing: str, source: Path, tmp_path: Path, quiet: Progress
+) -> None:
+    target, out = tmp_path / "target", tmp_path / "out"
+    for folder in (target, out / "target"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text('{"vocab_size": 321}', "utf-8")
+        for name in ("training.json", "tokenizer.json", "model.safetensors"):
+            (folder / name).write_text("kept", "utf-8")
+    with pytest.raises(ValueError, match="a vocabulary of 321, the recipe of 320"):
+        cook(TINY, source, tmp_path / "work", out, quiet, teacher=target)
+    (target / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"has no {missing}: give --target"):
+        cook(TINY, source, tmp_path / "work", out, quiet, teacher=target)
+    assert not (target / missing).exists()
+    assert (out / "target" / "model.safetensors").read_text("utf-8") == "kept"
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_killed_run_goes_on_to_the_very_same_weights(
@@ -169,10 +186,11 @@ def test_no_model_and_no_tokenizer_sees_a_held_out_file(source: Path, tmp_path: 
     files = read_corpus(source)
     held_out = [file for file in files if file.held_out]
     assert held_out, "the made-up corpus holds no file out"
-    corpus = tokenize(files, 320, tmp_path / "before")
+    corpus = tokenize(files, trained_tokenizer(files, 320, tmp_path / "before"))
     for file in held_out:
         (source / file.path).write_text("entirely = 'something else: ÄÖÜ'\n" * 40, "utf-8")
-    changed = tokenize(read_corpus(source), 320, tmp_path / "after")
+    files = read_corpus(source)
+    changed = tokenize(files, trained_tokenizer(files, 320, tmp_path / "after"))
     assert torch.equal(corpus.train, changed.train)
     assert corpus.tokenizer.get_vocab() == changed.tokenizer.get_vocab()
     assert not torch.equal(corpus.held_out, changed.held_out)
