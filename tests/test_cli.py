@@ -212,7 +212,7 @@ def test_interrupting_ends_the_answer_between_rounds(monkeypatch: pytest.MonkeyP
     [
         (["--temperature", "-1"], "error: temperature: -1.0 cannot be served"),
         (["--max-tokens", "0"], "error: max_tokens: 0 cannot be served"),
-        (["--verification", "magic"], "'magic' is not one of coupled, token, block"),
+        (["--verification", "magic"], "'magic' is not one of 'coupled', 'token', 'block'"),
         (["--depth", "-1"], "--depth"),
     ],
 )

@@ -15,16 +15,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from forerun.card import show_error
-from forerun.config import DEFAULT_DEPTH, VERIFICATIONS, Quantization
+from forerun.config import DEFAULT_DEPTH, Quantization, Verification
 from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED_NAMES
 from forerun.sampling.params import SamplingParams
-
-
-def _known_verification(value: str) -> str:
-    if value not in VERIFICATIONS:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(VERIFICATIONS)}")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +32,7 @@ class ModelOptions:
         str | None, typer.Option("--draft", "-d", help="What guesses ahead: ngram, ngram:3, model:DIR. None: plain.")
     ] = None
     depth: Annotated[int, typer.Option(min=0, help="Tokens guessed per round.")] = DEFAULT_DEPTH
-    verification: Annotated[
-        str, typer.Option(callback=_known_verification, help=f"How guesses are judged: {', '.join(VERIFICATIONS)}.")
-    ] = "coupled"
+    verification: Annotated[Verification, typer.Option(help="How guesses are judged.")] = "coupled"
     dtype: Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")] = "auto"
     quantize: Annotated[
         Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")

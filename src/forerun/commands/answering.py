@@ -16,7 +16,6 @@ from typing import cast
 from rich.console import Console
 
 from forerun.card import LoadingBar, Timing
-from forerun.config import Verification
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Origin
 from forerun.llm import LLM
@@ -33,7 +32,7 @@ def build_llm(options: ModelOptions, console: Console) -> LLM:
             dtype=options.dtype,
             quantize=options.quantize,
             speculation=options.depth,
-            verification=cast(Verification, options.verification),
+            verification=options.verification,
             max_len=options.max_len,
             max_batch=1,
             threads=options.threads,
