@@ -55,6 +55,8 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting sequences into the batch while there is a place, and room for all they have to read."""
+        if not self.waiting:
+            return
         running = [s.id for s in self.running]
         num_blocks = self.cache.spare(running, [len(s.unread) + 1 for s in self.running]).num_blocks
         while self.waiting and len(self.running) < self.max_batch:
