@@ -28,7 +28,7 @@ def test_few_row_counts_are_ever_computed() -> None:
     assert len(COUNTS) < 32
     for n in range(1, 2000):
         rows = padded_rows(n)
-        assert n <= rows <= max(2, n + 8, 2 * n)
+        assert n <= rows <= max(2, n + 8, 1.5 * n)
         for most in (count for count in COUNTS if count % 8 == 0 and count >= 16):
             pieces = {rows} if rows <= most else {most, rows % most}
             assert pieces <= {0, *COUNTS}, "a piece of a size that was not checked"
@@ -44,7 +44,7 @@ def test_linears_agree_and_rows_are_independent(shape: tuple[int, int], dtype: t
     x = torch.randn(320, shape[1], generator=generator).to(dtype)
     exact = x.double() @ weight.double().T + (offset.double() if offset is not None else 0)
     for linear in (make_linear(weight, offset), BlockedLinear(weight, offset)):
-        assert torch.allclose(linear(x).double(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0.5)
+        assert torch.allclose(linear(x).double(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,12 +34,9 @@ def cancelling_product(
 ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "outputs inputs"]]:
     """x and weight whose product is exactly zero, in pairs of terms that lie far from each other."""
     dice = torch.Generator().manual_seed(inputs)
-    half, order = inputs // 2, torch.randperm(inputs, generator=dice)
-    x, weight = (torch.randn(n, half, generator=dice) for n in (rows, outputs))
-    rest = inputs - 2 * half
-    x = torch.cat([x, -x, torch.zeros(rows, rest)], dim=1)[:, order]
-    weight = torch.cat([weight, weight, torch.zeros(outputs, rest)], dim=1)[:, order]
-    return x.to(dtype).contiguous(), weight.to(dtype).contiguous()
+    order = torch.randperm(inputs, generator=dice)
+    x, weight = (torch.randn(n, inputs // 2, generator=dice) for n in (rows, outputs))
+    return doubled(x, -1, order).to(dtype), doubled(weight, 1, order).to(dtype)
 
 
 def cancelling_scores(
@@ -47,21 +44,26 @@ def cancelling_scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values whose scores are zero but for rounding, which is scaled up to be of size 1."""
     dice = torch.Generator().manual_seed(head_dim)
-    half, order = head_dim // 2, torch.randperm(head_dim, generator=dice)
-    q = 1e3 * torch.randn(rows, heads, half, generator=dice)
-    k = 3e3 * torch.randn(kv_heads, num_keys, half, generator=dice)
-    rest = head_dim - 2 * half
-    q = torch.cat([q, -q, torch.zeros(rows, heads, rest)], dim=2)[:, :, order]
-    k = torch.cat([k, k, torch.zeros(kv_heads, num_keys, rest)], dim=2)[:, :, order]
-    return q.to(dtype), k.to(dtype), torch.randn(kv_heads, num_keys, head_dim, generator=dice).to(dtype)
+    order = torch.randperm(head_dim, generator=dice)
+    q = 1e3 * torch.randn(rows, heads, head_dim // 2, generator=dice)
+    k = 3e3 * torch.randn(kv_heads, num_keys, head_dim // 2, generator=dice)
+    v = torch.randn(kv_heads, num_keys, head_dim, generator=dice)
+    return doubled(q, -1, order).to(dtype), doubled(k, 1, order).to(dtype), v.to(dtype)
 
 
 def cancelling_values(
     rows: int, heads: int, kv_heads: int, head_dim: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of which every value is weighted like its negative elsewhere. `num_keys` is even."""
+    """Queries, keys and values of which every value is weighted like its negative elsewhere."""
     dice = torch.Generator().manual_seed(head_dim)
     order = torch.randperm(num_keys, generator=dice)
     q = 0.1 * torch.randn(rows, heads, head_dim, generator=dice)
-    k, v = (torch.randn(kv_heads, num_keys // 2, head_dim, generator=dice) for _ in range(2))
-    return q.to(dtype), torch.cat([k, k], 1)[:, order].to(dtype), torch.cat([v, -v], 1)[:, order].to(dtype)
+    k, v = (torch.randn(kv_heads, head_dim, num_keys // 2, generator=dice) for _ in range(2))
+    k, v = doubled(k, 1, order).transpose(1, 2), doubled(v, -1, order).transpose(1, 2)
+    return q.to(dtype), k.to(dtype).contiguous(), v.to(dtype).contiguous()
+
+
+def doubled(half: Float[Tensor, "*rows half"], sign: int, order: Tensor) -> Float[Tensor, "*rows width"]:
+    """`half`, itself again times `sign`, and zeros up to the length of `order`, in which all of it is put."""
+    rest = half.new_zeros(*half.shape[:-1], len(order) - 2 * half.shape[-1])
+    return torch.cat([half, sign * half, rest], dim=-1)[..., order]

@@ -39,7 +39,7 @@ def padded_rows(rows: int) -> int:
     oneDNN compiles and keeps a kernel of about half a megabyte for every number of rows it meets, in every layer
     shape; a server would meet hundreds.
     """
-    step = 1 if rows <= EXACT_ROWS else BLOCK_ROWS if rows <= 64 else 64
+    step = 1 if rows <= EXACT_ROWS else BLOCK_ROWS if rows <= 64 else 32 if rows <= MAX_ROWS else 64
     return max(MIN_ROWS, -(-rows // step) * step)
 
 
@@ -105,7 +105,7 @@ class QuantizedLinear:
         self.scales = scales[:, 0].contiguous()
         self.bias = None if bias is None else bias.float()
         self.whole = torch.ops.onednn.qlinear_prepack(whole, None) if packed else whole
-        self.zeros = torch.zeros(len(whole), dtype=torch.int64)
+        self.zero = torch.zeros(1, dtype=torch.int64)
         self.packed = packed
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
@@ -118,7 +118,7 @@ class QuantizedLinear:
         if not self.packed:
             return (whole.double() @ self.whole.double().T).float() * self.scales
         result: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-            whole, 1.0, 0, self.whole, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            whole, 1.0, 0, self.whole, self.scales, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return result
 

@@ -158,7 +158,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a read lies: its row's first slot, the row's committed length, its first packed token. And its rule."""
+    """Where a read lies: its row's first slot, the row's committed length, its first packed token. How it is cut."""
 
     run: int
     length: int
