@@ -1,0 +1,181 @@
+"""The command: makes every peer, runs class after class of precision, prints tables and one line of JSON.
+
+Decides options, which engines meet in which class, and what names a run, so that it can go on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.peers.checkpoints import Material
+from benchmarks.peers.huggingface import Transformers
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.machine import bandwidth_bytes_per_s, machine, memory_bytes, source_digest
+from benchmarks.peers.openvino import OpenVino
+from benchmarks.peers.ours import Forerun
+from benchmarks.peers.place import ROOT, Place, StepFailed
+from benchmarks.peers.protocol import Mode, Setup
+from benchmarks.peers.race import Race
+from benchmarks.peers.state import Failure, State
+from benchmarks.peers.tables import OURS, markdown, rows
+from benchmarks.peers.worker import Command
+
+PRECISIONS = ("16-bit", "8-bit", "4-bit")
+
+
+class Engine(Protocol):
+    """How an engine comes to be: `formats` are its own words for the classes it takes part in."""
+
+    name: str
+    formats: Mapping[str, str]
+    module: str  # run as a worker
+    environment: Mapping[str, str]  # of the worker, beside the asker's
+
+    def make(self, place: Place, setup: Setup) -> None:
+        """Install, build and export what is not there yet; StepFailed if something cannot be made."""
+        ...
+
+    def python(self, place: Place) -> str:
+        """The interpreter that runs the worker."""
+        ...
+
+
+ENGINES: Mapping[str, Engine] = {e.name: e for e in (Forerun(), Transformers(), LlamaCpp(), OpenVino())}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run is; `repeats` may grow from one call to the next."""
+
+    engines: Sequence[str]
+    precisions: Sequence[str]
+    depths: Sequence[int]
+    repeats: int
+    tokens: int
+    threads: int
+    jobs: int
+    folder: Path
+
+    @property
+    def modes(self) -> list[Mode]:
+        """Plain, and each drafter to each depth."""
+        return [Mode(), *(Mode(drafter, depth) for drafter in ("model", "ngram") for depth in self.depths)]
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Options from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
+    peers = [name for name in ENGINES if name != OURS]
+    parser.add_argument("--peers", default=",".join(peers), help="which peers, of: %(default)s")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="which classes, of: %(default)s")
+    parser.add_argument("--depths", default="3,5", help="tokens guessed per round (default %(default)s)")
+    parser.add_argument("--repeats", type=int, help="repetitions (default 5)")
+    parser.add_argument("--tokens", type=int, help="new tokens per prompt (default 128)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
+    parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default %(default)s)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="where everything is kept")
+    parser.add_argument("--quick", action="store_true", help="1 repetition of 32 tokens, unless told otherwise")
+    given = parser.parse_args(arguments)
+    chosen, precisions = given.peers.split(","), given.precisions.split(",")
+    for name, known in [*((peer, peers) for peer in chosen), *((each, PRECISIONS) for each in precisions)]:
+        if name not in known:
+            parser.error(f"{name!r} is not known; use {', '.join(known)}")
+    return Options(
+        engines=[OURS, *chosen],
+        precisions=precisions,
+        depths=[int(depth) for depth in given.depths.split(",")],
+        repeats=given.repeats or (1 if given.quick else 5),
+        tokens=given.tokens or (32 if given.quick else 128),
+        threads=given.threads,
+        jobs=given.jobs,
+        folder=given.folder.resolve(),
+    )
+
+
+def run_name(options: Options, material: Material) -> str:
+    """16 hex digits for all that must be equal for results to be compared: settings, sources, checkpoints, prompts."""
+    settings = [options.engines, options.depths, options.tokens, options.threads, source_digest()]
+    words = json.dumps([*settings, str(material.target), str(material.draft), material.prompts])
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
+
+
+def commands(options: Options, material: Material, precision: str) -> tuple[dict[str, Command], list[Failure]]:
+    """How to start the class's workers, with everything made that they need; and what could not be made."""
+    found, failures = {}, []
+    for name in options.engines:
+        engine = ENGINES[name]
+        if precision not in engine.formats:
+            continue
+        place = Place(options.folder / name, options.jobs)
+        number_format = engine.formats[precision]
+        setup = Setup(str(material.target), str(material.draft), number_format, options.threads, str(place.folder))
+        try:
+            engine.make(place, setup)
+        except StepFailed as failed:
+            print(f"  {name} FAILED: {failed}", flush=True)
+            failures.append(Failure(name, "all", str(failed)))
+            continue
+        threads = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
+        arguments = [engine.python(place), "-m", engine.module, json.dumps(asdict(setup))]
+        log = place.folder / f"worker-{number_format}.log"
+        found[name] = Command(arguments, log, threads | dict(engine.environment))
+    return found, failures
+
+
+def measure(options: Options, material: Material, precision: str, state: State) -> None:
+    """All repetitions of a class that are not there yet."""
+    missing = sorted(set(range(options.repeats)) - set(state.repetitions(precision)))
+    if not missing:
+        print(f"{precision}: all {options.repeats} repetitions are there already", flush=True)
+        return
+    print(f"{precision}: {len(missing)} of {options.repeats} repetitions to do", flush=True)
+    ready, failures = commands(options, material, precision)
+    with Race(ready, options.modes, material.prompts, lambda text: print(f"  {text}", flush=True), failures) as race:
+        race.warm_up(check_texts=precision == "16-bit")
+        for number in missing:
+            notes = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s(options.threads)}
+            cells = race.repetition(number, options.tokens)
+            notes["memory_left_bytes"] = memory_bytes("MemAvailable")
+            state.note(precision, race.about | notes)
+            state.keep(precision, number, cells)
+
+
+def report(options: Options, state: State) -> dict[str, Any]:
+    """Print the tables; the same, and everything behind them, as an object."""
+    classes = {}
+    for precision in options.precisions:
+        repetitions = {i: cells for i, cells in state.repetitions(precision).items() if i < options.repeats}
+        about = state.about(precision)
+        table = rows(repetitions)
+        failures = [Failure(**failed) for failed in about.get("failures", ())]
+        title = f"{precision}: {len(repetitions)} repetitions"
+        print("\n" + markdown(title, table, failures))
+        cells = {i: [asdict(cell) for cell in found] for i, found in repetitions.items()}
+        classes[precision] = about | {"rows": [asdict(row) for row in table], "cells": cells}
+    return classes
+
+
+def main(arguments: Sequence[str]) -> int:
+    """1 if something failed, with everything else done."""
+    options = parse(arguments)
+    material = Material.make(options.folder / "checkpoints", lambda what, done: None)
+    state = State(options.folder / "state.jsonl", run_name(options, material))
+    on = machine()
+    for precision in options.precisions:
+        measure(options, material, precision, state)
+    classes = report(options, state)
+    settings = asdict(options) | {"folder": str(options.folder), "prompt_tokens": [len(p) for p in material.prompts]}
+    print(json.dumps({"run": state.run, "machine": on, "settings": settings, "classes": classes}))
+    return 1 if any(found.get("failures") for found in classes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Hugging Face transformers: plain generation, assisted generation with the draft model, prompt lookup; bfloat16.
+
+Decides what is installed and which options a mode is. Depths are fixed, as they are elsewhere: its own default varies
+them by a confidence threshold. Knows nothing of the other engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.peers.place import TORCH, Place
+from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
+
+
+class Transformers:
+    """Reads the checkpoints as they are."""
+
+    name = "transformers"
+    formats: Mapping[str, str] = {"16-bit": "bfloat16"}
+    module = "benchmarks.peers.huggingface"
+    environment: Mapping[str, str] = {}
+
+    def make(self, place: Place, setup: Setup) -> None:
+        """Install it."""
+        place.install([TORCH], [TORCH, "transformers"])
+
+    def python(self, place: Place) -> str:
+        """Its environment's interpreter."""
+        return place.python
+
+
+def load(setup: Setup) -> Service:
+    """Both models, which all modes share."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    class Watching(BaseStreamer):
+        """Tells a stopwatch of tokens; what comes first is the prompt."""
+
+        def __init__(self, watch: Stopwatch) -> None:
+            self.watch = watch
+            self.prompt_seen = False
+
+        def put(self, value: torch.Tensor) -> None:
+            if self.prompt_seen:
+                self.watch.emitted(value.numel())
+            self.prompt_seen = True
+
+        def end(self) -> None:
+            """Nothing is held back."""
+
+    torch.set_num_threads(setup.threads)
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        for folder in (setup.target, setup.draft)
+    )
+    for model in (target, draft):
+        model.generation_config.eos_token_id = None  # texts go on past it
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+
+    def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
+        options: dict[str, Any] = {}
+        if mode.drafter == "model":
+            draft.generation_config.num_assistant_tokens = mode.depth
+            options["assistant_model"] = draft
+        elif mode.drafter == "ngram":
+            options["prompt_lookup_num_tokens"] = mode.depth
+        watch = Stopwatch()
+        prompt = torch.tensor([prompt_ids])
+        with torch.inference_mode():
+            text = target.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                streamer=Watching(watch),
+                **options,
+            )
+        return watch.answer(text[0, len(prompt_ids) :].tolist())
+
+    return Service({"transformers": transformers.__version__, "torch": torch.__version__}, generate)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,179 @@
+"""llama.cpp: its server, built for this machine from the sources that llama-cpp-python ships; bf16, q8_0, q4_K_M.
+
+Decides how it is built, how its files are made, and which flags a mode is. The server fixes how it guesses when it
+starts, so every mode is a server of its own, started when it is first asked. Times are the server's own, so that
+nothing of HTTP is in them: its decoding time begins with the first token. Knows nothing of the other engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tarfile
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.place import Place, StepFailed, tail
+from benchmarks.peers.protocol import Answer, Mode, Service, Setup, serve
+
+PACKAGE = "llama-cpp-python"
+CONTEXT_TOKENS = 2048
+MATCHED_TOKENS = 3  # of its n-grams; its default, 12, hardly ever matches in a text this short
+START_LIMIT_S, ASK_LIMIT_S = 300.0, 1800.0
+CMAKE_FLAGS = (
+    "-GNinja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF "
+    "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
+)
+BINARIES = ("llama-server", "llama-quantize")
+
+
+class LlamaCpp:
+    """Reads GGUF files, written from the checkpoints in bfloat16 and then quantised by its own tool."""
+
+    name = "llama.cpp"
+    formats: Mapping[str, str] = {"16-bit": "bf16", "8-bit": "q8_0", "4-bit": "q4_K_M"}
+    module = "benchmarks.peers.llama_cpp"
+    environment: Mapping[str, str] = {}
+
+    def make(self, place: Place, setup: Setup) -> None:
+        """Build it and write both models in the setup's format."""
+        place.install(["cmake", "ninja", "gguf", "numpy"])
+        place.once("build", CMAKE_FLAGS, lambda: self.build(place))
+        for folder in (Path(setup.target), Path(setup.draft)):
+            first = gguf_of(place.folder, folder, "bf16")
+            key = f"{folder} {setup.format}"
+            place.once(f"{first.stem}", str(folder), lambda source=folder, file=first: self.export(place, source, file))
+            if setup.format != "bf16":
+                wanted = gguf_of(place.folder, folder, setup.format)
+                command = [binary(place.folder, "llama-quantize"), str(first), str(wanted), setup.format]
+                place.once(wanted.stem, key, lambda c=command: place.run(f"quantising to {setup.format}", c))
+
+    def python(self, place: Place) -> str:
+        """Its environment's interpreter."""
+        return place.python
+
+    def build(self, place: Place) -> None:
+        """Fetch the sources and compile."""
+        download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, "-d", str(place.folder), PACKAGE]
+        place.run(f"pip download {PACKAGE}", [place.python, "-m", "pip", *download])
+        archive = max(place.folder.glob("llama_cpp_python-*.tar.gz"), key=lambda path: path.stat().st_mtime)
+        with tarfile.open(archive) as sources:
+            sources.extractall(place.folder, filter="data")
+        source = place.folder / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
+        tools = {"PATH": f"{place.folder / 'venv' / 'bin'}:{os.environ['PATH']}"}
+        built = str(place.folder / "cmake")
+        place.run("cmake", ["cmake", "-S", str(source), "-B", built, *CMAKE_FLAGS.split()], tools)
+        jobs = ["--parallel", str(place.jobs)]
+        place.run("compiling (long)", ["cmake", "--build", built, *jobs, "--target", *BINARIES], tools)
+
+    def export(self, place: Place, source: Path, file: Path) -> None:
+        """Write one model in bfloat16."""
+        place.run(f"writing {file.name}", [place.python, "-m", "benchmarks.peers.gguf_export", str(source), str(file)])
+
+
+def gguf_of(folder: Path, checkpoint: Path, number_format: str) -> Path:
+    """Where a checkpoint's file is."""
+    return folder / f"{checkpoint.name}-{number_format}.gguf"
+
+
+def binary(folder: Path, name: str) -> str:
+    """One of the programs that were built."""
+    return str(folder / "cmake" / "bin" / name)
+
+
+def mode_flags(mode: Mode, draft: Path, threads: int) -> list[str]:
+    """How the server is told to guess."""
+    depth, count = str(mode.depth), str(threads)
+    if mode.drafter == "model":
+        flags = ["--spec-type", "draft-simple", "--model-draft", str(draft), "--spec-draft-n-max", depth]
+        return [*flags, "--threads-draft", count, "--threads-batch-draft", count]
+    if mode.drafter == "ngram":
+        matched = ["--spec-ngram-simple-size-n", str(MATCHED_TOKENS)]
+        return ["--spec-type", "ngram-simple", *matched, "--spec-ngram-simple-size-m", depth]
+    return []
+
+
+class Server:
+    """One llama-server, up and ready; StepFailed with its last words where it does not come up."""
+
+    def __init__(self, setup: Setup, mode: Mode) -> None:
+        place = Path(setup.place)
+        target, draft = (gguf_of(place, Path(f), setup.format) for f in (setup.target, setup.draft))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        self.log = place / f"server-{setup.format}-{mode}.log"
+        count = str(setup.threads)
+        command = [binary(place, "llama-server"), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--ctx-size", str(CONTEXT_TOKENS), "--parallel", "1", "--threads", count, "--threads-batch", count]
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*command, *mode_flags(mode, draft, setup.threads)], stdout=file, stderr=file
+            )
+        self.wait()
+
+    def wait(self) -> None:
+        """Until it has loaded its models."""
+        started = time.monotonic()
+        while time.monotonic() - started < START_LIMIT_S:
+            if self.process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.address}/health", timeout=10):
+                    return
+            except OSError:  # not listening yet, or still loading (503)
+                time.sleep(0.1)
+        said = tail(self.log.read_text(encoding="utf-8", errors="replace"))
+        raise StepFailed(f"llama-server did not start: exit status {self.process.poll()}\n{said}")
+
+    def complete(self, prompt_ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
+        """Its answer to token ids, greedy and past the end-of-sequence token, nothing reused from before."""
+        body = {
+            "prompt": list(prompt_ids),
+            "n_predict": num_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.address}/completion", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=ASK_LIMIT_S) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        self.process.terminate()
+        self.process.wait()
+
+
+def load(setup: Setup, stack: ExitStack) -> Service:
+    """No server yet: each comes up when its mode is first asked, and ends with `stack`."""
+    servers: dict[Mode, Server] = {}
+
+    def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
+        if mode not in servers:
+            servers[mode] = Server(setup, mode)
+            stack.callback(servers[mode].close)
+        answer = servers[mode].complete(prompt_ids, num_tokens)
+        tokens, timings = answer["tokens"], answer["timings"]
+        if len(tokens) != num_tokens:
+            raise StepFailed(f"llama-server gave {len(tokens)} tokens where {num_tokens} were asked for")
+        return Answer(tokens, num_tokens - 1, timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3)
+
+    sources = next(Path(setup.place).glob("llama_cpp_python-*/"), Path("unknown")).name
+    said = subprocess.run([binary(Path(setup.place), "llama-server"), "--version"], capture_output=True, check=True)
+    build = b" ".join((said.stdout + said.stderr).split()).decode(errors="replace")
+    return Service({"sources": sources, "build": build}, generate)
+
+
+if __name__ == "__main__":
+    with ExitStack() as servers_up:
+        serve(lambda setup: load(setup, servers_up))

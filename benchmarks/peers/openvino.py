@@ -1,0 +1,95 @@
+"""OpenVINO GenAI: its LLM pipeline plain, with the draft model, and with prompt lookup; fp16 and int8 weights.
+
+Decides what is installed, how models are exported and which pipeline a mode is. Exports go through optimum-intel, the
+documented way. A pipeline is made when its drafter is first asked for; depth is an option of each call. Times are
+those of its own metrics. Knows nothing of the other engines.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.place import TORCH, Place
+from benchmarks.peers.protocol import Answer, Mode, Service, Setup, serve
+
+MATCHED_TOKENS = 3  # the longest n-gram of its prompt lookup, as in its own samples
+
+
+class OpenVino:
+    """Reads its own format, exported by optimum-intel with tokenizer and detokenizer beside it."""
+
+    name = "openvino"
+    formats: Mapping[str, str] = {"16-bit": "fp16", "8-bit": "int8"}
+    module = "benchmarks.peers.openvino"
+    environment: Mapping[str, str] = {"OPENVINO_LOG_LEVEL": "0"}
+
+    def make(self, place: Place, setup: Setup) -> None:
+        """Install it and export both models in the setup's format."""
+        place.install([TORCH], [TORCH, "openvino-genai", "openvino-tokenizers", "optimum-intel"])
+        # optimum-intel brings a torchvision that may not be of this torch's build; text models need none
+        uninstall = [place.python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"]
+        place.once("torchvision", "none", lambda: place.run("pip uninstall torchvision", uninstall))
+        for folder in (setup.target, setup.draft):
+            export = export_of(place.folder, folder, setup.format)
+            command = [str(place.folder / "venv" / "bin" / "optimum-cli"), "export", "openvino", "--model", folder]
+            command += ["--task", "text-generation-with-past", "--weight-format", setup.format, str(export)]
+            place.once(export.name, folder, lambda c=command, e=export: place.run(f"exporting {e.name}", c))
+
+    def python(self, place: Place) -> str:
+        """Its environment's interpreter."""
+        return place.python
+
+
+def export_of(place: Path, checkpoint: str, number_format: str) -> Path:
+    """Where a checkpoint's export is."""
+    return place / f"{Path(checkpoint).name}-{number_format}"
+
+
+def load(setup: Setup) -> Service:
+    """No pipeline yet: one for each drafter comes when it is first asked for."""
+    import numpy
+    import openvino
+    import openvino_genai
+
+    place = Path(setup.place)
+    target, draft = (str(export_of(place, f, setup.format)) for f in (setup.target, setup.draft))
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads, "PERFORMANCE_HINT": "LATENCY"}
+
+    @functools.cache
+    def pipeline(drafter: str) -> Any:
+        if drafter == "model":
+            guide = openvino_genai.draft_model(draft, "CPU", **options)
+            return openvino_genai.LLMPipeline(target, "CPU", draft_model=guide, **options)
+        if drafter == "ngram":
+            return openvino_genai.LLMPipeline(target, "CPU", prompt_lookup=True, **options)
+        return openvino_genai.LLMPipeline(target, "CPU", **options)
+
+    def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
+        config = openvino_genai.GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True, do_sample=False)
+        if mode.depth:
+            config.num_assistant_tokens = mode.depth
+        if mode.drafter == "ngram":
+            config.max_ngram_size = MATCHED_TOKENS
+        ids = openvino.Tensor(numpy.array([prompt_ids], dtype=numpy.int64))
+        mask = openvino.Tensor(numpy.ones((1, len(prompt_ids)), dtype=numpy.int64))
+        answer = pipeline(mode.drafter).generate(openvino_genai.TokenizedInputs(ids, mask), config)
+        return timed(answer.tokens[0], answer.perf_metrics.raw_metrics)
+
+    numbers = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
+    versions = {"openvino": openvino.__version__, "openvino-genai": openvino_genai.__version__, "computes in": numbers}
+    return Service(versions, generate)
+
+
+def timed(token_ids: Sequence[int], metrics: Any) -> Answer:
+    """An answer with the times of its raw metrics: when tokens came, in microseconds, and how many at once."""
+    times, sizes = list(metrics.m_new_token_times), list(metrics.m_batch_sizes)
+    num_first = sizes[0] if len(sizes) == len(times) else 1
+    prompt_s = metrics.m_times_to_first_token[0] / 1e6
+    return Answer(list(token_ids), len(token_ids) - num_first, prompt_s, (times[-1] - times[0]) / 1e6)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,64 @@
+"""forerun itself as a worker, with this repository's source: every mode over the same weights.
+
+Decides which engine answers which mode. Knows nothing of the other engines.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from benchmarks.peers.place import ROOT, Place
+from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
+
+
+class Forerun:
+    """Needs no environment but the one that asks. It has no 4-bit weights: there the 8-bit ones are the measure."""
+
+    name = "forerun"
+    formats: Mapping[str, str] = {"16-bit": "bfloat16", "8-bit": "int8", "4-bit": "int8"}
+    module = "benchmarks.peers.ours"
+    environment: Mapping[str, str] = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+
+    def make(self, place: Place, setup: Setup) -> None:
+        """Nothing is to be made."""
+        place.folder.mkdir(parents=True, exist_ok=True)
+
+    def python(self, place: Place) -> str:
+        """The interpreter that asks."""
+        return sys.executable
+
+
+def load(setup: Setup) -> Service:
+    """Both models, and beside the engine that drafts with one of them a plain one and one with n-grams."""
+    import torch
+
+    from forerun import LLM, SamplingParams, __version__
+    from forerun.demo.race import engine_beside
+    from forerun.draft.ngram import NgramDrafter
+
+    llm = LLM(
+        setup.target,
+        f"model:{setup.draft}",
+        dtype="bfloat16",
+        quantize="int8" if setup.format == "int8" else None,
+        max_batch=1,
+        threads=setup.threads,
+    )
+    engines = {"plain": engine_beside(llm, None), "model": llm.engine, "ngram": engine_beside(llm, NgramDrafter())}
+
+    def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
+        engine = engines[mode.drafter]
+        watch = Stopwatch()
+        (sequence,) = llm.requests.sequences(prompt_ids, params, mode.depth)
+        engine.submit(sequence)
+        while engine.has_work:
+            watch.emitted(sum(len(delta.token_ids) for delta in engine.step()))
+        return watch.answer(sequence.tokens[sequence.num_prompt :])
+
+    return Service({"forerun": __version__, "torch": torch.__version__, "numbers": llm.format}, generate)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,80 @@
+"""A peer's place: the folder below `build/peers` with its environment, its sources, its exports and its log.
+
+Decides how environments are made, and that whatever was made is not made again. A step is done when its stamp holds
+what was asked for; one that fails raises StepFailed with the last lines it printed. Knows nothing of any peer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TAIL_LINES = 12
+TORCH = "torch==2.13.0"  # with the constraints below: the plain wheel may bring gigabytes of CUDA
+
+
+class StepFailed(Exception):
+    """Something a peer needs could not be made, or a worker died; the message ends with what it last said."""
+
+
+def tail(text: str) -> str:
+    """The last lines that say anything."""
+    return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-TAIL_LINES:])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One peer's folder. `jobs` compilers run at once, at the lowest priority."""
+
+    folder: Path
+    jobs: int = 2
+
+    @property
+    def python(self) -> str:
+        """The interpreter of its environment."""
+        return str(self.folder / "venv" / "bin" / "python")
+
+    def once(self, name: str, key: str, make: Callable[[], None]) -> None:
+        """Call `make` unless it has succeeded before for the same `key`."""
+        stamp = self.folder / f".{name}.done"
+        if stamp.is_file() and stamp.read_text(encoding="utf-8") == key:
+            return
+        stamp.unlink(missing_ok=True)
+        make()
+        stamp.write_text(key, encoding="utf-8")
+
+    def install(self, *batches: Sequence[str]) -> None:
+        """An environment with these requirements, one pip call for each batch."""
+
+        def make() -> None:
+            self.run("environment", [sys.executable, "-m", "venv", "--clear", str(self.folder / "venv")])
+            for batch in batches:
+                options = ["install", "--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
+                self.run(f"pip install {' '.join(batch)}", [self.python, "-m", "pip", *options, *batch])
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.once("venv", repr(batches), make)
+
+    def run(self, step: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        """Run a command from the repository's root, its output in the log; StepFailed if it fails or is not there."""
+        print(f"  {self.folder.name}: {step}", flush=True)
+        log = self.folder / "log.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        surroundings = os.environ | {"PYTHONPATH": str(ROOT)} | dict(env or {})
+        with log.open("a+b") as file:
+            first = file.seek(0, os.SEEK_END)
+            try:
+                code = subprocess.run(
+                    ["nice", "-n", "19", *command], cwd=ROOT, env=surroundings, stdout=file, stderr=file, check=False
+                ).returncode
+            except OSError as error:
+                raise StepFailed(f"{step}: {error}") from error
+            file.seek(first)
+            said = file.read().decode(errors="replace")
+        if code:
+            raise StepFailed(f"{step}: exit status {code}\n{tail(said)}")

@@ -1,0 +1,122 @@
+"""What a worker and the one who asks it say to each other: JSON, one object a line.
+
+Decides the messages and how time is counted: everything up to the first tokens that a worker gives belongs to the
+prompt, what comes after them is decoding, and the first tokens are no part of its count. A worker has no way to say
+that it failed but to die with its reason on stderr. Imports nothing but the standard library, since it runs in every
+peer's environment. Knows nothing of peers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+MODE = re.compile(r"(plain)|(model|ngram)-([1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to decode: "plain", or guesses of "model" or "ngram" to a fixed depth."""
+
+    drafter: str = "plain"
+    depth: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.drafter}-{self.depth}" if self.depth else self.drafter
+
+    @classmethod
+    def parse(cls, name: str) -> Mode:
+        """The mode of a name such as "plain" or "model-3"; ValueError for any other."""
+        found = MODE.fullmatch(name)
+        if found is None:
+            raise ValueError(f"mode {name!r}: write plain, model-DEPTH or ngram-DEPTH")
+        return cls() if found[1] else cls(found[2], int(found[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker is started with: two Hugging Face folders, the number format in the peer's own words, its place."""
+
+    target: str
+    draft: str
+    format: str
+    threads: int
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generation. `num_decoded` tokens took `decode_s`; those given first, and `prompt_s`, are not among them."""
+
+    token_ids: Sequence[int]
+    num_decoded: int
+    prompt_s: float
+    decode_s: float
+
+
+Generate = Callable[[Mode, Sequence[int], int], Answer]  # (mode, prompt_ids, num_tokens); loads what it needs first
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What a worker offers once it is ready, and the versions of all that computes in it."""
+
+    versions: Mapping[str, str]
+    generate: Generate
+
+
+class Stopwatch:
+    """Times one generation from its own making; told of tokens whenever some are given."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.started_s = self.last_s = clock()
+        self.first_s: float | None = None
+        self.num_first = 0
+
+    def emitted(self, num_tokens: int) -> None:
+        """So many tokens are there now."""
+        if num_tokens == 0:
+            return
+        self.last_s = self.clock()
+        if self.first_s is None:
+            self.first_s, self.num_first = self.last_s, num_tokens
+
+    def answer(self, token_ids: Sequence[int]) -> Answer:
+        """What it comes to."""
+        assert self.first_s is not None, "an answer without a token"
+        return Answer(
+            token_ids=list(token_ids),
+            num_decoded=len(token_ids) - self.num_first,
+            prompt_s=self.first_s - self.started_s,
+            decode_s=self.last_s - self.first_s,
+        )
+
+
+def serve(load: Callable[[Setup], Service]) -> None:
+    """A worker's whole life: its Setup is the last argument of the command; it ends when stdin does."""
+    channel = claim_stdout()
+    service = load(Setup(**json.loads(sys.argv[-1])))
+    say(channel, {"versions": dict(service.versions)})
+    for line in sys.stdin:
+        ask = json.loads(line)
+        say(channel, asdict(service.generate(Mode.parse(ask["mode"]), ask["prompt_ids"], ask["num_tokens"])))
+
+
+def claim_stdout() -> TextIO:
+    """Keep stdout for the protocol: whatever libraries print, from C++ too, goes to stderr."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return channel
+
+
+def say(channel: TextIO, message: Mapping[str, Any]) -> None:
+    """One line, at once."""
+    channel.write(json.dumps(message) + "\n")
+    channel.flush()

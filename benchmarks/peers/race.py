@@ -1,0 +1,141 @@
+"""One class of precision: all engines' workers up, everything asked in turns, what fails noted and left behind.
+
+Decides who is asked when. A repetition asks every mode of every engine for every prompt; engines alternate, and whoever
+is first moves on by one from prompt to prompt. Before the first repetition every mode is warmed up, which is when it
+loads. Most plain 16-bit texts must begin as forerun's do, or the export is wrong; not all, since near ties fall
+otherwise in another arithmetic. A dead worker is started anew for the modes that have not failed. Knows nothing of how
+engines are made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from benchmarks.peers.place import StepFailed
+from benchmarks.peers.protocol import Answer, Mode
+from benchmarks.peers.state import Cell, Failure
+from benchmarks.peers.tables import OURS, equal_tokens
+from benchmarks.peers.worker import Command, Worker
+
+WARMUP_TOKENS = 12
+LEAST_EQUAL = 4  # leading tokens, in the median over prompts
+PLAIN = Mode()
+IDLE_S = 0.5
+Entry = tuple[str, Mode]  # engine, mode
+
+
+def turns(entries: Sequence[Entry], turn: int) -> list[Entry]:
+    """Who is asked in which order in a turn: the same circle, begun one further on every time."""
+    first = turn % len(entries) if entries else 0
+    return [*entries[first:], *entries[:first]]
+
+
+def circle(engines: Sequence[str], modes: Sequence[Mode]) -> list[Entry]:
+    """All engines in all modes; neighbours are different engines."""
+    return [(engine, mode) for mode in modes for engine in engines]
+
+
+@dataclass(slots=True)
+class Race:
+    """The workers of one class. To be used as a context, which ends them."""
+
+    commands: Mapping[str, Command]
+    modes: Sequence[Mode]
+    prompts: Sequence[Sequence[int]]
+    say: Callable[[str], None]
+    failures: list[Failure] = field(default_factory=list)
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Race:
+        self.entries = circle(list(self.commands), self.modes)
+        for engine in self.commands:
+            self.start(engine)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stack.close()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What to keep of a race beside its times."""
+        failures = [{"engine": f.engine, "mode": f.mode, "reason": f.reason} for f in self.failures]
+        return {"versions": self.versions, "idle_cpu_share": self.idle, "failures": failures}
+
+    def start(self, engine: str) -> None:
+        """Start a worker; where it does not come up, the engine leaves the race."""
+        try:
+            self.workers[engine] = self.stack.enter_context(Worker(self.commands[engine]))
+        except StepFailed as failed:
+            self.leave(engine, None, str(failed))
+            return
+        self.versions[engine] = self.workers[engine].versions
+
+    def leave(self, engine: str, mode: Mode | None, reason: str) -> None:
+        """An engine, or one of its modes, is out."""
+        name = "all" if mode is None else str(mode)
+        self.failures.append(Failure(engine, name, reason))
+        self.entries = [entry for entry in self.entries if entry[0] != engine or mode not in (None, entry[1])]
+        self.say(f"{engine} {name} FAILED: {reason.splitlines()[0]}")
+
+    def ask(self, engine: str, mode: Mode, prompt: Sequence[int], num_tokens: int) -> Answer | None:
+        """One answer; None if the mode has failed, which takes it out of the race."""
+        try:
+            return self.workers[engine].ask(mode, prompt, num_tokens)
+        except StepFailed as failed:
+            self.workers.pop(engine).close()
+            self.leave(engine, mode, str(failed))
+        if any(entry[0] == engine for entry in self.entries):
+            self.start(engine)
+        return None
+
+    def warm_up(self, check_texts: bool) -> None:
+        """Every mode answers the first prompt, plain ones all prompts; the texts of those are compared if asked for."""
+        plain: dict[int, Sequence[int]] = {}
+        for engine, mode in list(self.entries):
+            num_equal = []
+            for i, prompt in enumerate(self.prompts[: None if mode == PLAIN else 1]):
+                answer = self.warm_up_one(engine, mode, prompt)
+                if answer is None:
+                    break
+                if engine == OURS and mode == PLAIN:
+                    plain[i] = answer.token_ids
+                num_equal.append(equal_tokens(answer.token_ids, plain.get(i, answer.token_ids)))
+            if check_texts and mode == PLAIN and num_equal and statistics.median(num_equal) < LEAST_EQUAL:
+                self.leave(engine, None, f"its texts leave forerun's after {num_equal} tokens: a wrong export?")
+        for engine, worker in self.workers.items():
+            self.idle[engine] = worker.idle_share(IDLE_S)
+
+    def warm_up_one(self, engine: str, mode: Mode, prompt: Sequence[int]) -> Answer | None:
+        """A short answer that counts for nothing, after whatever has to be loaded for it."""
+        if (engine, mode) not in self.entries:
+            return None
+        started_s = time.monotonic()
+        answer = self.ask(engine, mode, prompt, WARMUP_TOKENS)
+        self.say(f"warm-up {engine} {mode}: {time.monotonic() - started_s:.1f} s")
+        return answer
+
+    def repetition(self, number: int, num_tokens: int) -> list[Cell]:
+        """Every mode of every engine, every prompt."""
+        cells = []
+        for i, prompt in enumerate(self.prompts):
+            for engine, mode in turns(self.entries, number * len(self.prompts) + i):
+                if (engine, mode) not in self.entries:
+                    continue
+                answer = self.ask(engine, mode, prompt, num_tokens)
+                if answer is not None:
+                    cells.append(Cell(engine, str(mode), i, answer))
+                    speed = answer.num_decoded / answer.decode_s if answer.decode_s else 0.0
+                    self.say(f"repetition {number + 1}, prompt {i + 1}, {engine} {mode}: {speed:.1f} tokens/s")
+        return cells

@@ -1,0 +1,83 @@
+"""What has been measured, kept so that a run that was stopped goes on: one JSON object a line, only ever appended.
+
+Decides what belongs together: a repetition is kept when it is complete, since only times taken near each other are
+compared; one that was interrupted is measured again. Knows nothing of how anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.protocol import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One engine's answer to one prompt, in one mode and repetition."""
+
+    engine: str
+    mode: str
+    prompt: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What could not be made or run, and the last lines of why. `mode` "all": the engine as a whole."""
+
+    engine: str
+    mode: str
+    reason: str
+
+
+class State:
+    """The file of one benchmark. `run` names what must be equal for results to belong together."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self.run = run
+
+    def repetitions(self, precision: str) -> dict[int, list[Cell]]:
+        """All complete ones of a class, by number."""
+        found = {}
+        for record in self.records(precision):
+            if "cells" in record:
+                found[record["repetition"]] = [
+                    Cell(cell["engine"], cell["mode"], cell["prompt"], Answer(**cell["answer"]))
+                    for cell in record["cells"]
+                ]
+        return found
+
+    def about(self, precision: str) -> dict[str, Any]:
+        """Versions, failures and what else was noted when the class was last begun; empty before."""
+        return next((r["about"] for r in reversed(list(self.records(precision))) if "about" in r), {})
+
+    def keep(self, precision: str, repetition: int, cells: Sequence[Cell]) -> None:
+        """A complete repetition."""
+        self.append(precision, {"repetition": repetition, "cells": [asdict(cell) for cell in cells]})
+
+    def note(self, precision: str, about: Mapping[str, Any]) -> None:
+        """What to know about a class."""
+        self.append(precision, {"about": dict(about)})
+
+    def append(self, precision: str, record: Mapping[str, Any]) -> None:
+        """One line, at once."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"run": self.run, "precision": precision} | dict(record)) + "\n")
+
+    def records(self, precision: str) -> Iterator[dict[str, Any]]:
+        """The run's records of a class; the half line of a run that was killed is none."""
+        if not self.path.is_file():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record["run"] == self.run and record["precision"] == precision:
+                yield record
