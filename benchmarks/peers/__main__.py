@@ -60,6 +60,7 @@ class Options:
     depths: Sequence[int]
     repeats: int
     tokens: int
+    prompts: int
     threads: int
     jobs: int
     folder: Path
@@ -79,10 +80,11 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--depths", default="3,5", help="tokens guessed per round (default %(default)s)")
     parser.add_argument("--repeats", type=int, help="repetitions (default 5)")
     parser.add_argument("--tokens", type=int, help="new tokens per prompt (default 128)")
+    parser.add_argument("--prompts", type=int, help="how many prompts, of 3 (default: all)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="where everything is kept")
-    parser.add_argument("--quick", action="store_true", help="1 repetition of 32 tokens, unless told otherwise")
+    parser.add_argument("--quick", action="store_true", help="1 repetition, 1 prompt, 16 tokens, unless told otherwise")
     given = parser.parse_args(arguments)
     chosen, precisions = given.peers.split(","), given.precisions.split(",")
     for name, known in [*((peer, peers) for peer in chosen), *((each, PRECISIONS) for each in precisions)]:
@@ -93,7 +95,8 @@ def parse(arguments: Sequence[str]) -> Options:
         precisions=precisions,
         depths=[int(depth) for depth in given.depths.split(",")],
         repeats=given.repeats or (1 if given.quick else 5),
-        tokens=given.tokens or (32 if given.quick else 128),
+        tokens=given.tokens or (16 if given.quick else 128),
+        prompts=given.prompts or (1 if given.quick else 3),
         threads=given.threads,
         jobs=given.jobs,
         folder=given.folder.resolve(),
@@ -166,7 +169,7 @@ def report(options: Options, state: State) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """1 if something failed, with everything else done."""
     options = parse(arguments)
-    material = Material.make(options.folder / "checkpoints", lambda what, done: None)
+    material = Material.make(options.folder / "checkpoints", options.prompts)
     state = State(options.folder / "state.jsonl", run_name(options, material))
     on = machine()
     for precision in options.precisions:

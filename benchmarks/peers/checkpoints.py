@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.demo.material import Pair, load_prompts
-from forerun.models.loading import Progress
 from forerun.text import Tokenizer
 
 WRITER = re.compile(r"model\.layers\.(\d+)\..*(o_proj|down_proj)\.weight")
@@ -34,13 +33,13 @@ class Material:
     prompts: Sequence[Sequence[int]]
 
     @classmethod
-    def make(cls, folder: Path, progress: Progress) -> Material:
-        """The demo's pair and its held-out prompts that do not repeat themselves; copies in `folder`, made once."""
-        pair = Pair.widened(progress)
+    def make(cls, folder: Path, num_prompts: int) -> Material:
+        """The demo's pair, copied to `folder` once, and the first of its held-out prompts for the draft model."""
+        pair = Pair.widened()
         target, draft = (told_apart(Path(source), folder / Path(source).name) for source in (pair.target, pair.draft))
         tokenizer = Tokenizer.load(target)
         texts = [prompt.text for prompt in load_prompts() if prompt.drafter == "model"]
-        return cls(target, draft, [tokenizer.encode(text) for text in texts])
+        return cls(target, draft, [tokenizer.encode(text) for text in texts[:num_prompts]])
 
 
 def told_apart(source: Path, destination: Path) -> Path:

@@ -2,7 +2,7 @@
 
 Decides what is installed, how models are exported and which pipeline a mode is. Exports go through optimum-intel, the
 documented way. A pipeline is made when its drafter is first asked for; depth is an option of each call. Times are
-those of its own metrics. Knows nothing of the other engines.
+taken as a streamer is given tokens: its own metrics note them all at the end. Knows nothing of the other engines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.place import TORCH, Place
-from benchmarks.peers.protocol import Answer, Mode, Service, Setup, serve
+from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
 
 MATCHED_TOKENS = 3  # the longest n-gram of its prompt lookup, as in its own samples
 
@@ -58,6 +58,20 @@ def load(setup: Setup) -> Service:
     target, draft = (str(export_of(place, f, setup.format)) for f in (setup.target, setup.draft))
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads, "PERFORMANCE_HINT": "LATENCY"}
 
+    class Watching(openvino_genai.StreamerBase):  # type: ignore[misc]
+        """Tells a stopwatch of tokens, which come one by one or several at once."""
+
+        def __init__(self, watch: Stopwatch) -> None:
+            super().__init__()
+            self.watch = watch
+
+        def write(self, token: int | Sequence[int]) -> Any:
+            self.watch.emitted(1 if isinstance(token, int) else len(token))
+            return openvino_genai.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            """Nothing is held back."""
+
     @functools.cache
     def pipeline(drafter: str) -> Any:
         if drafter == "model":
@@ -75,20 +89,14 @@ def load(setup: Setup) -> Service:
             config.max_ngram_size = MATCHED_TOKENS
         ids = openvino.Tensor(numpy.array([prompt_ids], dtype=numpy.int64))
         mask = openvino.Tensor(numpy.ones((1, len(prompt_ids)), dtype=numpy.int64))
-        answer = pipeline(mode.drafter).generate(openvino_genai.TokenizedInputs(ids, mask), config)
-        return timed(answer.tokens[0], answer.perf_metrics.raw_metrics)
+        guided = pipeline(mode.drafter)
+        watch = Stopwatch()
+        answer = guided.generate(openvino_genai.TokenizedInputs(ids, mask), config, Watching(watch))
+        return watch.answer(answer.tokens[0])
 
     numbers = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
     versions = {"openvino": openvino.__version__, "openvino-genai": openvino_genai.__version__, "computes in": numbers}
     return Service(versions, generate)
-
-
-def timed(token_ids: Sequence[int], metrics: Any) -> Answer:
-    """An answer with the times of its raw metrics: when tokens came, in microseconds, and how many at once."""
-    times, sizes = list(metrics.m_new_token_times), list(metrics.m_batch_sizes)
-    num_first = sizes[0] if len(sizes) == len(times) else 1
-    prompt_s = metrics.m_times_to_first_token[0] / 1e6
-    return Answer(list(token_ids), len(token_ids) - num_first, prompt_s, (times[-1] - times[0]) / 1e6)
 
 
 if __name__ == "__main__":
