@@ -65,10 +65,10 @@ class State:
         self.append(precision, {"about": dict(about)})
 
     def append(self, precision: str, record: Mapping[str, Any]) -> None:
-        """One line, at once."""
+        """One line, at once. It begins with a line break, which ends the half line of a run that was killed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": self.run, "precision": precision} | dict(record)) + "\n")
+            file.write("\n" + json.dumps({"run": self.run, "precision": precision} | dict(record)) + "\n")
 
     def records(self, precision: str) -> Iterator[dict[str, Any]]:
         """The run's records of a class; the half line of a run that was killed is none."""
