@@ -14,7 +14,7 @@ from benchmarks.peers.__main__ import parse
 from benchmarks.peers.checkpoints import MARK, marked, told_apart
 from benchmarks.peers.place import ROOT, Place, StepFailed, tail
 from benchmarks.peers.protocol import Answer, Mode, Stopwatch
-from benchmarks.peers.race import Race, circle, turns
+from benchmarks.peers.race import WARMUP_TOKENS, Race, circle, turns
 from benchmarks.peers.state import Cell, State
 from benchmarks.peers.tables import Spread, distinct_share, equal_tokens, markdown, rows
 from benchmarks.peers.worker import Command, Worker
@@ -61,7 +61,7 @@ def said() -> list[str]:
 
 def race(commands: dict[str, Command], said: list[str]) -> Race:
     """A race of fakes."""
-    return Race(commands, MODES, PROMPTS, said.append)
+    return Race(commands, MODES, PROMPTS, len(PROMPTS), said.append)
 
 
 @pytest.mark.parametrize("name", ["plain", "model-3", "ngram-12"])
@@ -161,6 +161,7 @@ def test_an_engine_that_says_something_else_is_a_wrong_export(tmp_path: Path, sa
     with race(commands, said) as running:
         running.warm_up(check_texts=False)
         assert not running.failures
+        assert running.equal == {"forerun": [WARMUP_TOKENS] * 3, "other": [0] * 3}
         running.warm_up(check_texts=True)
         assert {entry[0] for entry in running.entries} == {"forerun"}
     assert [(f.engine, f.mode) for f in running.failures] == [("other", "all")]

@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def run_name(options: Options, material: Material) -> str:
     """16 hex digits for all that must be equal for results to be compared: settings, sources, checkpoints, prompts."""
-    settings = [options.engines, options.depths, options.tokens, options.threads, source_digest()]
+    settings = [options.engines, options.depths, options.tokens, options.prompts, options.threads, source_digest()]
     words = json.dumps([*settings, str(material.target), str(material.draft), material.prompts])
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
@@ -141,7 +141,7 @@ def measure(options: Options, material: Material, precision: str, state: State) 
         return
     print(f"{precision}: {len(missing)} of {options.repeats} repetitions to do", flush=True)
     ready, failures = commands(options, material, precision)
-    with Race(ready, options.modes, material.prompts, lambda text: print(f"  {text}", flush=True), failures) as race:
+    with Race(ready, options.modes, material.prompts, options.prompts, tell, failures) as race:
         race.warm_up(check_texts=precision == "16-bit")
         for number in missing:
             notes = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s(options.threads)}
@@ -149,6 +149,11 @@ def measure(options: Options, material: Material, precision: str, state: State) 
             notes["memory_left_bytes"] = memory_bytes("MemAvailable")
             state.note(precision, race.about | notes)
             state.keep(precision, number, cells)
+
+
+def tell(text: str) -> None:
+    """Progress, as it happens."""
+    print(f"  {text}", flush=True)
 
 
 def report(options: Options, state: State) -> dict[str, Any]:
@@ -169,7 +174,7 @@ def report(options: Options, state: State) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """1 if something failed, with everything else done."""
     options = parse(arguments)
-    material = Material.make(options.folder / "checkpoints", options.prompts)
+    material = Material.make(options.folder / "checkpoints")
     state = State(options.folder / "state.jsonl", run_name(options, material))
     on = machine()
     for precision in options.precisions:

@@ -33,13 +33,13 @@ class Material:
     prompts: Sequence[Sequence[int]]
 
     @classmethod
-    def make(cls, folder: Path, num_prompts: int) -> Material:
-        """The demo's pair, copied to `folder` once, and the first of its held-out prompts for the draft model."""
+    def make(cls, folder: Path) -> Material:
+        """The demo's pair, copied to `folder` once, and its held-out prompts for the draft model."""
         pair = Pair.widened()
         target, draft = (told_apart(Path(source), folder / Path(source).name) for source in (pair.target, pair.draft))
         tokenizer = Tokenizer.load(target)
         texts = [prompt.text for prompt in load_prompts() if prompt.drafter == "model"]
-        return cls(target, draft, [tokenizer.encode(text) for text in texts[:num_prompts]])
+        return cls(target, draft, [tokenizer.encode(text) for text in texts])
 
 
 def told_apart(source: Path, destination: Path) -> Path:

@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -57,7 +58,7 @@ def main(folder: Path, file: Path) -> None:
     partial.rename(file)
 
 
-def write_shape(writer: gguf.GGUFWriter, config: dict[str, object]) -> None:
+def write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """What config.json says, in llama.cpp's words."""
     writer.add_name("widened")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
@@ -75,7 +76,7 @@ def write_shape(writer: gguf.GGUFWriter, config: dict[str, object]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def write_vocabulary(writer: gguf.GGUFWriter, folder: Path, config: dict[str, object]) -> None:
+def write_vocabulary(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
     """The byte-level tokens and merges of tokenizer.json."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["id"] for token in tokenizer["added_tokens"] if token["special"]}
@@ -108,7 +109,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Bits]]:
             yield name, np.memmap(path, np.dtype("<u2"), "r", 8 + length + first, shape)
 
 
-def write_tensor(writer: gguf.GGUFWriter, config: dict[str, int], name: str, tensor: Bits) -> None:
+def write_tensor(writer: gguf.GGUFWriter, config: dict[str, Any], name: str, tensor: Bits) -> None:
     """One tensor under llama.cpp's name and in its order."""
     if name.startswith(LAYER):
         layer, _, inner = name.removeprefix(LAYER).partition(".")

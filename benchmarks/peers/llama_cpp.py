@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,13 @@ class LlamaCpp:
     def make(self, place: Place, setup: Setup) -> None:
         """Build it and write both models in the setup's format."""
         place.install(["cmake", "ninja", "gguf", "numpy"])
-        place.once("build", CMAKE_FLAGS, lambda: self.build(place))
+        place.once("build", CMAKE_FLAGS, partial(self.build, place))
         for folder in (Path(setup.target), Path(setup.draft)):
-            first = gguf_of(place.folder, folder, "bf16")
-            key = f"{folder} {setup.format}"
-            place.once(f"{first.stem}", str(folder), lambda source=folder, file=first: self.export(place, source, file))
-            if setup.format != "bf16":
-                wanted = gguf_of(place.folder, folder, setup.format)
+            first, wanted = (gguf_of(place.folder, folder, each) for each in ("bf16", setup.format))
+            place.once(first.stem, str(folder), partial(self.export, place, folder, first))
+            if wanted != first:
                 command = [binary(place.folder, "llama-quantize"), str(first), str(wanted), setup.format]
-                place.once(wanted.stem, key, lambda c=command: place.run(f"quantising to {setup.format}", c))
+                place.once(wanted.stem, str(folder), partial(place.run, f"quantising to {setup.format}", command))
 
     def python(self, place: Place) -> str:
         """Its environment's interpreter."""

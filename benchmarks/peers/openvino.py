@@ -7,8 +7,8 @@ taken as a streamer is given tokens: its own metrics note them all at the end. K
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ class OpenVino:
         place.install([TORCH], [TORCH, "openvino-genai", "openvino-tokenizers", "optimum-intel"])
         # optimum-intel brings a torchvision that may not be of this torch's build; text models need none
         uninstall = [place.python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"]
-        place.once("torchvision", "none", lambda: place.run("pip uninstall torchvision", uninstall))
+        place.once("torchvision", "none", partial(place.run, "pip uninstall torchvision", uninstall))
         for folder in (setup.target, setup.draft):
             export = export_of(place.folder, folder, setup.format)
             command = [str(place.folder / "venv" / "bin" / "optimum-cli"), "export", "openvino", "--model", folder]
             command += ["--task", "text-generation-with-past", "--weight-format", setup.format, str(export)]
-            place.once(export.name, folder, lambda c=command, e=export: place.run(f"exporting {e.name}", c))
+            place.once(export.name, folder, partial(place.run, f"exporting {export.name}", command))
 
     def python(self, place: Place) -> str:
         """Its environment's interpreter."""
@@ -72,7 +72,7 @@ def load(setup: Setup) -> Service:
         def end(self) -> None:
             """Nothing is held back."""
 
-    @functools.cache
+    @cache
     def pipeline(drafter: str) -> Any:
         if drafter == "model":
             guide = openvino_genai.draft_model(draft, "CPU", **options)
