@@ -31,6 +31,7 @@ CMAKE_FLAGS = (
     "-GNinja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF "
     "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
 )
+INCLUDED = Path(__file__).with_name("tile_config.h")  # says why
 BINARIES = ("llama-server", "llama-quantize")
 
 
@@ -45,7 +46,7 @@ class LlamaCpp:
     def make(self, place: Place, setup: Setup) -> None:
         """Build it and write both models in the setup's format."""
         place.install(["cmake", "ninja", "gguf", "numpy"])
-        place.once("build", CMAKE_FLAGS, partial(self.build, place))
+        place.once("build", CMAKE_FLAGS + INCLUDED.read_text(encoding="utf-8"), partial(self.build, place))
         for folder in (Path(setup.target), Path(setup.draft)):
             first, wanted = (gguf_of(place.folder, folder, each) for each in ("bf16", setup.format))
             place.once(first.stem, str(folder), partial(self.export, place, folder, first))
@@ -67,7 +68,8 @@ class LlamaCpp:
         source = place.folder / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
         tools = {"PATH": f"{place.folder / 'venv' / 'bin'}:{os.environ['PATH']}"}
         built = str(place.folder / "cmake")
-        place.run("cmake", ["cmake", "-S", str(source), "-B", built, *CMAKE_FLAGS.split()], tools)
+        include = f"-DCMAKE_CXX_FLAGS=-include {INCLUDED}"
+        place.run("cmake", ["cmake", "-S", str(source), "-B", built, *CMAKE_FLAGS.split(), include], tools)
         jobs = ["--parallel", str(place.jobs)]
         place.run("compiling (long)", ["cmake", "--build", built, *jobs, "--target", *BINARIES], tools)
 
