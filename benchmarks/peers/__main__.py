@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -174,6 +175,7 @@ def report(options: Options, state: State) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """1 if something failed, with everything else done."""
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # workers are ended on the way out
     material = Material.make(options.folder / "checkpoints")
     state = State(options.folder / "state.jsonl", run_name(options, material))
     on = machine()
