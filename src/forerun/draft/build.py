@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from forerun.config import Quantization
+from forerun.config import KernelChoice, Quantization
 from forerun.draft.base import Drafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -29,6 +29,7 @@ class DraftContext:
     tokenizer: Tokenizer
     dtype: str = "auto"
     quantize: Quantization | None = None
+    kernels: KernelChoice = "auto"
 
 
 CacheTokens = Mapping[str, int]
@@ -80,7 +81,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
-    drafter, name = Blueprint.of(spec.argument, context.dtype, context.quantize), str(spec)
+    drafter, name = Blueprint.of(spec.argument, context.dtype, context.quantize, context.kernels), str(spec)
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
