@@ -112,7 +112,7 @@ def tables(vocab: int, flat: bool) -> tuple[Tensor, Tensor]:
 
 def words(vocab: int) -> Tokenizer:
     """A byte-level tokenizer of so many made-up words."""
-    model = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0")  # noqa: S106
+    model = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0")
     backend = tokenizers.Tokenizer(model)
     backend.decoder = tokenizers.decoders.ByteLevel()
     return Tokenizer(backend)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.sampling.params import SamplingParams
+from forerun.sampling.winners import first_largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +269,9 @@ def largest(scores: Logits, width: int) -> Int[Tensor, "nodes width"]:
     more than a handful of passes over it. Where fewer than `width` are above -inf, ids repeat.
     """
     if width <= 1:
-        return scores.argmax(1, keepdim=True)[:, :width]
+        return first_largest(scores)[:, :width]
     scores, ids = scores.clone(), []
     for _ in range(width):
-        ids.append(scores.argmax(1, keepdim=True))
+        ids.append(first_largest(scores))
         scores.scatter_(1, ids[-1], -math.inf)
     return torch.cat(ids, 1)
