@@ -134,15 +134,15 @@ class Transforms:
         return torch.stack(done)
 
     def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:
-        found = self._table("seen", lambda: self._counts([row.tokens for row in self.rows]))
-        ids, seen = _with_path(*found, at)
+        ids, seen = self._table("seen", lambda: self._counts([row.tokens for row in self.rows]))
+        ids, seen = _with_path(ids, seen, at)
         by = self._column("repetition", lambda p: p.repetition_penalty, 1.0, logits, greedy_too=True)[at.row]
         old = logits.gather(1, ids)
         return logits.scatter(1, ids, torch.where(seen > 0, torch.where(old > 0, old / by, old * by), old))
 
     def _penalise_counts(self, logits: Logits, at: PathState) -> Logits:
-        found = self._table("said", lambda: self._counts([row.tokens[row.num_prompt :] for row in self.rows]))
-        ids, said = _with_path(*found, at)
+        ids, said = self._table("said", lambda: self._counts([row.tokens[row.num_prompt :] for row in self.rows]))
+        ids, said = _with_path(ids, said, at)
         frequency = self._column("frequency", lambda p: p.frequency_penalty, 0.0, logits, greedy_too=True)[at.row]
         presence = self._column("presence", lambda p: p.presence_penalty, 0.0, logits, greedy_too=True)[at.row]
         return logits.scatter(1, ids, logits.gather(1, ids) - frequency * said - presence * (said > 0))
