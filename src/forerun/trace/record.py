@@ -158,9 +158,9 @@ class WatchedDraws(Draws):
         watched.q = {}
         return watched
 
-    def children(self, logits: Logits, at: PathState, width: int) -> Children:
+    def children(self, logits: Logits, at: PathState, width: int, *, survival: bool = True) -> Children:
         """The same guesses, and how likely each of them was by the drafter's own law."""
-        children = super().children(logits, at, width)
+        children = super().children(logits, at, width, survival=survival)
         law = self.probs(logits, at).nan_to_num(nan=0.0)
         chances = law.gather(1, children.tokens.clamp_min(0))
         for path, tokens, given in zip(at.drawn.tolist(), children.tokens.tolist(), chances.tolist(), strict=True):
