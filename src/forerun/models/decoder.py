@@ -27,8 +27,8 @@ from forerun.models.rope import rope_tables
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
 
+SERIAL_ELEMENTS = 32_767  # torch splits larger SiLUs over threads, at any element
 LANES = 32  # widths are padded to a multiple of this, so that vector code covers whole rows
-SERIAL_ELEMENTS = 32_767  # torch splits larger elementwise work over threads, at any element
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,17 +76,22 @@ __attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64
   return sum(total);
 }
 
-__attribute__((noinline)) inline void add_values(float* out, const float* weights, const float* block, int from, int end,
-                                                 int64_t width) {
+// G queries at one position: each value is read once for all of them. Every sum goes along the keys, one by one.
+template <int G>
+inline void add_values(float (*out)[MAX_HEAD], const float* weights, int64_t stride, const float* block, int from, int end,
+                       int64_t width) {
   for (int64_t i = 0; i < width; i += WIDTH) {
-    Floats sums[4];
+    Floats sums[G][4];
     const int count = std::min<int64_t>(4, (width - i) / LANES);
-    for (int j = 0; j < count; j++) sums[j] = load(out + i + j * LANES);
-    for (int k = from; k < end; k++) {
-      const Floats w = all(weights[k]);
-      for (int j = 0; j < count; j++) sums[j] = fma(w, load(block + k * width + i + j * LANES), sums[j]);
-    }
-    for (int j = 0; j < count; j++) store(out + i + j * LANES, sums[j]);
+    for (int g = 0; g < G; g++)
+      for (int j = 0; j < 4; j++) sums[g][j] = load(out[g] + i + j * LANES);
+    for (int k = from; k < end; k++)
+      for (int j = 0; j < count; j++) {
+        const Floats value = load(block + k * width + i + j * LANES);
+        for (int g = 0; g < G; g++) sums[g][j] = fma(all(weights[g * stride + k]), value, sums[g][j]);
+      }
+    for (int g = 0; g < G; g++)
+      for (int j = 0; j < count; j++) store(out[g] + i + j * LANES, sums[g][j]);
   }
 }
 
@@ -119,11 +124,16 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
   }
   for (int64_t key = first; key < end; key += LANES) {
     load_block(values, path, key, end, head_dim, width, block);
-    for (size_t i = 0; i < queries.size(); i++) {
+    for (size_t i = 0, same; i < queries.size(); i += same) {
+      for (same = 1; same < 4 && i + same < queries.size() && queries[i + same].position == queries[i].position;) same++;
       if (!meets(queries[i], key)) continue;
       const int from = std::max<int64_t>(0, seen_from(queries[i]) - key);
       const int to = std::min<int64_t>(LANES, queries[i].position + 1 - key);
-      add_values(sums[i], &scores[i * stride + key - first], block, from, to, width);
+      const float* weights = &scores[i * stride + key - first];
+      if (same == 4) add_values<4>(sums + i, weights, stride, block, from, to, width);
+      else if (same == 3) add_values<3>(sums + i, weights, stride, block, from, to, width);
+      else if (same == 2) add_values<2>(sums + i, weights, stride, block, from, to, width);
+      else add_values<1>(sums + i, weights, stride, block, from, to, width);
     }
   }
   for (size_t i = 0; i < queries.size(); i++)

@@ -240,10 +240,14 @@ void forerun_free_linear(Linear* linear) { delete linear; }
 void forerun_multiply(const Linear* linear, const float* x, int64_t num_rows, const float* norm, float eps, float* out,
                       int64_t num_threads) {
   const int64_t space = (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE);
-  Memory memory(space * (linear->row_bytes() + 64 + linear->depth * 4));
-  float* const scales = reinterpret_cast<float*>(memory.data + space * linear->row_bytes());
+  const int64_t bytes = space * (linear->row_bytes() + 64 + linear->depth * 4);
+  thread_local std::unique_ptr<Memory> memory;  // of the caller, kept for its next call
+  if (!memory || memory->bytes < bytes) memory = std::make_unique<Memory>(bytes);
+  char* const data = memory->data;
+  memset(data, 0, bytes);
+  float* const scales = reinterpret_cast<float*>(data + space * linear->row_bytes());
   float* const wide = scales + space * 16;
-  const Rows rows{memory.data, scales};
+  const Rows rows{data, scales};
 #pragma omp parallel num_threads(num_threads)
   {
     const int thread = omp_get_thread_num(), num = omp_get_num_threads();

@@ -36,7 +36,8 @@ inline bool has_amx() {  // the system must grant the tiles' registers to a proc
 
 struct Memory {  // zeros, in large pages where there is enough to fill some
   char* data = nullptr;
-  explicit Memory(int64_t bytes) : size(bytes + HUGE_PAGE) {
+  const int64_t bytes;
+  explicit Memory(int64_t num_bytes) : bytes(num_bytes), size(num_bytes + HUGE_PAGE) {
     base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) return;
     data = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(base) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);

@@ -50,19 +50,20 @@ inline Floats fma(Floats a, Floats b, Floats c) {  // a * b + c, rounded once wh
 #define FORERUN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// The sums of 16 vectors' lanes, in their order: every vector is added up in the same way.
+// The sums of 16 vectors' lanes, in their order: every vector is added up in the same way. Halves of two vectors are
+// added at a time: one that takes lanes where they are, which is cheap, and one that takes what is left across.
 inline Floats sums(Floats v[16]) {
   for (int i = 0; i < 8; i++)
-    v[i] = FORERUN_SHUFFLE(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           FORERUN_SHUFFLE(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    v[i] = FORERUN_SHUFFLE(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31) +
+           FORERUN_SHUFFLE(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
   for (int i = 0; i < 4; i++)
-    v[i] = FORERUN_SHUFFLE(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           FORERUN_SHUFFLE(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    v[i] = FORERUN_SHUFFLE(v[i], v[i + 4], 0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31) +
+           FORERUN_SHUFFLE(v[i], v[i + 4], 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
   for (int i = 0; i < 2; i++)
-    v[i] = FORERUN_SHUFFLE(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           FORERUN_SHUFFLE(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  return FORERUN_SHUFFLE(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-         FORERUN_SHUFFLE(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    v[i] = FORERUN_SHUFFLE(v[i], v[i + 2], 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) +
+           FORERUN_SHUFFLE(v[i], v[i + 2], 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
+  return FORERUN_SHUFFLE(v[0], v[1], 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31) +
+         FORERUN_SHUFFLE(v[0], v[1], 1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30);
 }
 
 inline float sum(Floats x) {
