@@ -15,7 +15,15 @@ import torch
 
 from forerun.accept.outcome import Stats
 from forerun.cache.plan import MemoryPlan, plan_memory
-from forerun.config import DEFAULT_DEPTH, EngineOptions, KernelChoice, Quantization, Speculation, Verification, require_whole
+from forerun.config import (
+    DEFAULT_DEPTH,
+    EngineOptions,
+    KernelChoice,
+    Quantization,
+    Speculation,
+    Verification,
+    require_whole,
+)
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
@@ -67,8 +75,8 @@ class LLM:
     Speculation. `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes`
     (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
     `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
-    promises hold against it. `kernels` are compiled at first use where there is a C++ compiler ("auto"); "native" insists
-    on them, and "torch" does without: the same model, rounded differently.
+    promises hold against it. `kernels` are compiled at first use where there is a C++ compiler ("auto"); "native"
+    insists on them, and "torch" does without: the same model, rounded differently.
     """
 
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so

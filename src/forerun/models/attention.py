@@ -73,7 +73,7 @@ class AttentionPath:
         return self.padded(self.queries)
 
     def padded(self, values: Sequence[int]) -> Int[Tensor, " padded"]:
-        return torch.tensor([*values, *values[-1:] * (-len(values) % self.pad)])
+        return torch.tensor([*values, *[values[-1]] * (-len(values) % self.pad)])
 
     def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Float[Tensor, "rows keys"]:
         """0 where a query sees a key, -inf elsewhere; one row per query of each head of a group. Made once a pass."""

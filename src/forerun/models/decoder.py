@@ -21,7 +21,7 @@ from torch.nn import functional
 from forerun.cache.paged import PagedCache
 from forerun.models.attention import EACH_ALONE, AttentionPath, QueryRule, attend, query_rule
 from forerun.models.config import ModelConfig
-from forerun.models.kernels.native import Kernels, padded_gains
+from forerun.models.kernels.native import Kernels
 from forerun.models.linear import Linear, make_linear, padded_rows
 from forerun.models.rope import rope_tables
 
@@ -89,8 +89,7 @@ class Decoder:
         head = self.embedding if config.tied else take("lm_head.weight", (config.vocab_size, config.hidden))
         self.head = self.make(head.to(dtype))
         self.rope = rope_tables(config)
-        self.native = kernels.decoder(config, self.layers, dtype) if kernels else None
-        self.wide_norm = padded_gains(self.norm)
+        self.native = kernels.decoder(config, self.layers, self.norm, self.head) if kernels else None
 
     def ask_query_rule(self) -> QueryRule:
         """How torch's attention wants queries of this shape, on this machine."""
@@ -209,7 +208,7 @@ class Decoder:
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32 of the rows given: only those that are judged need be."""
         if self.native is not None:
-            return self.head(hidden, self.wide_norm, self.config.norm_eps)
+            return self.native.logits(hidden)
         rows = pad_rows(hidden, padded_rows(len(hidden)))
         return self.head(rms_norm(rows, self.norm, self.config.norm_eps))[: len(hidden)].float()
 

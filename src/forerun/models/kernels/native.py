@@ -31,6 +31,7 @@ from forerun.models.quantized import quantize_rows
 if TYPE_CHECKING:
     from forerun.models.config import ModelConfig
     from forerun.models.decoder import Layer, TokenBatch
+    from forerun.models.linear import Linear
     from forerun.models.rope import RopeTables
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -87,9 +88,11 @@ class Kernels:
         """A packed layer; of 8 bits with `quantize`, else in the weight's own format, float32 or bfloat16."""
         return NativeLinear(self, weight, bias, quantize)
 
-    def decoder(self, config: ModelConfig, layers: Sequence[Layer], dtype: torch.dtype) -> NativeDecoder:
-        """These layers as one call, over a cache of `dtype`. All of their linear layers are NativeLinear."""
-        return NativeDecoder(self, config, layers, dtype)
+    def decoder(
+        self, config: ModelConfig, layers: Sequence[Layer], norm: Float[Tensor, " hidden"], head: Linear
+    ) -> NativeDecoder:
+        """These layers as one call, over a cache in the norms' format. All linear layers are this library's."""
+        return NativeDecoder(self, config, layers, norm, head)
 
 
 def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: Progress | None = None) -> Kernels | None:
@@ -105,7 +108,9 @@ def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: Progress | 
         return checked(library(progress))
     except NoKernels as error:
         if choice == "native":
-            raise UnsupportedModel(f"kernels: 'native' is not possible here: {error}. Use 'auto' or 'torch'.") from error
+            raise UnsupportedModel(
+                f"kernels: 'native' is not possible here: {error}. Use 'auto' or 'torch'."
+            ) from error
         return None
 
 
@@ -162,17 +167,19 @@ class NativeLinear:
 class NativeDecoder:
     """A decoder's layers; one pass at a time."""
 
-    def __init__(self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], dtype: torch.dtype) -> None:
+    def __init__(
+        self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], norm: Tensor, head: Linear
+    ) -> None:
         self.lib = kernels.lib
-        self.hidden = config.hidden
+        self.norm, self.head, self.norm_eps = padded_gains(norm), native(head), config.norm_eps
         self.kept: list[object] = [layers]  # what the library points at
         shape = CShape(
             hidden=config.hidden,
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            intermediate=layers[0].down.inputs,
-            cache_format=FORMATS[dtype],
+            intermediate=native(layers[0].down).inputs,
+            cache_format=FORMATS[norm.dtype],
             norm_eps=config.norm_eps,
         )
         self.pointer = self.lib.forerun_decoder(shape, (CLayer * len(layers))(*map(self.layer, layers)), len(layers))
@@ -181,10 +188,10 @@ class NativeDecoder:
     def layer(self, layer: Layer) -> CLayer:
         """A layer's pointers."""
         return CLayer(
-            qkv=layer.qkv.pointer,
-            out=layer.out.pointer,
-            gate_up=layer.gate_up.pointer,
-            down=layer.down.pointer,
+            qkv=native(layer.qkv).pointer,
+            out=native(layer.out).pointer,
+            gate_up=native(layer.gate_up).pointer,
+            down=native(layer.down).pointer,
             attention_norm=self.keep(padded_gains(layer.attention_norm)),
             mlp_norm=self.keep(padded_gains(layer.mlp_norm)),
             qk_norm=None if layer.qk_norm is None else self.keep(layer.qk_norm.float().contiguous()),
@@ -234,6 +241,16 @@ class NativeDecoder:
                 sin=rope.sin.data_ptr(),
             ),
         )
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """The head's, in float32, of normed rows."""
+        return self.head(hidden.float(), self.norm, self.norm_eps)
+
+
+def native(linear: Linear) -> NativeLinear:
+    """A layer that this library packed."""
+    assert isinstance(linear, NativeLinear), f"a decoder is compiled as a whole; {linear} is not one of its layers"
+    return linear
 
 
 def padded(size: int) -> int:
