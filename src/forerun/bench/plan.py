@@ -43,7 +43,7 @@ class Selection:
     """
 
     batches: tuple[int, ...] = (1,)
-    depths: tuple[int, ...] = (0, 1, 3, 5)
+    depths: tuple[int, ...] = (0, 2, 4)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     num_tokens: int = 48
     num_prompts: int = 4

@@ -57,7 +57,7 @@ class BenchOptions:
     batch: Annotated[str, typer.Option(help="Prompts at once, as in 1,4,16.")] = "1"
     depth: Annotated[
         str, typer.Option(help="Tokens guessed per round, as in 0,1,2,3,5,7; 0, plain, is always run.")
-    ] = "0,1,3,5"
+    ] = "0,2,4"
     temperature: Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; replayed texts have none.")] = (
         "0,1"
     )

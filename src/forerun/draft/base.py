@@ -86,7 +86,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What `propose` returns: the guesses, what the drafter thinks of them, and how long its own models' passes took."""
+    """What `propose` returns: the guesses, what the drafter thinks of them, how long its own models' passes took."""
 
     tree: DraftTree
     survival: Float[Tensor, "batch nodes"] | None = None  # the drafter's P(path accepted); 1 at the root
