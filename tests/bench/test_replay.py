@@ -1,4 +1,4 @@
-"""A replay says what was recorded, to the token, whatever is guessed; its passes are real: caches hold what they must."""
+"""A replay says what was recorded, to the token, whatever is guessed; its passes leave in caches what they must."""
 
 import random
 from functools import cache

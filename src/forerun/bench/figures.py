@@ -159,7 +159,7 @@ def pooled(runs: Sequence[Run]) -> Stats:
     return stats
 
 
-def over(part: float | None, whole: float | None) -> float | None:
+def over(part: int | float | None, whole: int | float | None) -> float | None:
     """A ratio, where both are known and the lower one is not 0."""
     return part / whole if part is not None and whole else None
 

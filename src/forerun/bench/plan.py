@@ -56,8 +56,8 @@ class Selection:
                 require_whole(name, value, least)
         for name, least in (("num_tokens", 2), ("num_prompts", 1), ("repeats", 1), ("seed", 0)):
             require_whole(name, getattr(self, name), least)
-        for name in ("batches", "depths", "temperatures"):
-            given = getattr(self, name)
+        given_by = {"batch": self.batches, "depth": self.depths, "temperature": self.temperatures}
+        for name, given in given_by.items():
             if not given or len(set(given)) < len(given):
                 raise InvalidRequest(name, f"{given!r} must be values that differ, at least one.")
         object.__setattr__(self, "depths", tuple(sorted({0, *self.depths})))

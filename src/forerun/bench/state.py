@@ -43,29 +43,33 @@ class State:
     def open(cls, path: Path, about: Mapping[str, Any], fresh: bool = False) -> State:
         """What is there of this benchmark, and the file made ready to go on. `fresh` begins anew.
 
-        Raises InvalidRequest for a file that holds something else.
+        Raises InvalidRequest, with the file as it was, for one that holds something else.
         """
-        key, state = key_of(about), cls(path, {})
-        lines = [] if fresh or not path.exists() else whole_lines(path)
-        if lines:
-            state.check_head(lines[0], key, about)
-            for number, line in enumerate(lines[1:], start=2):
-                run = run_of(line, f"{path}:{number}")
-                state.runs[run.group, run.turn] = run
-        else:
+        state = cls(path, {})
+        head = {"forerun_bench": FORM, "key": key_of(about), "about": json.loads(json.dumps(about))}
+        data = path.read_bytes() if path.exists() else b""
+        lines = whole_lines(data)
+        if lines or not json.dumps(head).encode().startswith(data):
+            state.check_head(parsed(lines[0]) if lines else None, head, fresh)
+        if fresh or not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"forerun_bench": FORM, "key": key, "about": about}) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+            return state
+        for number, line in enumerate(lines[1:], start=2):
+            run = run_of(line, f"{path}:{number}")
+            state.runs[run.group, run.turn] = run
+        with path.open("r+b") as file:
+            file.truncate(sum(map(len, lines)))
         return state
 
-    def check_head(self, line: str, key: str, about: Mapping[str, Any]) -> None:
-        """Raise InvalidRequest unless the file is of this benchmark, saying what is not the same."""
-        head = parsed(line)
-        if not isinstance(head, dict) or "forerun_bench" not in head:
+    def check_head(self, found: Any, head: Mapping[str, Any], fresh: bool) -> None:
+        """Raise InvalidRequest unless the file is of this benchmark, or of any that is to be forgotten."""
+        if not isinstance(found, dict) or "forerun_bench" not in found:
             raise InvalidRequest("state", f"{self.path} is no state of a benchmark: name another file")
-        if head.get("key") == key and head["forerun_bench"] == FORM:
+        if fresh or found == head:
             return
-        before = head.get("about") or {}
-        differing = [name for name in about if before.get(name) != about[name]] or ["its form"]
+        before, now = flat(found.get("about")), flat(head["about"])
+        differing = [name for name in now if before.get(name) != now[name]] or ["its form"]
         raise InvalidRequest(
             "state",
             f"{self.path} is of a benchmark with other settings ({', '.join(differing)}): name another file, or begin "
@@ -81,20 +85,23 @@ class State:
         self.runs[run.group, run.turn] = run
 
 
-def whole_lines(path: Path) -> list[str]:
-    """The file's lines. A last one that was cut off is taken off the file too."""
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    last = data.rfind(b"\n", 0, max(0, end - 1)) + 1
-    if end and parsed(data[last:end].decode("utf-8", "replace")) is None:
-        end = last
-    if end < len(data):
-        with path.open("r+b") as file:
-            file.truncate(end)
-    return data[:end].decode("utf-8", "replace").splitlines()
+def whole_lines(data: bytes) -> list[bytes]:
+    """A file's lines, each with its end, without a last one that was cut off."""
+    lines = data.splitlines(keepends=True)
+    while lines and (not lines[-1].endswith(b"\n") or (len(lines) > 1 and parsed(lines[-1]) is None)):
+        lines.pop()
+    return lines
 
 
-def parsed(line: str) -> Any:
+def flat(about: Any) -> dict[str, Any]:
+    """Values by name, those within a group as "group.name"."""
+    found = {}
+    for name, value in about.items() if isinstance(about, dict) else ():
+        found |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def parsed(line: bytes) -> Any:
     """A line's JSON; None where it is none."""
     try:
         return json.loads(line)
@@ -102,7 +109,7 @@ def parsed(line: str) -> Any:
         return None
 
 
-def run_of(line: str, place: str) -> Run:
+def run_of(line: bytes, place: str) -> Run:
     """The run that a line holds."""
     entry = parsed(line)
     names = {field.name for field in fields(Run)}
