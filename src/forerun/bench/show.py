@@ -54,11 +54,11 @@ def row(cell: CellFigures) -> Iterator[str | Text]:
     yield f"{cell.acceptance_rate:.0%}" if cell.acceptance_rate is not None else ""
     yield number(cell.pass_ratio, ".2f") if cell.depth else ""
     yield f"×{cell.predicted.median:.2f}" if cell.predicted else ""
-    yield number(cell.engine_s, ".2f", 1000)
-    yield number(cell.first_token_s, ".0f", 1000)
+    yield number(cell.engine_s, ".2f", 1000.0)
+    yield number(cell.first_token_s, ".0f", 1000.0)
 
 
-def number(spread: Spread | None, form: str, scale: float = 1) -> str:
+def number(spread: Spread | None, form: str, scale: float = 1.0) -> str:
     """A median, or a question mark where there is none."""
     return format(scale * spread.median, form) if spread else "?"
 

@@ -95,7 +95,7 @@ def whole_lines(data: bytes) -> list[bytes]:
 
 def flat(about: Any) -> dict[str, Any]:
     """Values by name, those within a group as "group.name"."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in about.items() if isinstance(about, dict) else ():
         found |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
     return found
