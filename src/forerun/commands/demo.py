@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from forerun.demo.meet import Meet
 from forerun.demo.race import Track
 from forerun.demo.score import verdict
 from forerun.demo.screen import card, view_of
+from forerun.machine import peak_rss_bytes
 from forerun.options import with_options
 from forerun.sampling.params import SamplingParams
 
@@ -94,13 +94,3 @@ def as_object(pair: Pair, meet: Meet) -> dict[str, object]:
         "peak_rss_bytes": peak_rss_bytes(),
         "fingerprint": meet.track.llm.fingerprint,
     }
-
-
-def peak_rss_bytes() -> int | None:
-    """The most memory this process has held; None where the system does not tell."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -40,12 +40,14 @@ class DraftPlan:
     """A drafter that was found and checked but not loaded: enough to plan memory.
 
     `bytes_per_token` has an entry for every cache it wants, by name. `build` loads it, given the tokens that each of
-    these caches may hold; a cache of 0 tokens gives a drafter that never drafts.
+    these caches may hold; a cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
+    from others; nothing for a drafter without any.
     """
 
     weights_bytes: int
     bytes_per_token: Mapping[str, int]
     build: Callable[[CacheTokens, Progress | None], Drafter | None]
+    fingerprint: Callable[[], str] = str
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
@@ -88,7 +90,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     def build(cache_tokens: CacheTokens, progress: Progress | None) -> Drafter:
         return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
 
-    return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build)
+    return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint)
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {

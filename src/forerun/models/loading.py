@@ -86,6 +86,12 @@ class Blueprint:
         return table * self.dtype.itemsize + others + table * c.tied + rope
 
     @property
+    def pass_bytes(self) -> int:
+        """Weights that a pass reads: all but the table of embeddings, a row a token, unless it is the head as well."""
+        table = self.config.vocab_size * self.config.hidden * (not self.config.tied)
+        return (self.num_bytes // self.dtype.itemsize - table) * (1 if self.quantize else self.dtype.itemsize)
+
+    @property
     def bytes_per_token(self) -> int:
         """What one token costs in the cache."""
         c = self.config
