@@ -188,7 +188,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(no_library: Path, mo
     false = shutil.which("false")
     assert false
     monkeypatch.setenv("CXX", false)
-    with pytest.raises(UnsupportedModel, match="false -O3 .* failed"):
+    with pytest.raises(UnsupportedModel, match=r"false -O3 .* failed"):
         find_kernels("native", torch.bfloat16)
     assert not list((no_library / "forerun" / "kernels").iterdir())
 
