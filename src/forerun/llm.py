@@ -33,6 +33,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnknownDrafter
+from forerun.models.kernels.native import kernels_name
 from forerun.models.loading import Blueprint, Progress
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
@@ -114,6 +115,7 @@ class LLM:
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
         self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
         self.fingerprint, self.format = target.fingerprint(), target.format
+        self.kernels = kernels_name(kernels, target.dtype)
         self.requests = Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,

@@ -24,7 +24,6 @@ class Machine:
     """Where a measurement was made."""
 
     processor: str
-    instruction_set: str
     num_threads: int
     torch: str
     python: str
@@ -35,7 +34,6 @@ class Machine:
         """This one, with torch's present number of threads."""
         return cls(
             processor=processor(),
-            instruction_set=torch.backends.cpu.get_cpu_capability(),
             num_threads=torch.get_num_threads(),
             torch=torch.__version__,
             python=platform.python_version(),

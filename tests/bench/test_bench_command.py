@@ -207,8 +207,8 @@ def test_the_picture_is_a_png_and_without_matplotlib_the_extra_is_named(
 def made_report(figures: GroupFigures) -> Report:
     about = {
         "forerun": "0",
-        "models": {"target": "a-target-of-a-long-name " * 4, "draft": "model:b", "format": "bfloat16"},
-        "machine": {"processor": "P", "num_threads": 2, "instruction_set": "I", "torch": "2", "python": "3"},
+        "models": {"target": "a-target-of-a-long-name " * 4, "draft": "model:b", "format": "bfloat16", "kernels": "I"},
+        "machine": {"processor": "P", "num_threads": 2, "torch": "2", "python": "3"},
         "settings": {"repeats": 3, "num_tokens": 48},
     }
     return Report(about, Bandwidth(1e10, 2e10), 2 * 10**9, {"code": ["a.py", "b.py"]}, (figures,))

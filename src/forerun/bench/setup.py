@@ -14,7 +14,7 @@ from forerun import __version__
 from forerun.bench.material import Passage, Workload, check_lengths, workload_of
 from forerun.bench.plan import Selection
 from forerun.bench.run import Stage
-from forerun.config import Quantization
+from forerun.config import KernelChoice, Quantization
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM
@@ -30,16 +30,17 @@ class Models:
     draft: str
     dtype: str = "auto"
     quantize: Quantization | None = None
+    kernels: KernelChoice = "auto"
     threads: int | None = None
 
     def blueprint(self) -> Blueprint:
         """The target, found and understood."""
-        return Blueprint.of(self.target, self.dtype, self.quantize)
+        return Blueprint.of(self.target, self.dtype, self.quantize, self.kernels)
 
     def draft_fingerprint(self) -> str:
         """What tells the drafter's weights apart from others."""
         target = self.blueprint()
-        context = DraftContext(target, target.tokenizer(), self.dtype, self.quantize)
+        context = DraftContext(target, target.tokenizer(), self.dtype, self.quantize, self.kernels)
         return plan_drafter(self.draft, context).fingerprint()
 
     def load(self, max_len: int, selection: Selection, progress: Progress | None = None) -> LLM:
@@ -50,6 +51,7 @@ class Models:
             self.draft,
             dtype=self.dtype,
             quantize=self.quantize,
+            kernels=self.kernels,
             speculation=max(selection.depths),
             max_len=max_len,
             max_batch=batch,
@@ -84,6 +86,7 @@ def about(models: Models, stage: Stage, selection: Selection) -> dict[str, Any]:
             "target": stage.llm.name,
             "draft": stage.llm.draft_name,
             "format": stage.llm.format,
+            "kernels": stage.llm.kernels,
             "fingerprint": stage.llm.fingerprint,
             "draft_fingerprint": models.draft_fingerprint(),
         },

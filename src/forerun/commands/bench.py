@@ -25,7 +25,7 @@ from forerun.bench.setup import Models, about, set_up
 from forerun.bench.show import bench_card
 from forerun.bench.state import State, default_path, key_of
 from forerun.card import LoadingBar
-from forerun.config import Quantization
+from forerun.config import KernelChoice, Quantization
 from forerun.demo.material import DRAFT, DRAFT_PARAMETERS, TARGET, TARGET_PARAMETERS, widen
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
@@ -69,6 +69,9 @@ class BenchOptions:
     quantize: Annotated[
         Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
     ] = None
+    kernels: Annotated[
+        KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
+    ] = "auto"
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
 
     def selection(self) -> Selection:
@@ -107,7 +110,7 @@ class BenchOptions:
             target = widen(target, TARGET_PARAMETERS, progress)
             if spec.argument is not None:
                 draft = f"{spec.name}:{widen(spec.argument, DRAFT_PARAMETERS, progress)}"
-        return Models(target, draft, self.dtype, self.quantize, self.threads)
+        return Models(target, draft, self.dtype, self.quantize, self.kernels, self.threads)
 
 
 @with_options

@@ -64,9 +64,8 @@ def demo(
 def about(meet: Meet, num_prompts: int) -> list[tuple[str, str]]:
     """What else is worth knowing, by name."""
     params = meet.params
-    dtype = str(meet.track.llm.engine.runner.decoder.dtype).removeprefix("torch.")
     num_threads = torch.get_num_threads()
-    machine = f"{num_threads} thread{'s' * (num_threads > 1)}, {torch.backends.cpu.get_cpu_capability()}, {dtype}"
+    machine = f"{num_threads} thread{'s' * (num_threads > 1)}, {meet.track.llm.kernels}, {meet.track.llm.format}"
     lines = [("temperature", f"{params.temperature:g}, seed {params.seed}"), ("machine", machine)]
     if peak := peak_rss_bytes():
         lines.append(("peak memory", size(peak)))

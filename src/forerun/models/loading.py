@@ -122,7 +122,7 @@ class Blueprint:
 
         Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
         """
-        digest = sha256(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {self.dtype}".encode())
+        digest = sha256(f"{torch.__version__} {self.dtype}".encode())
         digest.update(kernels_name(self.kernels, self.dtype).encode())
         if self.quantize is not None:
             digest.update(self.quantize.encode())

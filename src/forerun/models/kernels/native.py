@@ -115,9 +115,9 @@ def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: Progress | 
 
 
 def kernels_name(choice: KernelChoice, dtype: torch.dtype) -> str:
-    """What computes: the kernels' instructions, or torch."""
+    """What computes, for a reader: "AMX kernels", or "torch, AVX512"."""
     kernels = find_kernels(choice, dtype)
-    return kernels.instructions if kernels else "torch"
+    return f"{kernels.instructions} kernels" if kernels else f"torch, {torch.backends.cpu.get_cpu_capability()}"
 
 
 @cache
