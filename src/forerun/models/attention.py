@@ -68,6 +68,12 @@ class AttentionPath:
         """Keys up to the last query's, padded."""
         return -(-(self.positions[-1] + 1) // KEY_PAD) * KEY_PAD
 
+    def holds(self, key: int, num_slots: int) -> bool:
+        """Whether this key lies in one of the cache's slots."""
+        if self.copy is None or self.first_slot + key < self.copy.first:
+            return self.first_slot + key < num_slots
+        return self.first_slot + key < self.copy.first + len(self.copy.source)
+
     @cached_property
     def padded_queries(self) -> Int[Tensor, " padded"]:
         return self.padded(self.queries)

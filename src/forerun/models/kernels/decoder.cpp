@@ -28,7 +28,7 @@ struct Layer {
 struct Pass {
   int64_t num_tokens, num_paths, first_layer, end_layer, num_threads;
   float* x;  // [num_tokens, hidden], in and out
-  const int64_t *positions, *slots, *path_of;                    // of each token
+  const int64_t *positions, *slots, *path_of, *last_key;         // of each token
   const int64_t *first_slots, *num_plain, *source_ends, *sources;  // of each path; `sources` lies packed
   void *keys, *values;                                           // [layers, kv_heads, slots, head_dim]
   int64_t num_slots;
@@ -178,7 +178,7 @@ class Worker {  // one thread's part of a pass
     for (int64_t number : task.queries) {
       const int64_t token = number / group, head = task.kv_head * group + number % group;
       queries.push_back({s.wide + token * l.qkv->width + head * c.head_dim,
-                         s.mixed + token * padded(d.q_size()) + head * c.head_dim, pass.positions[token]});
+                         s.mixed + token * padded(d.q_size()) + head * c.head_dim, pass.last_key[token]});
     }
     const int64_t* sources = pass.sources + (task.path ? pass.source_ends[task.path - 1] : 0);
     const Path path{pass.first_slots[task.path], pass.num_plain[task.path], sources};

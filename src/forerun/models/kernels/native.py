@@ -61,7 +61,7 @@ class CPass(Structure):
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("num_tokens", "num_paths", "first_layer", "end_layer", "num_threads")),
-        *((name, c_void_p) for name in ("x", "positions", "slots", "path_of")),
+        *((name, c_void_p) for name in ("x", "positions", "slots", "path_of", "last_key")),
         *((name, c_void_p) for name in ("first_slots", "num_plain", "source_ends", "sources", "keys", "values")),
         ("num_slots", c_int64),
         *((name, c_void_p) for name in ("cos", "sin")),
@@ -207,20 +207,22 @@ class NativeDecoder:
         self, x: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache, rope: RopeTables, layers: range
     ) -> None:
         """Read the batch through `layers`, from and to the residual stream `x`, which is of float32."""
-        path_of = array("q", [0]) * len(x)
+        path_of, last_key = (array("q", [0]) * len(x) for _ in range(2))
         for number, path in enumerate(batch.paths):
-            for query in path.queries:
-                path_of[query] = number
+            for query, position in zip(path.queries, path.positions, strict=True):
+                path_of[query], last_key[query] = number, position
+            assert path.holds(path.positions[-1], cache.keys.shape[2]), f"{path} ends before its last query's key"
         copies = [path.copy for path in batch.paths]
         tables = [
             path_of,
+            last_key,
             array("q", [path.first_slot for path in batch.paths]),
             array("q", [1 << 62 if p.copy is None else p.copy.first - p.first_slot for p in batch.paths]),
             array("q", itertools.accumulate(0 if copy is None else len(copy.source) for copy in copies)),
             array("q", [slot for copy in copies if copy is not None for slot in copy.source] or [0]),
         ]
         addresses = [table.buffer_info()[0] for table in tables]
-        each_path = dict(zip(("first_slots", "num_plain", "source_ends", "sources"), addresses[1:], strict=True))
+        each_path = dict(zip(("first_slots", "num_plain", "source_ends", "sources"), addresses[2:], strict=True))
         self.lib.forerun_forward(
             self.pointer,
             CPass(
@@ -233,6 +235,7 @@ class NativeDecoder:
                 positions=batch.positions.data_ptr(),
                 slots=batch.slots.data_ptr(),
                 path_of=addresses[0],
+                last_key=addresses[1],
                 **each_path,
                 keys=cache.keys.data_ptr(),
                 values=cache.values.data_ptr(),
