@@ -202,11 +202,13 @@ void multiply_rows(const Linear& l, int64_t column, Rows rows, int64_t num_rows,
 #if defined(FORERUN_AMX)
 // Tiles 0-3 hold sums, 4-5 rows, 6-7 weights; all of 16 rows of 64 bytes. Rows that are not there are computed in vain.
 inline void configure_tiles() {
-  struct alignas(64) {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
-  } config;
+  struct alignas(64) Config {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  };
+  // Not a local variable: GCC 12 takes the instruction to read 8 bytes only, and may leave out stores to the rest.
+  static const Config config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE}};
   _tile_loadconfig(&config);
 }
 
