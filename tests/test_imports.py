@@ -14,7 +14,7 @@ MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
 ORDER = """
     errors __version__
-    tree config
+    tree config machine
     sampling cache chat detokenize
     text
     models
@@ -24,8 +24,9 @@ ORDER = """
     engine
     llm
     async_llm
-    train serve bench tune prove trace
+    train serve tune prove trace
     card
+    bench
     demo
     options
     commands

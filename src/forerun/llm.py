@@ -15,7 +15,15 @@ import torch
 
 from forerun.accept.outcome import Stats
 from forerun.cache.plan import MemoryPlan, plan_memory
-from forerun.config import DEFAULT_DEPTH, EngineOptions, Quantization, Speculation, Verification, require_whole
+from forerun.config import (
+    DEFAULT_DEPTH,
+    EngineOptions,
+    KernelChoice,
+    Quantization,
+    Speculation,
+    Verification,
+    require_whole,
+)
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
@@ -25,6 +33,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnknownDrafter
+from forerun.models.kernels.native import kernels_name
 from forerun.models.loading import Blueprint, Progress
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
@@ -67,7 +76,8 @@ class LLM:
     Speculation. `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes`
     (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
     `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
-    promises hold against it.
+    promises hold against it. `kernels` are compiled at first use where there is a C++ compiler ("auto"); "native"
+    insists on them, and "torch" does without: the same model, rounded differently.
     """
 
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
@@ -79,6 +89,7 @@ class LLM:
         *,
         dtype: str = "auto",
         quantize: Quantization | None = None,
+        kernels: KernelChoice = "auto",
         speculation: bool | int | Speculation = True,
         verification: Verification = "coupled",
         max_len: int | None = None,
@@ -96,14 +107,15 @@ class LLM:
                 require_whole(name, value, least)
         if threads is not None:
             torch.set_num_threads(threads)
-        target = Blueprint.of(str(model), dtype, quantize)
+        target = Blueprint.of(str(model), dtype, quantize, kernels)
         self.tokenizer: Tokenizer = target.tokenizer()
-        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize))
+        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize, kernels))
         self.name, self.draft_name = target.name, draft_label(draft)
         self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
         self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
         self.fingerprint, self.format = target.fingerprint(), target.format
+        self.kernels = kernels_name(kernels, target.dtype)
         self.requests = Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,

@@ -31,9 +31,14 @@ def found(llm: LLM, asked: Request, one: Completion, other: Completion, toleranc
     return find_difference(llm, asked, 8, Speculation(3), one, other, tolerance)
 
 
-def changed(answer: Completion, position: int, token: int) -> Completion:
-    tokens = (*answer.token_ids[:position], token, *answer.token_ids[position + 1 :])
-    return replace(answer, token_ids=tokens)
+def changed(answer: Completion, position: int, token: int, logprob: float) -> Completion:
+    """The same answer with another token in one place, said to be of this log-probability."""
+    told = replace(answer.logprobs[position], logprob=logprob)
+    return replace(
+        answer,
+        token_ids=(*answer.token_ids[:position], token, *answer.token_ids[position + 1 :]),
+        logprobs=(*answer.logprobs[:position], told, *answer.logprobs[position + 1 :]),
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -54,7 +59,9 @@ def test_place_logits_and_gap(llm: LLM, temperature: float) -> None:
     logits = last_logits(llm, [text]).float()
     scores = scores_after(llm, row_of(llm, text, 3, asked.params), logits)
     second = int(scores.topk(2).indices[1])
-    difference = found(llm, asked, answer, changed(answer, 7, second))
+    logprob = float(logits[0].log_softmax(0)[second])
+    other = changed(answer, 7, second, logprob)
+    difference = found(llm, asked, answer, other)
     assert difference is not None
     assert (difference.position, difference.batch, difference.shape) == (7, 8, Speculation(3))
     assert (difference.plain.token_id, difference.drafted.token_id) == (answer.token_ids[7], second)
@@ -64,12 +71,15 @@ def test_place_logits_and_gap(llm: LLM, temperature: float) -> None:
     assert difference.gap == pytest.approx(gap)
     assert difference.drift_from is None
     assert not difference.explained
-    near = found(llm, asked, answer, changed(answer, 7, second), tolerance=1.01 * gap)
+    near = found(llm, asked, answer, other, tolerance=1.01 * gap)
     assert near is not None
     assert near.explained
-    far = found(llm, asked, answer, changed(answer, 7, second), tolerance=0.99 * gap)
+    far = found(llm, asked, answer, other, tolerance=0.99 * gap)
     assert far is not None
     assert not far.explained
+    misread = found(llm, asked, answer, changed(answer, 7, second, logprob + 0.5))
+    assert misread is not None
+    assert misread.drift_from == 7, "the logits it was chosen from were others"
 
 
 def test_an_answer_that_ends_early(llm: LLM) -> None:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
-from forerun.config import QUANTIZATIONS, Quantization
+from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import InvalidRequest
 from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
 from forerun.models.decoder import Decoder
+from forerun.models.kernels.native import find_kernels, kernels_name
 from forerun.models.runner import Runner
 from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype
 from forerun.text import Tokenizer
@@ -46,21 +47,26 @@ class Blueprint:
     dtype: torch.dtype
     num_bytes: int
     quantize: Quantization | None = None
+    kernels: KernelChoice = "auto"
 
     @classmethod
-    def of(cls, model: str, dtype: str = "auto", quantize: Quantization | None = None) -> Blueprint:
+    def of(
+        cls, model: str, dtype: str = "auto", quantize: Quantization | None = None, kernels: KernelChoice = "auto"
+    ) -> Blueprint:
         """Find a folder or hub id and read its configuration; every tensor is checked to be there.
 
-        Raises InvalidRequest for a quantization that does not exist, ModelError for an unusable checkpoint.
+        Raises InvalidRequest for a quantization or kernels that do not exist, ModelError for an unusable checkpoint.
         """
         if quantize not in (None, *QUANTIZATIONS):
             raise InvalidRequest("quantize", f"{quantize!r} is not known: use None or {' or '.join(QUANTIZATIONS)}")
+        if kernels not in KERNEL_CHOICES:
+            raise InvalidRequest("kernels", f"{kernels!r} must be one of {', '.join(KERNEL_CHOICES)}.")
         folder = find_checkpoint(model)
         config = read_config(folder)
         resolved = resolve_dtype(dtype, config)
         checkpoint = Checkpoint(folder, resolved)
         name = config.widened or model
-        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes, quantize)
+        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes, quantize, kernels)
 
     @property
     def format(self) -> str:
@@ -78,6 +84,12 @@ class Blueprint:
             return self.num_bytes + table * c.tied * self.dtype.itemsize + rope
         others = self.num_bytes // self.dtype.itemsize - table  # parameters beside the embedding
         return table * self.dtype.itemsize + others + table * c.tied + rope
+
+    @property
+    def pass_bytes(self) -> int:
+        """Weights that a pass reads: all but the table of embeddings, a row a token, unless it is the head as well."""
+        table = self.config.vocab_size * self.config.hidden * (not self.config.tied)
+        return (self.num_bytes // self.dtype.itemsize - table) * (1 if self.quantize else self.dtype.itemsize)
 
     @property
     def bytes_per_token(self) -> int:
@@ -102,14 +114,16 @@ class Blueprint:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
             return tensor
 
-        return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8"), num_tokens)
+        kernels = find_kernels(self.kernels, self.dtype, progress)
+        return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8", kernels), num_tokens)
 
     def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
 
         Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
         """
-        digest = sha256(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {self.dtype}".encode())
+        digest = sha256(f"{torch.__version__} {self.dtype}".encode())
+        digest.update(kernels_name(self.kernels, self.dtype).encode())
         if self.quantize is not None:
             digest.update(self.quantize.encode())
         for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"]):

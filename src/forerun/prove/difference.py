@@ -94,6 +94,10 @@ def find_difference(
     text = request.prompt + plain.token_ids[:position]
     logits = last_logits(llm, [text]).float()
     ours, theirs = (answer.token_ids[position : position + 1] for answer in (plain, drafted))
+    drift_from = clash.drift_from
+    if drift_from is None and theirs:  # all agrees before: does it where the choice was made?
+        told = drafted.logprobs[position].logprob
+        drift_from = position if abs(told - float(logits[0].log_softmax(0)[theirs[0]])) > 2 * tolerance else None
     gap = None
     if ours and theirs:
         scores = scores_after(llm, row_of(llm, text, len(request.prompt), request.params), logits)
@@ -110,7 +114,7 @@ def find_difference(
         drafted=choice(llm, theirs, logits[0].tolist()),
         gap=gap if gap is not None and gap < float("inf") else None,
         drift=clash.drift,
-        drift_from=clash.drift_from,
+        drift_from=drift_from,
         explained=steady and gap is not None and gap <= tolerance,
     )
 
