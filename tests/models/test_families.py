@@ -176,12 +176,14 @@ def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp
     assert new == old == blueprint.config
 
 
-def test_bfloat16_logits_stay_near_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
+def test_bfloat16_logits_stay_near_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:
     """The law of large errors: 16 bits move logits by a few percent of their spread, not by more."""
-    model = build(CASES[0], tmp_path)
+    model = build(case, tmp_path)
     tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
         exact = model(tokens[None]).logits[0]
         rounded = model.bfloat16()(tokens[None]).logits[0].float()
-    found = our_logits(Blueprint.of(str(tmp_path), "bfloat16"), tokens.tolist(), [LENGTH])
+    found = our_logits(Blueprint.of(str(tmp_path), "bfloat16", kernels=kernels), tokens.tolist(), [LENGTH])
     assert (found - exact).std() < 1.5 * (rounded - exact).std()

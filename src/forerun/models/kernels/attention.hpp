@@ -22,7 +22,7 @@ struct Path {
 };
 
 struct Query {
-  const float* q;    // scaled
+  const float* q;
   float* out;
   int64_t position;  // its last key
 };
@@ -98,7 +98,7 @@ inline void add_values(float (*out)[MAX_HEAD], const float* weights, int64_t str
 // Queries that share a key head, in ascending positions; `window` 0 means all keys. `scores` is a thread's own.
 template <typename T>
 void attend(const std::vector<Query>& queries, const Path& path, const T* keys, const T* values, int64_t head_dim,
-            int64_t window, std::vector<float>& scores) {
+            int64_t window, float scale, std::vector<float>& scores) {
   const int64_t width = (head_dim + LANES - 1) / LANES * LANES;
   const auto seen_from = [&](const Query& q) { return window && q.position >= window ? q.position + 1 - window : 0; };
   const int64_t first = seen_from(queries.front()) / LANES * LANES, end = queries.back().position + 1;
@@ -108,7 +108,7 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
   scores.resize(queries.size() * stride);
   for (size_t i = 0; i < queries.size(); i++) {
     memset(q[i], 0, width * sizeof(float)), memset(sums[i], 0, width * sizeof(float));
-    memcpy(q[i], queries[i].q, head_dim * sizeof(float));
+    for (int64_t d = 0; d < head_dim; d++) q[i][d] = queries[i].q[d] * scale;
   }
   const auto meets = [&](const Query& query, int64_t key) {  // whether the query sees some key of this block
     return key <= query.position && key + LANES > seen_from(query);

@@ -6,8 +6,9 @@
 #include <omp.h>
 
 #include <memory>
+#include <type_traits>
 
-#include "attention.hpp"
+#include "attention_tiles.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
 
@@ -154,7 +155,6 @@ class Worker {  // one thread's part of a pass
   // Queries and keys are normed and rotated; keys and values go to their slots.
   void store_heads(const Layer& l, T* keys, T* values) {
     const int64_t num_heads = c.heads + 2 * c.kv_heads, count = pass.num_tokens * num_heads;
-    const float scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
     for (int64_t i = count * thread / num_threads; i < count * (thread + 1) / num_threads; i++) {
       const int64_t token = i / num_heads, head = i % num_heads, turn = pass.positions[token] * c.head_dim;
       float* x = s.wide + token * l.qkv->width + head * c.head_dim;
@@ -162,9 +162,7 @@ class Worker {  // one thread's part of a pass
         const float* gain = l.qk_norm ? l.qk_norm + head * c.head_dim : nullptr;
         rotate_head(x, c.head_dim, gain, c.norm_eps, pass.cos + turn, pass.sin + turn);
       }
-      if (head < c.heads) {
-        for (int64_t j = 0; j < c.head_dim; j++) x[j] *= scale;
-      } else {
+      if (head >= c.heads) {
         const int64_t kv = (head - c.heads) % c.kv_heads;
         T* to = head < c.heads + c.kv_heads ? keys : values;
         put(to + (kv * pass.num_slots + pass.slots[token]) * c.head_dim, x, c.head_dim);
@@ -182,8 +180,14 @@ class Worker {  // one thread's part of a pass
     }
     const int64_t* sources = pass.sources + (task.path ? pass.source_ends[task.path - 1] : 0);
     const Path path{pass.first_slots[task.path], pass.num_plain[task.path], sources};
-    attend(queries, path, keys + offset, values + offset, c.head_dim, l.window, scores);
+#if defined(FORERUN_AMX)
+    if constexpr (std::is_same_v<T, bfloat16>)
+      if (has_amx()) return attend_tiles(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), tiles);
+#endif
+    attend(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), scores);
   }
+
+  float scale() const { return 1.0f / std::sqrt(static_cast<float>(c.head_dim)); }
 
   template <typename F>
   void each_row(F f) {
@@ -202,6 +206,9 @@ class Worker {  // one thread's part of a pass
   const int thread, num_threads;
   std::vector<Query> queries;
   std::vector<float> scores;
+#if defined(FORERUN_AMX)
+  TileScratch tiles;
+#endif
 };
 
 }  // namespace forerun

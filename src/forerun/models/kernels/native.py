@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 WIDTH = 64  # rows are padded to a multiple of this
+MAX_HEAD_DIM = 512
 
 
 class CShape(Structure):
@@ -170,6 +171,9 @@ class NativeDecoder:
     def __init__(
         self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], norm: Tensor, head: Linear
     ) -> None:
+        if config.head_dim > MAX_HEAD_DIM:
+            message = f"kernels: heads of {config.head_dim} are wider than {MAX_HEAD_DIM}: use kernels='torch'"
+            raise UnsupportedModel(message)
         self.lib = kernels.lib
         self.norm, self.head, self.norm_eps = padded_gains(norm), native(head), config.norm_eps
         self.kept: list[object] = [layers]  # what the library points at
