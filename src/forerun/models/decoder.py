@@ -24,6 +24,7 @@ from forerun.models.linear import Linear, make_linear, padded_rows
 from forerun.models.rope import rope_tables
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
+MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 
 LANES = 32  # widths are padded to a multiple of this, so that vector code covers whole rows
 SERIAL_ELEMENTS = 32_767  # torch splits larger elementwise work over threads, at any element
@@ -67,19 +68,27 @@ class Decoder:
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers and the head are 8-bit ones; embedding, norms and attention are of `dtype`.
+    `make` turns weight and bias into a layer where that is not this machine's CPU's business.
     """
 
-    def __init__(self, config: ModelConfig, take: Take, dtype: torch.dtype, quantize: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        take: Take,
+        dtype: torch.dtype,
+        quantize: bool = False,
+        make: MakeLinear | None = None,
+    ) -> None:
         self.config = config
         self.dtype = dtype
-        self.make = partial(make_linear, quantize=quantize)
+        self.make = make or partial(make_linear, quantize=quantize)
         self.query_rule = query_rule(config.heads, config.kv_heads, config.head_dim, dtype, torch.get_num_threads())
         self.embedding = take("model.embed_tokens.weight", (config.vocab_size, config.hidden)).to(dtype)
         self.layers = [self.load_layer(take, i) for i in range(config.layers)]
         self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)
         head = self.embedding if config.tied else take("lm_head.weight", (config.vocab_size, config.hidden))
         self.head = self.make(head.to(dtype))
-        self.rope = rope_tables(config)
+        self.rope = rope_tables(config).to(self.embedding.device)
 
     def load_layer(self, take: Take, index: int) -> Layer:
         """Fetch, fuse and pack one layer."""

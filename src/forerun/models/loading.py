@@ -16,9 +16,12 @@ from torch import Tensor
 
 from forerun.cache.paged import PagedCache
 from forerun.config import QUANTIZATIONS, Quantization
+from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
 from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
 from forerun.models.decoder import Decoder
+from forerun.models.device_linear import device_linears
+from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Runner
 from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype
 from forerun.text import Tokenizer
@@ -89,8 +92,19 @@ class Blueprint:
         """The checkpoint's tokenizer."""
         return Tokenizer.load(self.folder)
 
-    def load(self, num_tokens: int, progress: Progress | None = None, max_len: int | None = None) -> Runner:
-        """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told)."""
+    def load(
+        self,
+        num_tokens: int,
+        progress: Progress | None = None,
+        max_len: int | None = None,
+        placement: Placement = CPU,
+    ) -> Runner:
+        """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told).
+
+        Raises InvalidRequest for a quantization that the placement has no layers for.
+        """
+        if placement.fixed and self.quantize is not None:
+            raise InvalidRequest("quantize", f"{self.quantize!r} is for CPUs; leave it out, or use device cpu.")
         c = replace(self.config, max_positions=min(max_len or self.config.max_positions, self.config.max_positions))
         checkpoint, done = Checkpoint(self.folder, self.dtype), 0
 
@@ -100,16 +114,19 @@ class Blueprint:
             done += tensor.numel() * tensor.element_size()
             if progress is not None:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
-            return tensor
+            return tensor.to(placement.device)
 
+        if placement.fixed:
+            make = device_linears(placement)
+            return GraphRunner.of(Decoder(c, take, self.dtype, make=make), num_tokens)
         return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8"), num_tokens)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, placement: Placement = CPU) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
 
         Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
         """
-        digest = sha256(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {self.dtype}".encode())
+        digest = sha256(f"{torch.__version__} {placement.label} {self.dtype}".encode())
         if self.quantize is not None:
             digest.update(self.quantize.encode())
         for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"]):
