@@ -83,7 +83,7 @@ class Ops(Protocol):
         """Each row's weighted sum of the values it sees."""
         ...
 
-    def silu_mul(self, gate_up: Rows) -> Rows:
+    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
         """silu(gate) * up of rows that hold both, side by side."""
         ...
 
@@ -124,7 +124,7 @@ class TorchOps:
         mixed = torch.einsum("rhgk,hrkd->rhgd", weights, values[:, slots].float())
         return mixed.reshape(rows, heads * head_dim).to(query.dtype)
 
-    def silu_mul(self, gate_up: Rows) -> Rows:
+    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
         gate, up = gate_up.chunk(2, dim=1)
         return functional.silu(gate) * up
 
@@ -202,7 +202,7 @@ class TritonOps:
             )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up: Rows) -> Rows:
+    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         grid = (rows, -(-width // SILU_BLOCK))
