@@ -94,6 +94,13 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on the device; the host does not wait for the copy."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Download:
     """A tensor on its way to the host. `values` waits only if the device has not got that far: after the round's one
     synchronisation it has."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from forerun.accept.outcome import Stats
-from forerun.cache.plan import MemoryPlan, plan_memory
+from forerun.cache.plan import BUDGET_SHARE, MemoryPlan, plan_memory
 from forerun.config import DEFAULT_DEPTH, EngineOptions, Quantization, Speculation, Verification, require_whole
+from forerun.device import Placement, free_bytes
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
@@ -67,7 +68,8 @@ class LLM:
     Speculation. `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes`
     (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
     `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
-    promises hold against it.
+    promises hold against it. `device` is "cpu", "cuda", or "auto": a GPU where there is one. `one_gemm` makes matrix
+    products on a GPU the same for any number of rows, and tokens the same to the bit; on CPUs they are anyway.
     """
 
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
@@ -86,6 +88,8 @@ class LLM:
         chunk_tokens: int = 512,
         memory_bytes: int | None = None,
         threads: int | None = None,
+        device: str | Placement = "auto",
+        one_gemm: bool = False,
         progress: Progress | None = None,
         controller: Controller | None = None,
     ) -> None:
@@ -94,16 +98,19 @@ class LLM:
         for name, value, least in (("threads", threads, 1), ("max_len", max_len, 2), ("memory_bytes", memory_bytes, 0)):
             if value is not None:
                 require_whole(name, value, least)
+        placement = Placement.of(device, one_gemm)
         if threads is not None:
             torch.set_num_threads(threads)
         target = Blueprint.of(str(model), dtype, quantize)
         self.tokenizer: Tokenizer = target.tokenizer()
-        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize))
+        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize, placement))
         self.name, self.draft_name = target.name, draft_label(draft)
+        if memory_bytes is None and placement.device.type == "cuda":
+            memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
         self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
-        runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
+        runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len, placement)
         self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
-        self.fingerprint, self.format = target.fingerprint(), target.format
+        self.fingerprint, self.format = target.fingerprint(placement), target.format
         self.requests = Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,

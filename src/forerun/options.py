@@ -41,6 +41,10 @@ class ModelOptions:
         None
     )
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+    device: Annotated[str, typer.Option(help="Where to run: auto (a GPU where there is one), cpu, cuda.")] = "auto"
+    one_gemm: Annotated[
+        bool, typer.Option("--one-gemm", help="On a GPU: the same matrix product for any number of rows.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from draft.rounds import Row, committed, draws_of
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model import CHUNK_TOKENS, TAIL_TOKENS, ModelDrafter
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read, Runner, States
+from forerun.models.runner import Drawn, Read, Runner, States
 
 VOCAB = 512
 CONTEXT = 256
@@ -23,8 +23,8 @@ class CountingRunner(Runner):
 
     num_read = 0
 
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
-        states = super().read(reads, taps)
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+        states = super().read(reads, taps, drawn)
         self.num_read += sum(len(read.tokens) for read in reads)
         return states
 

@@ -153,7 +153,9 @@ def check_row_work(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) 
     for other in (None, delta):
         for found, wanted in zip(ops.add_norm(x, other, gain, 1e-5), plain.add_norm(x, other, gain, 1e-5), strict=True):
             close(found, wanted)
-        alone = [ops.add_norm(x[i : i + 1], None if other is None else other[i : i + 1], gain, 1e-5)[1] for i in range(5)]
+        alone = [
+            ops.add_norm(x[i : i + 1], None if other is None else other[i : i + 1], gain, 1e-5)[1] for i in range(5)
+        ]
         assert torch.equal(torch.cat(alone), ops.add_norm(x, other, gain, 1e-5)[1])
     gate_up = draw(rows, 2 * inner)
     close(ops.silu_mul(gate_up), plain.silu_mul(gate_up))

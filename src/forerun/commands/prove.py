@@ -80,6 +80,8 @@ def prove(
             max_len=options.max_len,
             max_batch=2 * max(workload.batches),
             threads=options.threads,
+            device=options.device,
+            one_gemm=options.one_gemm,
             progress=bar,
         )
         check_lengths(llm, prompts)

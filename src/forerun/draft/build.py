@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from forerun.config import Quantization
+from forerun.device import CPU, Placement
 from forerun.draft.base import Drafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -29,6 +30,7 @@ class DraftContext:
     tokenizer: Tokenizer
     dtype: str = "auto"
     quantize: Quantization | None = None
+    placement: Placement = CPU
 
 
 CacheTokens = Mapping[str, int]
@@ -85,7 +87,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
     def build(cache_tokens: CacheTokens, progress: Progress | None) -> Drafter:
-        return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
+        return ModelDrafter(drafter.load(cache_tokens[name], progress, longest, context.placement), vocab_size)
 
     return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build)
 

@@ -49,7 +49,9 @@ class Layout:
     counts: list[int] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
 
-    def add(self, tokens: Sequence[int], paths: Sequence[Sequence[int]], first_node: int, run: int, length: int) -> None:
+    def add(
+        self, tokens: Sequence[int], paths: Sequence[Sequence[int]], first_node: int, run: int, length: int
+    ) -> None:
         """Rows for the nodes of a tail from `first_node` on; each path leads from behind the committed text to itself.
 
         The sequence's slots begin at `run`, `length` of them are committed, and node n lies in the n-th behind those.

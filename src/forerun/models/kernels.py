@@ -28,7 +28,8 @@ def attend_splits(
     query, keys, values, largest, total, mixed,
     tables, positions, prefixes, paths, homes, firsts, counts, shared,
     scale, kv_stride, slot_stride, num_blocks, num_splits, window, first_kv_head,
-    HEADS: tl.constexpr, PART_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, PART_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr, WINDOWED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr, WORKERS: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +120,8 @@ def attend_splits(
 @kernel
 def join_splits(
     largest, total, mixed, positions, out, num_splits, window, first_head,
-    HEADS: tl.constexpr, PART_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, PART_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A row's partial sums of one head become its result, split after split; a row without position gets zeros."""
     row = tl.program_id(0)

@@ -74,7 +74,7 @@ class Ops(Protocol):
         self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None, shape: Heads,
         store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
-        """Normed and rotated queries; keys and values are stored. `turns`: cosines and sines; `at`: positions, slots."""
+        """Normed and rotated queries; keys and values are stored. `turns`: cosines, sines; `at`: positions, slots."""
         ...
 
     def attend(

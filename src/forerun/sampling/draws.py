@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from forerun.device import upload
 from forerun.sampling.noise import Purpose, absorb, gumbel, mix, signed, uniform
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms, largest
 from forerun.tree import DraftTree
@@ -89,12 +90,12 @@ class Draws:
         return PathState(row, row.new_empty(len(self.rows), 0), self.root_positions + 1)
 
     def nodes(self, tree: DraftTree) -> PathState:
-        """Every valid node of `tree`, batch-major, then in node order."""
+        """Every node of `tree` that is read, batch-major, then in node order."""
         batch, nodes = tree.tokens.shape
         assert batch == len(self.rows), f"a tree for {batch} sequences in a round of {len(self.rows)}"
         if nodes == 1:
             return self.roots()
-        valid = tree.valid.flatten().nonzero()[:, 0]
+        valid = tree.read_nodes()
         row = valid // nodes
         drawn = tree.path_tokens().flatten(0, 1)[valid]
         return PathState(row, drawn, self.root_positions[row] + 1 + tree.depths().flatten()[valid])
@@ -215,4 +216,4 @@ class Draws:
         return scores
 
     def _column(self, values: Sequence[int]) -> Int[Tensor, " batch"]:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload(values, torch.int64, self.device)

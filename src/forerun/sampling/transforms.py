@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from forerun.device import upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.sampling.params import SamplingParams
 
@@ -189,7 +190,7 @@ class Transforms:
     def _counts(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "batch vocab"]:
         """How often each token occurs in each text."""
         counts = [torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=self.vocab) for text in texts]
-        return torch.stack(counts).to(self.device, torch.float32)
+        return upload_tensor(torch.stack(counts).to(torch.float32), self.device)
 
     def _table(self, name: str, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if name not in self._tables:
@@ -197,7 +198,7 @@ class Transforms:
         return self._tables[name]
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return upload(values, dtype, self.device)
 
 
 def _run_processors(
