@@ -101,16 +101,16 @@ class LLM:
         placement = Placement.of(device, one_gemm)
         if threads is not None:
             torch.set_num_threads(threads)
-        target = Blueprint.of(str(model), dtype, quantize)
+        target = Blueprint.of(str(model), dtype, quantize, placement)
         self.tokenizer: Tokenizer = target.tokenizer()
-        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize, placement))
+        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize))
         self.name, self.draft_name = target.name, draft_label(draft)
         if memory_bytes is None and placement.device.type == "cuda":
             memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
         self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
-        runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len, placement)
+        runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
         self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
-        self.fingerprint, self.format = target.fingerprint(placement), target.format
+        self.fingerprint, self.format = target.fingerprint(), target.format
         self.requests = Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,

@@ -12,7 +12,7 @@ from forerun.models import kernels as k
 HOPPER = GPUTarget("cuda", 90, 32)
 LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}
 KEYS = {"GROUP": 4, "WIDTH": 128, "TILE": 32, "QUERIES": 8, "BLOCK_SIZE": 64, "BLOCK_KEYS": k.BLOCK_KEYS}
-WHOLE = {"num_blocks", "num_splits", "window", "first_kv_head", "first_head", "kv_stride", "slot_stride", "rows",
+WHOLE = {"num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "kv_stride", "slot_stride", "rows",
          "outputs"}  # fmt: skip
 REAL = {"scale", "eps"}
 TABLES = {"tables", "positions", "prefixes", "paths", "homes", "firsts", "counts", "shared", "slots"}
@@ -42,7 +42,7 @@ def check(function, dtype: str, **constants: object) -> None:
 def main() -> None:
     for paths, windowed in ((0, False), (16, True)):
         shape = LLAMA_8B | {"PART_HEADS": 32, "WINDOWED": windowed, "SPLIT": 256}
-        check(k.attend_splits, "bf16", **shape, **KEYS, PATHS=paths, WORKERS=16)
+        check(k.attend_splits, "bf16", **shape, **KEYS, PATHS=paths)
         check(k.join_splits, "bf16", **shape, WIDTH=128)
     for dtype in ("bf16", "fp32"):
         for extra in (True, False):

@@ -18,7 +18,7 @@ from forerun.card import LoadingBar
 from forerun.config import DEFAULT_DEPTH, Quantization, Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.options import with_options
+from forerun.options import DeviceOption, OneGemmOption, with_options
 from forerun.prove.prompts import FilePrompt, read_prompts
 from forerun.prove.proof import largest_shape
 from forerun.prove.proof import prove as run
@@ -48,6 +48,8 @@ class ProveOptions:
         None
     )
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+    device: DeviceOption = "auto"
+    one_gemm: OneGemmOption = False
 
     def workload(self) -> Workload:
         """The same as numbers to run."""

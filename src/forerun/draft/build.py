@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from forerun.config import Quantization
-from forerun.device import CPU, Placement
 from forerun.draft.base import Drafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -30,7 +29,6 @@ class DraftContext:
     tokenizer: Tokenizer
     dtype: str = "auto"
     quantize: Quantization | None = None
-    placement: Placement = CPU
 
 
 CacheTokens = Mapping[str, int]
@@ -82,12 +80,13 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
-    drafter, name = Blueprint.of(spec.argument, context.dtype, context.quantize), str(spec)
+    name, placement = str(spec), context.target.placement
+    drafter = Blueprint.of(spec.argument, context.dtype, context.quantize, placement)
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
     def build(cache_tokens: CacheTokens, progress: Progress | None) -> Drafter:
-        return ModelDrafter(drafter.load(cache_tokens[name], progress, longest, context.placement), vocab_size)
+        return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
 
     return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build)
 

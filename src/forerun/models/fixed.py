@@ -21,6 +21,7 @@ from forerun.models.ops import SPLIT, TILE_ROWS, Heads, KeyMap, Ops
 
 ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16
+ALIGNED = 4  # numbers of a column, so that the next one begins where a kernel likes it, for any number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +102,22 @@ class Inputs:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
-        rows, sizes = shape.rows, [shape.rows] * len(self.COLUMNS)
+        rows, sizes = shape.rows, [max(ALIGNED, shape.rows)] * len(self.COLUMNS)
         self.flat = torch.zeros(sum(sizes) + shape.judged + rows * shape.path, dtype=torch.int32, device=device)
         *columns, judged, paths = self.flat.split([*sizes, shape.judged, rows * shape.path])
-        self.columns = dict(zip(self.COLUMNS, columns, strict=True))
+        self.columns = {name: column[:rows] for name, column in zip(self.COLUMNS, columns, strict=True)}
         self.judged = judged
         self.paths = paths.view(rows, shape.path)
 
     def fill(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> None:
         """Set all tables to a pass's rows, and padding behind them."""
-        rows = self.shape.rows
+        rows, width = self.shape.rows, max(ALIGNED, self.shape.rows)
         starts = [run // block_size for run in layout.starts]
         padding = {"tokens": 0, "positions": -1, "slots": spare_slot}
         values: list[int] = []
         for name in self.COLUMNS:
             column = starts if name == "starts" else getattr(layout, name)
-            values += [*column, *[padding.get(name, 0)] * (rows - len(column))]
+            values += [*column, *[padding.get(name, 0)] * (width - len(column))]
         values += [*judged, *[0] * (self.shape.judged - len(judged))]
         if self.shape.path:
             for path in layout.paths:

@@ -15,23 +15,28 @@ import triton
 import triton.language as tl
 
 BLOCK_KEYS = 64
+SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head")
 GEMM_ROWS, GEMM_OUTPUTS, GEMM_INPUTS = 16, 32, 128
 
 
 def kernel(function):
-    """triton.jit, of the bare function: a type checker's import hook may have wrapped it."""
-    return triton.jit(inspect.unwrap(function))
+    """triton.jit, of the bare function: a type checker's import hook may have wrapped it.
+
+    Sizes that differ from pass to pass do not make kernels of their own: each would be compiled anew, for seconds.
+    """
+    bare = inspect.unwrap(function)
+    return triton.jit(bare, do_not_specialize=[name for name in inspect.signature(bare).parameters if name in SIZES])
 
 
 @kernel
 def attend_splits(
     query, keys, values, largest, total, mixed,
     tables, positions, prefixes, paths, homes, firsts, counts, shared,
-    scale, kv_stride, slot_stride, num_blocks, num_splits, window, first_kv_head,
+    scale, kv_stride, slot_stride, num_blocks, num_splits, workers, window, first_kv_head,
     HEADS: tl.constexpr, PART_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr, WINDOWED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr, WORKERS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of each row over each of its splits: largest score, sum of weights, weighted sum of values.
 
@@ -114,7 +119,7 @@ def attend_splits(
         tl.store(largest + place, top, mask=valid)
         tl.store(total + place, weight, mask=valid)
         tl.store(mixed + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=valid[:, None] & inside[None, :])
-        work += WORKERS
+        work += workers
 
 
 @kernel

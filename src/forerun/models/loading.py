@@ -49,21 +49,26 @@ class Blueprint:
     dtype: torch.dtype
     num_bytes: int
     quantize: Quantization | None = None
+    placement: Placement = CPU
 
     @classmethod
-    def of(cls, model: str, dtype: str = "auto", quantize: Quantization | None = None) -> Blueprint:
+    def of(
+        cls, model: str, dtype: str = "auto", quantize: Quantization | None = None, placement: Placement = CPU
+    ) -> Blueprint:
         """Find a folder or hub id and read its configuration; every tensor is checked to be there.
 
-        Raises InvalidRequest for a quantization that does not exist, ModelError for an unusable checkpoint.
+        Raises InvalidRequest for a quantization that does not exist or that the device has no layers for, ModelError for an unusable checkpoint.
         """
         if quantize not in (None, *QUANTIZATIONS):
             raise InvalidRequest("quantize", f"{quantize!r} is not known: use None or {' or '.join(QUANTIZATIONS)}")
+        if quantize is not None and placement.fixed:
+            raise InvalidRequest("quantize", f"{quantize!r} is for CPUs: leave it out, or use device cpu.")
         folder = find_checkpoint(model)
         config = read_config(folder)
-        resolved = resolve_dtype(dtype, config)
+        resolved = resolve_dtype(dtype, config, placement.device)
         checkpoint = Checkpoint(folder, resolved)
         name = config.widened or model
-        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes, quantize)
+        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes, quantize, placement)
 
     @property
     def format(self) -> str:
@@ -97,14 +102,8 @@ class Blueprint:
         num_tokens: int,
         progress: Progress | None = None,
         max_len: int | None = None,
-        placement: Placement = CPU,
     ) -> Runner:
-        """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told).
-
-        Raises InvalidRequest for a quantization that the placement has no layers for.
-        """
-        if placement.fixed and self.quantize is not None:
-            raise InvalidRequest("quantize", f"{self.quantize!r} is for CPUs; leave it out, or use device cpu.")
+        """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told)."""
         c = replace(self.config, max_positions=min(max_len or self.config.max_positions, self.config.max_positions))
         checkpoint, done = Checkpoint(self.folder, self.dtype), 0
 
@@ -114,19 +113,19 @@ class Blueprint:
             done += tensor.numel() * tensor.element_size()
             if progress is not None:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
-            return tensor.to(placement.device)
+            return tensor.to(self.placement.device)
 
-        if placement.fixed:
-            make = device_linears(placement)
+        if self.placement.fixed:
+            make = device_linears(self.placement)
             return GraphRunner.of(Decoder(c, take, self.dtype, make=make), num_tokens)
         return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8"), num_tokens)
 
-    def fingerprint(self, placement: Placement = CPU) -> str:
+    def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
 
         Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
         """
-        digest = sha256(f"{torch.__version__} {placement.label} {self.dtype}".encode())
+        digest = sha256(f"{torch.__version__} {self.placement.label} {self.dtype}".encode())
         if self.quantize is not None:
             digest.update(self.quantize.encode())
         for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"]):

@@ -192,9 +192,9 @@ class TritonOps:
                 where.tables, where.positions, where.prefixes, where.paths,
                 where.homes, where.firsts, where.counts, where.shared,
                 math.log2(math.e) / math.sqrt(head_dim), keys.stride(0), keys.stride(1),
-                where.tables.shape[1], num_splits, window or 0, first,
+                where.tables.shape[1], num_splits, min(WORKERS, num_splits), window or 0, first,
                 GROUP=group, TILE=tile, QUERIES=tile // group, BLOCK_SIZE=where.block_size, PATHS=where.paths.shape[1],
-                BLOCK_KEYS=self.kernels.BLOCK_KEYS, WORKERS=min(WORKERS, num_splits), **shape, num_warps=4,
+                BLOCK_KEYS=self.kernels.BLOCK_KEYS, **shape, num_warps=4,
             )  # fmt: skip
             self.kernels.join_splits[(rows, part * group)](
                 largest, total, mixed, where.positions, out, num_splits, window or 0, first * group,
