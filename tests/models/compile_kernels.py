@@ -12,8 +12,8 @@ from forerun.models import kernels as k
 HOPPER = GPUTarget("cuda", 90, 32)
 LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}
 KEYS = {"GROUP": 4, "WIDTH": 128, "TILE": 32, "QUERIES": 8, "BLOCK_SIZE": 64, "BLOCK_KEYS": k.BLOCK_KEYS}
-WHOLE = {"num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "kv_stride", "slot_stride", "rows",
-         "outputs"}  # fmt: skip
+WHOLE = {"num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "kv_stride",
+         "slot_stride", "rows", "outputs"}  # fmt: skip
 REAL = {"scale", "eps"}
 TABLES = {"tables", "positions", "prefixes", "paths", "homes", "firsts", "counts", "shared", "slots"}
 FLOATS = {"largest", "total", "cos", "sin"}

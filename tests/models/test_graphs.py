@@ -1,4 +1,4 @@
-"""Passes of fixed shape read what Runner reads: chains, trees, prompt chunks, side by side; on a CPU without capture."""
+"""Passes of fixed shape read what Runner reads: chains, trees and prompt chunks side by side."""
 
 import random
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.paged import OutOfBlocks
-from forerun.device import Placement
+from forerun.device import CPU, Placement
 from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Drawn, Read, Runner
@@ -21,8 +21,8 @@ TOLERANCE = 1e-4  # logits are of size 10: sums in another order
 
 @pytest.fixture(scope="module")
 def pair(target_dir: Path) -> tuple[Runner, GraphRunner]:
-    blueprint = Blueprint.of(str(target_dir), "float32")
-    return blueprint.load(64), blueprint.load(64, placement=FIXED)  # type: ignore[return-value]
+    plain, fixed = (Blueprint.of(str(target_dir), "float32", placement=p).load(64) for p in (CPU, FIXED))
+    return plain, fixed  # type: ignore[return-value]
 
 
 def fresh(pair: tuple[Runner, GraphRunner], num_tokens: int = 2048, block_size: int = 16) -> list[Runner]:

@@ -41,32 +41,20 @@ def attend_splits(
     """Partial attention of each row over each of its splits: largest score, sum of weights, weighted sum of values.
 
     Program i does the splits that the rows of tile i share (their keys lie in the same slots), all its rows at once,
-    and those that row i has to itself. Key j of row i lies in block `tables[home, j // BLOCK_SIZE]` below the row's
-    prefix, and in slot `paths[i, j - prefix]` from there on. A row sees the keys up to its own position. The partial
-    results hold PART_HEADS heads, from those of `first_kv_head` on.
+    and those that row i has to itself; its worker takes one of `workers`. The partial results hold PART_HEADS heads,
+    from those of `first_kv_head` on, to which `keys` and `values` point.
     """
     i = tl.program_id(0)
-    part_kv_head = tl.program_id(1)
-    kv_head = first_kv_head + part_kv_head
-    worker = tl.program_id(2)
-    home = tl.load(homes + i)
-    first = tl.load(firsts + i)
-    count = tl.load(counts + i)
+    kv_head = tl.program_id(1)
+    home, first, count = tl.load(homes + i), tl.load(firsts + i), tl.load(counts + i)
     position = tl.load(positions + i)
     lanes = tl.arange(0, TILE)
-    lane_query = lanes // GROUP
-    lane_head = kv_head * GROUP + lanes % GROUP
-    part_head = part_kv_head * GROUP + lanes % GROUP
-    dims = tl.arange(0, WIDTH)
-
-    # The tile's part: from the first split that its earliest row sees to the last one it shares.
-    tile_rows = first + lane_query
+    lane_query, lane_head = lanes // GROUP, kv_head * GROUP + lanes % GROUP
     in_tile = (lane_query < count) & (lane_query < QUERIES)
-    tile_positions = tl.load(positions + tile_rows, mask=in_tile, other=-1)
+    tile_positions = tl.load(positions + first + lane_query, mask=in_tile, other=-1)
     tile_last = tl.max(tile_positions, 0)
     tile_end = tl.minimum(tl.load(shared + i), tile_last + 1)
-    tile_low = 0
-    own_low = tl.load(shared + home) // SPLIT
+    tile_low, own_low = 0 * count, tl.load(shared + home) // SPLIT
     if WINDOWED:
         earliest = tl.min(tl.where(in_tile, tile_positions, 2147483647), 0)
         tile_low = tl.maximum(earliest - window + 1, 0) // SPLIT
@@ -74,52 +62,68 @@ def attend_splits(
     num_tile = tl.maximum((tile_end + SPLIT - 1) // SPLIT - tile_low, 0)
     num_own = tl.maximum((position + SPLIT) // SPLIT - own_low, 0)
 
-    work = worker + 0 * count
+    work = tl.program_id(2) + 0 * count
     while work < num_tile + num_own:
         own = work >= num_tile
         split = tl.where(own, own_low + work - num_tile, tile_low + work)
-        base = tl.where(own, i, first)
+        rows = tl.where(own, i, first) + lane_query
         valid = (lane_query < tl.where(own, 1, count)) & (lane_query < QUERIES)
-        rows = base + lane_query
-        row_positions = tl.load(positions + rows, mask=valid, other=-1)
-        end = tl.minimum((split + 1) * SPLIT, tl.where(own, position, tile_last) + 1)
-        table = tables + tl.where(own, home, i) * num_blocks
-        prefix = tl.load(prefixes + i)
-        inside = dims < HEAD_DIM
-        q_at = (rows * HEADS + lane_head)[:, None] * HEAD_DIM + dims[None, :]
-        q = tl.load(query + q_at, mask=valid[:, None] & inside[None, :], other=0.0)
-        top = tl.full((TILE,), float("-inf"), tl.float32)
-        weight = tl.zeros((TILE,), tl.float32)
-        acc = tl.zeros((TILE, WIDTH), tl.float32)
-        for step in range(SPLIT // BLOCK_KEYS):
-            key = split * SPLIT + step * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-            here = key < end
-            block = tl.load(table + key // BLOCK_SIZE, mask=here, other=0)
-            slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-            if PATHS > 0:
-                astray = own & here & (key >= prefix)
-                other = tl.load(paths + i * PATHS + (key - prefix), mask=astray, other=0)
-                slot = tl.where(astray, other.to(tl.int64), slot)
-            at = part_kv_head.to(tl.int64) * kv_stride + slot * slot_stride
-            k = tl.load(keys + at[None, :] + dims[:, None], mask=here[None, :] & inside[:, None], other=0.0)
-            seen = valid[:, None] & (key[None, :] <= row_positions[:, None])
-            if WINDOWED:
-                seen = seen & (key[None, :] > row_positions[:, None] - window)
-            scores = tl.dot(q, k, input_precision="ieee") * scale
-            scores = tl.where(seen, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            floor = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores - floor[:, None])
-            shrink = tl.exp2(top - floor)
-            v = tl.load(values + at[:, None] + dims[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-            weight = weight * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = new_top
-        place = (rows * PART_HEADS + part_head).to(tl.int64) * num_splits + split
+        top, weight, acc = attend_split(
+            query + ((rows * HEADS + first_kv_head * GROUP + lane_head) * HEAD_DIM)[:, None],
+            keys + kv_head.to(tl.int64) * kv_stride, values + kv_head.to(tl.int64) * kv_stride,
+            tables + tl.where(own, home, i) * num_blocks, paths + i * PATHS,
+            tl.where(own, tl.load(prefixes + i), 2147483647),
+            split * SPLIT, tl.minimum((split + 1) * SPLIT, tl.where(own, position, tile_last) + 1),
+            tl.load(positions + rows, mask=valid, other=-1), valid, scale, slot_stride, window,
+            HEAD_DIM, WIDTH, TILE, BLOCK_SIZE, PATHS, WINDOWED, SPLIT, BLOCK_KEYS,
+        )  # fmt: skip
+        dims = tl.arange(0, WIDTH)
+        place = (rows * PART_HEADS + lane_head).to(tl.int64) * num_splits + split
         tl.store(largest + place, top, mask=valid)
         tl.store(total + place, weight, mask=valid)
-        tl.store(mixed + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=valid[:, None] & inside[None, :])
+        tl.store(mixed + place[:, None] * HEAD_DIM + dims, acc, mask=valid[:, None] & (dims < HEAD_DIM)[None, :])
         work += workers
+
+
+@kernel
+def attend_split(
+    query, keys, values, table, path, prefix, begin, end, positions, valid, scale, slot_stride, window,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """A tile's attention over the keys `begin` to `end - 1` of one split, blocks of keys in their order.
+
+    Key j lies in block `table[j // BLOCK_SIZE]` below `prefix`, and in slot `path[j - prefix]` from there on. A row
+    sees the keys up to its own position. A block of which it sees nothing leaves its sums as they were, to the bit.
+    """
+    dims = tl.arange(0, WIDTH)
+    inside = dims < HEAD_DIM
+    q = tl.load(query + dims[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    weight = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    for step in range(SPLIT // BLOCK_KEYS):
+        key = begin + step * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        here = key < end
+        block = tl.load(table + key // BLOCK_SIZE, mask=here, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        if PATHS > 0:
+            astray = here & (key >= prefix)
+            slot = tl.where(astray, tl.load(path + (key - prefix), mask=astray, other=0).to(tl.int64), slot)
+        at = slot * slot_stride
+        k = tl.load(keys + at[None, :] + dims[:, None], mask=here[None, :] & inside[:, None], other=0.0)
+        seen = valid[:, None] & (key[None, :] <= positions[:, None])
+        if WINDOWED:
+            seen = seen & (key[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p, shrink = tl.exp2(scores - floor[:, None]), tl.exp2(top - floor)
+        v = tl.load(values + at[:, None] + dims[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+        weight = weight * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    return top, weight, acc
 
 
 @kernel

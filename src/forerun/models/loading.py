@@ -57,7 +57,8 @@ class Blueprint:
     ) -> Blueprint:
         """Find a folder or hub id and read its configuration; every tensor is checked to be there.
 
-        Raises InvalidRequest for a quantization that does not exist or that the device has no layers for, ModelError for an unusable checkpoint.
+        Raises InvalidRequest for a quantization that does not exist or that the device has no layers for,
+        ModelError for an unusable checkpoint.
         """
         if quantize not in (None, *QUANTIZATIONS):
             raise InvalidRequest("quantize", f"{quantize!r} is not known: use None or {' or '.join(QUANTIZATIONS)}")
