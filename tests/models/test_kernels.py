@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,12 @@ import triton.language as tl
 from torch.nn import functional
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from forerun.device import Placement
 from forerun.models.device_linear import OneGemmLinear
+from forerun.models.graphs import GraphRunner
+from forerun.models.loading import Blueprint
 from forerun.models.ops import Ops, TorchOps, TritonOps, load_kernels
+from forerun.models.runner import Read
 from models.kernel_laws import (
     check_attention,
     check_row_work,
@@ -112,6 +117,33 @@ def test_one_gemm_is_a_linear_layer_whose_rows_are_strangers(rows: int, biased: 
     assert (together - functional.linear(x, weight, bias)).abs().max() <= 1e-4
     for i in range(rows):
         assert torch.equal(layer(x[i : i + 1])[0], together[i])
+
+
+def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, target_dir: Path) -> None:
+    """A text token by token, at once, and as a path of a tree beside other sequences: with one product, one result."""
+    placement = Placement(torch.device("cpu"), fixed=True, one_gemm=True)
+    decoder = Blueprint.of(str(target_dir), "float32", placement=placement).load(64).decoder
+    decoder.layers = decoder.layers[:2]
+    text = [403, 407, 261, 378]
+
+    def fresh() -> GraphRunner:
+        runner = GraphRunner.of(decoder, 128, block_size=16)
+        runner.ops = ops
+        return runner
+
+    single, at_once, tree = fresh(), fresh(), fresh()
+    wanted = []
+    for token in text:
+        wanted.append(single.read([Read(0, [token], judged=[0])]).logits)
+        single.keep([0], [[0]])
+    assert torch.equal(at_once.read([Read(0, text, judged=range(4))]).logits, torch.cat(wanted))
+    tokens, parents = [text[0], 9, text[1], 8, text[2], text[3]], [-1, 0, 0, 2, 2, 4]
+    reads = [Read(1, [5, 6, 7]), Read(0, tokens, parents, judged=[0, 2, 4, 5])]
+    assert torch.equal(tree.read(reads).logits, torch.cat(wanted))
+    tree.keep([0], [[0, 2, 4, 5]])
+    runs = [(r.cache.start(0), r.cache.keys[:2]) for r in (single, tree)]
+    kept = [keys[:, :, start : start + 4] for start, keys in runs]
+    assert torch.equal(*kept)
 
 
 def test_kernels_are_operations() -> None:
