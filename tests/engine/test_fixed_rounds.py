@@ -85,8 +85,8 @@ def test_under_want_of_memory_the_tokens_stay(target_dir: Path, draft_dir: Path)
     fixed = make(target_dir, f"model:{draft_dir}", speculation=4)
     drafter = fixed.drafter
     assert isinstance(drafter, ModelDrafter)
-    small = GraphRunner.of(drafter.runner.decoder, 96, block_size=8)
-    drafter.runner = small  # not even two sequences' worth
+    small = GraphRunner.of(drafter.runner.decoder, 96, block_size=8)  # not even two sequences' worth
+    fixed.engine.drafter = ModelDrafter(small, drafter.vocab_size)
     assert tokens_of(fixed.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))
     small.cache.check()
 

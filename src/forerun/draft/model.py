@@ -21,6 +21,7 @@ from torch.nn import functional
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.draft.chain_graph import ChainGraph
 from forerun.draft.expand import Growth, Place, expand
 from forerun.draft.loop import Pending, Start, draw_chains, possible
 from forerun.models.graphs import GraphRunner
@@ -94,6 +95,9 @@ class ModelDrafter:
         self.runner = runner
         self.vocab_size = vocab_size
         self.sequences: dict[int, Following] = {}
+        self.graph: ChainGraph | None = None
+        if isinstance(runner, GraphRunner):
+            self.graph = ChainGraph(runner, self.fit_vocabulary, vocab_size)
 
     def observe(self, news: Committed) -> None:
         """Remember what became final; guesses that it confirms stay read."""
@@ -119,13 +123,15 @@ class ModelDrafter:
         self.forget_tails([wish.seq_id for wish in wishes])
         passed = self.read_roots(self.catch_up(wishes))
         granted = {wish.seq_id: wish.budget for wish in passed.wishes}
-        if granted and isinstance(self.runner, GraphRunner) and possible(draws, list(granted.values())):
-            return self.draw_unseen(draws, granted, passed.logits)
+        if granted and self.graph is not None and possible(draws, list(granted.values())):
+            return self.draw_unseen(self.graph, draws, granted, passed.logits)
         ends = {wish.seq_id: len(self.sequences[wish.seq_id].tail) - 1 for wish in passed.wishes}
         reader = LevelReader(self, draws.seq_ids, ends)
         return expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
 
-    def draw_unseen(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
+    def draw_unseen(
+        self, graph: ChainGraph, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
+    ) -> Draft:
         """Chains that are drawn and read on the device; the host learns of them with the round's verdict."""
         rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
         starts = [Start(rows[seq_id], seq_id, min(b.depth, b.nodes)) for seq_id, b in granted.items()]
@@ -134,7 +140,7 @@ class ModelDrafter:
             states = self.read(reads, granted, drawn)
             return None if states is None else self.fit_vocabulary(states.logits)
 
-        chains = draw_chains(draws, starts, logits, read_on)
+        chains = graph.draw(draws, starts, logits) or draw_chains(draws, starts, logits, read_on)
         download = Download(chains.guesses)
         for seq_id, num_read in chains.num_read.items():
             self.sequences[seq_id].pending = Pending(download, rows[seq_id], num_read)

@@ -186,10 +186,14 @@ class Draws:
 
     def _keys_at(self, at: PathState, purpose: Purpose) -> Int[Tensor, " nodes"]:
         """(seed, sample, purpose, level, round) of the row, absorbed once on the host; then the node's position."""
+        return absorb(self.row_keys(purpose)[at.row], at.position)
+
+    def row_keys(self, purpose: Purpose) -> Int[Tensor, " batch"]:
+        """Each sequence's key for a purpose, to which a position is still to be absorbed."""
         if purpose not in self._keys:
             keys = [self._row_key(row, purpose, root) for row, root in zip(self.rows, self._roots, strict=True)]
             self._keys[purpose] = self._column([signed(key) for key in keys])
-        return absorb(self._keys[purpose][at.row], at.position)
+        return self._keys[purpose]
 
     def _row_key(self, row: RowSampling, purpose: Purpose, root: int) -> int:
         """Coupled noise belongs to a position; all other noise to a position in one round at one level.
