@@ -89,8 +89,8 @@ def free_bytes(device: torch.device) -> int:
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host numbers as a tensor on the device; the host does not wait for the copy."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
+    if device.type == "cpu" or not values:
+        return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
@@ -113,7 +113,7 @@ class Download:
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self.host.copy_(tensor, non_blocking=True)
         self.arrived = torch.cuda.Event()
-        self.arrived.record()
+        self.arrived.record(torch.cuda.current_stream(tensor.device))
 
     def values(self) -> list[Any]:
         """The tensor's numbers, nested as its dimensions are."""

@@ -102,7 +102,7 @@ def test_a_replay_gives_what_the_kernels_give_one_by_one(target_dir: Path) -> No
     runner.release([0, 1])
     found.append(runner.read(reads).logits)
     runner.release([0, 1])
-    runner.graphs = Graphs(enabled=False)
+    runner.graphs = Graphs(runner.device, enabled=False)
     found.append(runner.read(reads).logits)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

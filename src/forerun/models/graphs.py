@@ -30,16 +30,22 @@ WARM_UPS = 2  # runs before a capture, in which libraries choose and compile wha
 class Graphs:
     """Functions of static buffers, captured at first use and then replayed; where capture is off they just run."""
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self.device = device
+        self.enabled = enabled and device.type == "cuda"
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.pool: Any = None
         self.num_replays = 0
 
-    def run(self, key: Hashable, body: Callable[[], Result]) -> Result:
-        """What `body` gives. The same tensors every time: they hold until anything else is run here."""
-        if not self.enabled:
+    def run(self, key: Hashable | None, body: Callable[[], Result]) -> Result:
+        """What `body` gives; with a key the same tensors every time, which hold until anything else is run here."""
+        if self.device.type == "cpu":
             return body()
+        with torch.cuda.device(self.device):  # kernels are launched on the current one
+            return self.replay(key, body) if self.enabled and key is not None else body()
+
+    def replay(self, key: Hashable, body: Callable[[], Result]) -> Result:
+        """Replay what was captured under this key, now if it was not."""
         if key not in self.captured:
             self.captured[key] = self.capture(body)
         graph, result = self.captured[key]
@@ -70,7 +76,7 @@ class GraphRunner(Runner):
         super().__init__(decoder, cache)
         self.device = cache.keys.device
         self.ops = ops_for(self.device)
-        self.graphs = Graphs(enabled=self.device.type == "cuda")
+        self.graphs = Graphs(self.device)
         self.tables: dict[Shape, Inputs] = {}
         c = decoder.config
         self.tile = tile_rows(c.heads, c.kv_heads)
@@ -134,7 +140,7 @@ class GraphRunner(Runner):
         def body() -> Outputs:
             return run_pass(self.decoder, self.ops, inputs, self.cache, taps)
 
-        return body() if inputs.shape.rows > CAPTURED_ROWS else self.graphs.run((inputs.shape, taps), body)
+        return self.graphs.run(None if inputs.shape.rows > CAPTURED_ROWS else (inputs.shape, taps), body)
 
 
 def place(drawn: Drawn, tokens: Tensor) -> None:
