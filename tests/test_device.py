@@ -52,8 +52,8 @@ def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without_triton)
-    monkeypatch.delitem(__import__("sys").modules, "forerun.models.kernels", raising=False)
-    monkeypatch.delattr("forerun.models.kernels", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "forerun.models.triton_kernels", raising=False)
+    monkeypatch.delattr("forerun.models.triton_kernels", raising=False)
     with pytest.raises(DeviceUnavailable, match="pip install triton"):
         load_kernels()
 

@@ -7,7 +7,7 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forerun.models import kernels as k
+from forerun.models import triton_kernels as k
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}

@@ -142,7 +142,7 @@ def key_slots(where: KeyMap) -> Int[Tensor, "rows keys"]:
 
 
 class TritonOps:
-    """By the kernels of kernels.py."""
+    """By the kernels of triton_kernels.py."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -218,13 +218,13 @@ def ops_for(device: torch.device) -> Ops:
 def load_kernels() -> Any:
     """The module with the kernels; raises DeviceUnavailable where triton is not installed."""
     try:
-        from forerun.models import kernels
+        from forerun.models import triton_kernels
     except ImportError as error:
         raise DeviceUnavailable(
             f"device 'cuda': its kernels need triton, which is not here ({error}): "
             "pip install triton, or use --device cpu"
         ) from error
-    return kernels
+    return triton_kernels
 
 
 def power_of_two(size: int) -> int:
