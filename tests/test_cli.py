@@ -141,11 +141,11 @@ def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return ScriptedLLM()
 
     load_instead(monkeypatch, build)
-    given = "--draft model:DIR --depth 3 --verification block --dtype bfloat16 --quantize int8"
+    given = "--draft model:DIR --depth 3 --verification block --dtype bfloat16 --quantize int8 --kernels torch"
     given += " --max-len 100 --threads 2"
     assert generate("x", *given.split()).exit_code == 0
     assert generate("x").exit_code == 0
-    assert seen[0] == ModelOptions("some/model", "model:DIR", 3, "block", "bfloat16", "int8", 100, 2)
+    assert seen[0] == ModelOptions("some/model", "model:DIR", 3, "block", "bfloat16", "int8", "torch", 100, 2)
     assert seen[1] == ModelOptions("some/model")
 
 

@@ -15,7 +15,7 @@ MODULES = sorted((SRC / "forerun").rglob("*.py"))
 ORDER = """
     errors __version__
     device
-    tree config
+    tree config machine
     sampling cache chat detokenize
     text
     models
@@ -25,8 +25,9 @@ ORDER = """
     engine
     llm
     async_llm
-    train serve bench tune prove trace
+    train serve tune prove trace
     card
+    bench
     demo
     options
     commands

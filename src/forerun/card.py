@@ -153,8 +153,8 @@ class LoadingBar:
             self._bar.stop()
             self._bar, self._tasks = None, {}
 
-    def __call__(self, what: str, done: float) -> None:
-        """`done` is the fraction of `what` that is finished."""
+    def __call__(self, what: str, done: float, detail: str = "") -> None:
+        """`done` is the fraction of `what` that is finished; `detail` says what of it runs now."""
         if not self._console.is_terminal or time.monotonic() - self._started_s < PATIENCE_S:
             return
         if self._bar is None:
@@ -163,4 +163,4 @@ class LoadingBar:
             self._bar.start()
         if what not in self._tasks:
             self._tasks[what] = self._bar.add_task(what, total=1.0)
-        self._bar.update(self._tasks[what], completed=done)
+        self._bar.update(self._tasks[what], completed=done, description=f"{what} {detail}".rstrip())

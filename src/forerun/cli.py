@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from forerun import __version__
+from forerun.commands.bench import bench
 from forerun.commands.chat import chat
 from forerun.commands.demo import demo
 from forerun.commands.generate import generate
@@ -21,7 +22,7 @@ from forerun.commands.trace import trace
 from forerun.commands.widen import widen
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (generate, chat, demo, trace, prove, widen):
+for command in (generate, chat, demo, trace, prove, bench, widen):
     app.command()(command)
 
 

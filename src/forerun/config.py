@@ -14,6 +14,8 @@ Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
 Quantization = Literal["int8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8",)
+KernelChoice = Literal["auto", "native", "torch"]
+KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 DEFAULT_DEPTH = 4
 
 

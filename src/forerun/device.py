@@ -61,8 +61,8 @@ class Placement:
     def label(self) -> str:
         """What results depend on beside weights and versions: the processor, and how sums are made."""
         if self.device.type == "cpu":
-            return torch.backends.cpu.get_cpu_capability()
-        return f"{torch.cuda.get_device_name(self.device)} one_gemm={self.one_gemm}"
+            return torch.backends.cpu.get_cpu_capability() + ", fixed shapes" * self.fixed
+        return torch.cuda.get_device_name(self.device) + ", one gemm" * self.one_gemm
 
 
 CPU = Placement(torch.device("cpu"))

@@ -18,6 +18,7 @@ Each message says the offending value and what to do about it. Broken invariants
     │   └── VocabularyMismatch      the drafter's tokenizer is not the target's
     ├── DeviceUnavailable           a device, or what is needed to use it, is not there
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
+    ├── MissingPackage              an optional package that an option needs is not installed
     ├── RequestFailed               a request's own code (a logits processor) raised; the cause says what
     └── EngineClosed                work was handed to an engine that has shut down
 """
@@ -85,6 +86,10 @@ class DeviceUnavailable(ForerunError):
 
 class NotEnoughMemory(ForerunError):
     """The memory plan does not fit: not even one sequence would."""
+
+
+class MissingPackage(ForerunError):
+    """What was asked for needs an optional package; the message names the pip extra that has it."""
 
 
 class RequestFailed(ForerunError):

@@ -15,7 +15,15 @@ import torch
 
 from forerun.accept.outcome import Stats
 from forerun.cache.plan import BUDGET_SHARE, MemoryPlan, plan_memory
-from forerun.config import DEFAULT_DEPTH, EngineOptions, Quantization, Speculation, Verification, require_whole
+from forerun.config import (
+    DEFAULT_DEPTH,
+    EngineOptions,
+    KernelChoice,
+    Quantization,
+    Speculation,
+    Verification,
+    require_whole,
+)
 from forerun.device import Placement, free_bytes
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
@@ -68,8 +76,10 @@ class LLM:
     Speculation. `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes`
     (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
     `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
-    promises hold against it. `device` is "cpu", "cuda", or "auto": a GPU where there is one. `one_gemm` makes matrix
-    products on a GPU the same for any number of rows, and tokens the same to the bit; on CPUs they are anyway.
+    promises hold against it. `kernels` are compiled at first use where there is a C++ compiler ("auto"); "native"
+    insists on them, and "torch" does without: the same model, rounded differently. They are for CPUs alone. `device`
+    is "cpu", "cuda", or "auto": a GPU where there is one. `one_gemm` makes matrix products on a GPU the same for any
+    number of rows, and tokens the same to the bit; on CPUs they are anyway.
     """
 
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
@@ -81,6 +91,7 @@ class LLM:
         *,
         dtype: str = "auto",
         quantize: Quantization | None = None,
+        kernels: KernelChoice = "auto",
         speculation: bool | int | Speculation = True,
         verification: Verification = "coupled",
         max_len: int | None = None,
@@ -101,9 +112,9 @@ class LLM:
         placement = Placement.of(device, one_gemm)
         if threads is not None:
             torch.set_num_threads(threads)
-        target = Blueprint.of(str(model), dtype, quantize, placement)
+        target = Blueprint.of(str(model), dtype, quantize, kernels, placement)
         self.tokenizer: Tokenizer = target.tokenizer()
-        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize))
+        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize, kernels))
         self.name, self.draft_name = target.name, draft_label(draft)
         if memory_bytes is None and placement.device.type == "cuda":
             memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
@@ -111,6 +122,7 @@ class LLM:
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
         self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
         self.fingerprint, self.format = target.fingerprint(), target.format
+        self.kernels = target.computed_by
         self.requests = Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from forerun.card import show_error
-from forerun.config import DEFAULT_DEPTH, Quantization, Verification
+from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Verification
 from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED_NAMES
 from forerun.sampling.params import SamplingParams
@@ -42,6 +42,9 @@ class ModelOptions:
     quantize: Annotated[
         Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
     ] = None
+    kernels: Annotated[
+        KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
+    ] = "auto"
     max_len: Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")] = (
         None
     )

@@ -118,7 +118,8 @@ class DraftTree:
             last = upward[-1]
             upward.append(torch.where(last >= 0, self.parents.gather(1, last.clamp_min(0)), last))
         climb = torch.stack(upward, dim=2)  # [batch, nodes, depth+1], from the node up to its root, then -1
-        order = self.depths()[:, :, None] - torch.arange(self.depth + 1, device=node.device)
+        depth = (climb[:, :, 1:] >= 0).sum(2, keepdim=True)
+        order = depth - torch.arange(self.depth + 1, device=node.device)
         return torch.where(order >= 0, climb.gather(2, order.clamp_min(0)), -1)
 
     def path_tokens(self) -> Int[Tensor, "batch nodes depth"]:

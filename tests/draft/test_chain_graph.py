@@ -67,9 +67,10 @@ def test_a_graph_draws_what_the_steps_draw(
     assert torch.equal(one.tree.parents, other.tree.parents)
     assert (one.tree.tokens[:, 1:] >= 0).all()
     assert (one.tree.tokens[:, 1:] < num_ids).all()
-    assert one.survival is not None
-    assert other.survival is not None
-    assert (one.survival - other.survival).abs().max() <= 1e-5
+    assert one.survival is None, "a chain without a price tells none"
+    assert other.survival is None
+    assert one.pass_s > 0
+    assert other.pass_s > 0
     assert [list(nodes) for nodes in one.tree.host().nodes] == [list(range(depth + 1))] * 3
 
 

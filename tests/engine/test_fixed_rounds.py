@@ -19,6 +19,7 @@ from forerun.models.graphs import GraphRunner
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import gumbel
 from forerun.sampling.params import LogitsProcessor
+from forerun.sampling.winners import RoundNoise
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
@@ -140,7 +141,7 @@ def test_one_synchronisation_per_round(
     rule: str,
 ) -> None:
     # What a device does: on CPUs a round's noise is kept in a dictionary, by keys that the host reads.
-    monkeypatch.setattr(Draws, "_perturb", lambda s, x, at, why: x + gumbel(s._keys_at(at, why), s.vocab))
+    monkeypatch.setattr(RoundNoise, "rows", lambda noise, keys: gumbel(keys, noise.vocab))
     draft = f"model:{draft_dir}" if drafter == "model" else drafter
     llm = make(target_dir, draft, speculation=4, verification=rule)
     for prompt in PROMPTS:

@@ -18,7 +18,8 @@ from forerun.draft.base import Drafter
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 
-FORMATS = ["float32", "bfloat16", "int8"]  # int8: weights of 8 bits, all else in the checkpoint's own format
+# int8: weights of 8 bits, all else in the own format. Each by compiled kernels and by torch's operators.
+FORMATS = [f"{numbers}{by}" for by in ("", " by torch") for numbers in ("float32", "bfloat16", "int8")]
 CHAINS = [Speculation(depth=k) for k in range(1, 9)]
 TREES = [Speculation(4, 3, 12), Speculation(3, 2, 14), Speculation(2, 4)]
 WISHES = [*CHAINS, *TREES]

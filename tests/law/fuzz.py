@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
-from forerun.config import EngineOptions, Quantization, Speculation
+from forerun.config import EngineOptions, KernelChoice, Quantization, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -87,9 +88,19 @@ class RandomlyRight:
             self.texts.pop(seq_id, None)
 
 
-def number_format(name: str) -> tuple[str, Quantization | None]:
-    """What LLM calls `dtype` and `quantize`."""
-    return ("auto", "int8") if name == "int8" else (name, None)
+class Numbers(TypedDict):
+    """What LLM calls them."""
+
+    dtype: str
+    quantize: Quantization | None
+    kernels: KernelChoice
+
+
+def number_format(name: str) -> Numbers:
+    """ "float32", "bfloat16" or "int8", by the compiled kernels where there are any; "int8 by torch" without."""
+    numbers, _, torch = name.partition(" by ")
+    quantize: Quantization | None = "int8" if numbers == "int8" else None
+    return Numbers(dtype="auto" if quantize else numbers, quantize=quantize, kernels="torch" if torch else "auto")
 
 
 @dataclass(slots=True)
@@ -103,7 +114,7 @@ class Bench:
 
     @classmethod
     def of(cls, target_dir: Path, draft_dir: Path, dtype: str = "float32") -> Bench:
-        target, draft = (Blueprint.of(str(folder), *number_format(dtype)) for folder in (target_dir, draft_dir))
+        target, draft = (Blueprint.of(str(folder), **number_format(dtype)) for folder in (target_dir, draft_dir))
         return cls(target, draft, target.load(1 << 14), draft.load(1 << 14))
 
     def with_cache(self, runner: Runner, num_tokens: int) -> Runner:

@@ -41,7 +41,7 @@ def bench_of(dtype: str) -> Bench:
 def drafter_of(spec: str, dtype: str, num_tokens: int = 8192) -> Drafter:
     """A drafter as a user spells it, with a cache for so many tokens."""
     target = bench_of(dtype).target
-    plan = plan_drafter(spec, DraftContext(target, target.tokenizer(), *number_format(dtype)))
+    plan = plan_drafter(spec, DraftContext(target, target.tokenizer(), **number_format(dtype)))
     drafter = plan.build(dict.fromkeys(plan.bytes_per_token, num_tokens), None)
     assert drafter is not None, f"{spec} builds no drafter"
     return drafter
@@ -91,7 +91,9 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wish"), [("float32", CHAINS[4]), ("bfloat16", TREES[1]), ("int8", CHAINS[3])], ids=FORMATS
+    ("dtype", "wish"),
+    list(zip(FORMATS, [CHAINS[4], TREES[1], CHAINS[3], TREES[0], CHAINS[2], TREES[2]], strict=True)),
+    ids=FORMATS,
 )
 def test_a_sample(dtype: str, wish: Speculation) -> None:
     chosen, bench = part_of(0)[4:10], bench_of(dtype)  # one for each border among them

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from equality import FORMATS, WISHES, Answer, Asked, decode, decode_plain
-from fuzz import Bench, run, threads
+from fuzz import Bench, number_format, run, threads
 from torch import Tensor
 
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.ngram import NgramDrafter
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
+from forerun.models.kernels.native import find_kernels
 from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
 
@@ -118,8 +119,8 @@ def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
         scale = 3.0 if name.startswith("model.embed") else 1.0
         return scale * shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
 
-    dtype = torch.float32 if numbers == "float32" else torch.bfloat16
-    decoder = Decoder(config, take, dtype, quantize=numbers == "int8")
+    chosen, dtype = number_format(numbers), torch.float32 if numbers.startswith("float32") else torch.bfloat16
+    decoder = Decoder(config, take, dtype, chosen["quantize"] == "int8", find_kernels(chosen["kernels"], dtype))
     runner = Runner(decoder, bench.runner.cache)
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)
 

@@ -57,11 +57,11 @@ def test_attention_is_the_weighted_sum_of_what_is_seen(rule: QueryRule) -> None:
 
 
 def test_a_path_in_pieces_is_laid_out_once() -> None:
-    copy = Copy(torch.tensor([9, 8]), 5)
+    copy = Copy([9, 8], 5)
     paths = make_paths(list(range(3, 22)), list(range(100, 119)), 64, QueryRule(8, 8), copy)
     assert [path.copy for path in paths] == [copy, None, None]
-    assert torch.cat([path.outputs for path in paths]).tolist() == list(range(3, 22))
-    assert [len(path.queries) for path in paths] == [8, 8, 8]
+    assert [query for path in paths for query in path.queries] == list(range(3, 22))
+    assert [len(path.padded_queries) for path in paths] == [8, 8, 8]
     assert {path.first_slot for path in paths} == {64}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from forerun.config import KernelChoice
 from forerun.models.config import ModelConfig, RopeConfig, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
@@ -153,8 +154,9 @@ def configs(folder: Path) -> tuple[ModelConfig, ModelConfig]:
     return new, read_config(folder)
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
-def test_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:
     model = build(case, tmp_path)
     tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
@@ -162,7 +164,7 @@ def test_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     assert expected.std() >= 3, "flat logits would hide what is left out"
     assert 2 * max(WINDOW, ORIGINAL) <= LENGTH
 
-    blueprint = Blueprint.of(str(tmp_path), "float32")
+    blueprint = Blueprint.of(str(tmp_path), "float32", kernels=kernels)
     for chunks in ([LENGTH], [1, 2, 40, 1, LENGTH - 44]):
         found = our_logits(blueprint, tokens.tolist(), chunks)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

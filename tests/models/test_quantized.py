@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun import LLM, InvalidRequest, SamplingParams
-from forerun.models import linear
-from forerun.models.linear import QuantizedLinear, make_linear, quantize_rows
+from forerun.models.kernels.native import find_kernels
+from forerun.models.linear import make_linear
 from forerun.models.loading import Blueprint
+from forerun.models.quantized import QuantizedLinear, quantize_rows, quantized_packing_is_exact
 from forerun.models.runner import Read
 from forerun.models.weights import has_bfloat16_linears
 from unchecked import unchecked
@@ -35,7 +36,7 @@ def awkward(rows: int, width: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(("shape", "dtype", "biased"), list(product(SHAPES, DTYPES, [True, False])))
 def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
-    """Whole numbers in Python's own arithmetic, in any company, with oneDNN and without."""
+    """Whole numbers in Python's own arithmetic, in any company, with oneDNN, compiled kernels or neither."""
     weight, x = awkward(*shape, dtype), awkward(70, shape[1], dtype)
     bias = torch.randn(shape[0]).to(dtype) if biased else None
     a, s = quantize_rows(x)
@@ -44,7 +45,9 @@ def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: tor
     sums = torch.tensor([[sum(p * q for p, q in zip(u, v, strict=True)) for v in b.tolist()] for u in a[:6].tolist()])
     expected = sums.float() * t[:, 0] * s[:6]
     expected = (expected if bias is None else expected + bias.float()).to(dtype)
-    for layer in (make_linear(weight, bias, quantize=True), QuantizedLinear(weight, bias, packed=False)):
+    kernels = find_kernels("auto", dtype)
+    ways = [make_linear(weight, bias, quantize=True, kernels=way) for way in (None, kernels)]
+    for layer in (*ways, QuantizedLinear(weight, bias, packed=False)):
         whole = layer(x)
         assert torch.equal(whole[:6], expected)
         for n in (1, 2, 3, 5, 8, 31, 33, 64):
@@ -67,11 +70,11 @@ def test_without_the_operator_the_numbers_are_the_same(monkeypatch: pytest.Monke
     weight, x = torch.randn(16, 64), torch.randn(5, 64)
     expected = make_linear(weight, quantize=True)(x)
     monkeypatch.setattr(QuantizedLinear, "multiply", missing)
-    linear.quantized_packing_is_exact.cache_clear()
+    quantized_packing_is_exact.cache_clear()
     try:
         layer = make_linear(weight, quantize=True)
     finally:
-        linear.quantized_packing_is_exact.cache_clear()
+        quantized_packing_is_exact.cache_clear()
     assert isinstance(layer, QuantizedLinear)
     assert not layer.packed
     assert torch.equal(layer(x), expected)

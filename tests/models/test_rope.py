@@ -148,3 +148,22 @@ def test_rotation_depends_on_the_distance_alone(target_dir: Path) -> None:
     for distance in (0, 1, 17, 200):
         products = torch.stack([turned(q, m + distance) @ turned(k, m) for m in (0, 3, 100, 300)])
         torch.testing.assert_close(products, products[:1].expand(4), rtol=0, atol=1e-4)
+
+
+def test_no_table_is_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first cosine of a process ran on two threads, one of them now and then computed with errors of 1e-4."""
+    sizes: list[int] = []
+    for name in ("cos", "sin"):
+        exact = getattr(torch, name)
+
+        def measured(x: torch.Tensor, exact: Any = exact) -> torch.Tensor:
+            sizes.append(x.numel())
+            return exact(x)
+
+        monkeypatch.setattr(torch, name, measured)
+    config = LlamaConfig(hidden_size=64, num_attention_heads=1, head_dim=64, max_position_embeddings=5000)
+    config.architectures = ["LlamaForCausalLM"]
+    tables = ours(config)
+    assert len(tables.cos) == 5000
+    assert sum(sizes) == 2 * 5000 * 32, "all angles went through these functions"
+    assert max(sizes) <= 2048

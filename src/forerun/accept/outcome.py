@@ -27,12 +27,13 @@ class RowOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One round: its sequences, and where its time went."""
+    """One round: its sequences, and where its time went. `draft_pass_s`, part of `draft_s`, is in drafters' passes."""
 
     rows: Sequence[RowOutcome]
     num_prompt_tokens: int
     draft_s: float
     pass_s: float
+    draft_pass_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class Stats:
     num_prompt_tokens: int = 0
     draft_s: float = 0.0
     pass_s: float = 0.0
+    draft_pass_s: float = 0.0
     offered_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
 
@@ -56,6 +58,7 @@ class Stats:
         self.num_prompt_tokens += outcome.num_prompt_tokens
         self.draft_s += outcome.draft_s
         self.pass_s += outcome.pass_s
+        self.draft_pass_s += outcome.draft_pass_s
         for row in outcome.rows:
             self.num_rounds += 1
             self.num_drafted += row.num_drafted

@@ -31,6 +31,7 @@ def build_llm(options: ModelOptions, console: Console) -> LLM:
             options.draft,
             dtype=options.dtype,
             quantize=options.quantize,
+            kernels=options.kernels,
             speculation=options.depth,
             verification=options.verification,
             max_len=options.max_len,

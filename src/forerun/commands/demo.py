@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from forerun.demo.meet import Meet
 from forerun.demo.race import Track
 from forerun.demo.score import verdict
 from forerun.demo.screen import card, view_of
+from forerun.machine import peak_rss_bytes
 from forerun.options import with_options
 from forerun.sampling.params import SamplingParams
 
@@ -64,9 +64,8 @@ def demo(
 def about(meet: Meet, num_prompts: int) -> list[tuple[str, str]]:
     """What else is worth knowing, by name."""
     params = meet.params
-    dtype = str(meet.track.llm.engine.runner.decoder.dtype).removeprefix("torch.")
     num_threads = torch.get_num_threads()
-    machine = f"{num_threads} thread{'s' * (num_threads > 1)}, {torch.backends.cpu.get_cpu_capability()}, {dtype}"
+    machine = f"{num_threads} thread{'s' * (num_threads > 1)}, {meet.track.llm.kernels}, {meet.track.llm.format}"
     lines = [("temperature", f"{params.temperature:g}, seed {params.seed}"), ("machine", machine)]
     if peak := peak_rss_bytes():
         lines.append(("peak memory", size(peak)))
@@ -94,13 +93,3 @@ def as_object(pair: Pair, meet: Meet) -> dict[str, object]:
         "peak_rss_bytes": peak_rss_bytes(),
         "fingerprint": meet.track.llm.fingerprint,
     }
-
-
-def peak_rss_bytes() -> int | None:
-    """The most memory this process has held; None where the system does not tell."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

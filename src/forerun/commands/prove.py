@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from forerun.card import LoadingBar
-from forerun.config import DEFAULT_DEPTH, Quantization, Speculation
+from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import DeviceOption, OneGemmOption, with_options
@@ -44,6 +44,9 @@ class ProveOptions:
     quantize: Annotated[
         Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
     ] = None
+    kernels: Annotated[
+        KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
+    ] = "auto"
     max_len: Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")] = (
         None
     )
@@ -78,6 +81,7 @@ def prove(
             options.draft,
             dtype=options.dtype,
             quantize=options.quantize,
+            kernels=options.kernels,
             speculation=largest_shape(workload),
             max_len=options.max_len,
             max_batch=2 * max(workload.batches),

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from forerun.bench.lane import Clock
 from forerun.demo.material import Prompt
-from forerun.demo.race import Clock, Step, Track
+from forerun.demo.race import Step, Track
 from forerun.demo.score import Score, affordable_tokens
 from forerun.models.loading import Progress
 from forerun.sampling.params import SamplingParams

@@ -8,20 +8,18 @@ itself. Knows nothing of what is shown or of how the numbers are summed up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
-from forerun.accept.outcome import Outcome, Stats
+from forerun.accept.outcome import Outcome
+from forerun.bench.lane import Clock, Lane
 from forerun.draft.base import Drafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
-
-Clock = Callable[[], float]
 
 
 class Side(StrEnum):
@@ -41,51 +39,16 @@ class Step:
     step_s: float
 
 
-class Ledger(Stats):
-    """Counters that keep what they are made of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outcomes: list[Outcome] = []
-
-    def record(self, outcome: Outcome) -> None:
-        """Add one round."""
-        super().record(outcome)
-        self.outcomes.append(outcome)
-
-
-@dataclass(slots=True)
-class Lane:
-    """One side's engine and sequence, and how long its steps have taken. The engine's counters start anew."""
-
-    side: Side
-    engine: Engine
-    sequence: EngineSequence
-    clock_s: float = 0.0
-    ledger: Ledger = field(default_factory=Ledger)
-
-    def __post_init__(self) -> None:
-        assert not self.engine.has_work, "a lane's engine works for it alone, or its clock would hold others' time"
-        self.engine.stats = self.ledger
-        self.engine.submit(self.sequence)
-
-    def step(self, clock: Clock) -> Step:
-        """One timed round."""
-        started_s = clock()
-        deltas = self.engine.step()
-        step_s = clock() - started_s
-        self.clock_s += step_s
-        return Step(self.side, deltas[0] if deltas else None, self.ledger.outcomes[-1], step_s)
-
-
-def race(lanes: Sequence[Lane], clock: Clock = time.perf_counter) -> Iterator[Step]:
+def race(lanes: Mapping[Side, Lane], clock: Clock = time.perf_counter) -> Iterator[Step]:
     """Step all lanes to their ends, always the one with the least time on its clock. Closing it cancels them."""
     try:
-        while running := [lane for lane in lanes if lane.engine.has_work]:
-            yield min(running, key=lambda lane: lane.clock_s).step(clock)
+        while running := [side for side, lane in lanes.items() if lane.engine.has_work]:
+            side = min(running, key=lambda side: lanes[side].clock_s)
+            timed = lanes[side].step(clock)
+            yield Step(side, timed.deltas[0] if timed.deltas else None, timed.outcome, timed.step_s)
     finally:
-        for lane in lanes:
-            lane.engine.cancel(lane.sequence.request_id)
+        for lane in lanes.values():
+            lane.clear()
 
 
 class Track:
@@ -100,11 +63,9 @@ class Track:
         self, prompt: str | Sequence[int], params: SamplingParams, drafter: str, clock: Clock = time.perf_counter
     ) -> Iterator[Step]:
         """Answer a prompt plain and with `drafter`, "model" (the LLM's own) or "ngram"."""
-        (plain,) = self.llm.requests.sequences(prompt, params, wish=False)
-        (drafted,) = self.llm.requests.sequences(prompt, params)
-        yield from race(
-            [Lane(Side.PLAIN, self.plain, plain), Lane(Side.SPECULATIVE, self.drafted[drafter], drafted)], clock
-        )
+        plain = Lane(self.plain, self.llm.requests.sequences(prompt, params, wish=False))
+        drafted = Lane(self.drafted[drafter], self.llm.requests.sequences(prompt, params))
+        yield from race({Side.PLAIN: plain, Side.SPECULATIVE: drafted}, clock)
 
 
 def engine_beside(llm: LLM, drafter: Drafter | None) -> Engine:

@@ -1,8 +1,7 @@
 """The score of races: speeds, what rounds gave and cost, and whether speculation pays.
 
-Decides what a speed is here: tokens over time in rounds that read no prompt, so that what is compared is decoding;
-the reading of prompts is kept apart. The drafter's own reading of the prompt counts as decoding, against it. Knows
-nothing of engines or of what is shown.
+Decides what is compared: the paces of decoding, the reading of prompts left out. Knows nothing of engines or of what
+is shown.
 """
 
 from __future__ import annotations
@@ -10,49 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.accept.outcome import Stats
+from forerun.bench.pace import Pace
 from forerun.demo.race import Side, Step
 
 LEAST_TOKENS = 8  # an answer shorter than this shows nothing
 
 
 @dataclass(slots=True)
-class Tally:
-    """What one side's steps add up to, in one race or many. `stats` counts the rounds of decoding only."""
+class Tally(Pace):
+    """What one side's steps add up to, in one race or many, and what they said."""
 
     token_ids: list[int] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
-    num_decoded: int = 0
-    decode_s: float = 0.0
-    num_read: int = 0
-    read_s: float = 0.0
 
     def add(self, step: Step) -> None:
         """One more step."""
-        news = step.delta.token_ids if step.delta else ()
-        self.token_ids += news
-        if step.outcome.num_prompt_tokens:
-            self.num_read += step.outcome.num_prompt_tokens
-            self.read_s += step.step_s
-        else:
-            self.stats.record(step.outcome)
-            self.num_decoded += len(news)
-            self.decode_s += step.step_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Speed of decoding; 0 before any."""
-        return self.num_decoded / self.decode_s if self.decode_s else 0.0
-
-    @property
-    def total_s(self) -> float:
-        """All the time its steps took."""
-        return self.read_s + self.decode_s
-
-    @property
-    def pass_s(self) -> float:
-        """The target's pass in a round of decoding, on average."""
-        return self.stats.pass_s / self.stats.num_passes if self.stats.num_passes else 0.0
+        self.token_ids += step.delta.token_ids if step.delta else ()
+        self.count(step.outcome, step.step_s)
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""

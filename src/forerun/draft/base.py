@@ -86,12 +86,13 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What `propose` returns: the guesses, and what the drafter thinks of them."""
+    """What `propose` returns: the guesses, what the drafter thinks of them, how long its own models' passes took."""
 
     tree: DraftTree
     survival: Float[Tensor, "batch nodes"] | None = None  # the drafter's P(path accepted); 1 at the root
     arm: Int[Tensor, "batch nodes"] | None = None
     resume: Resume | None = None
+    pass_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

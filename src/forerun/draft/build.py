@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from forerun.config import Quantization
+from forerun.config import KernelChoice, Quantization
 from forerun.draft.base import Drafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -29,6 +29,7 @@ class DraftContext:
     tokenizer: Tokenizer
     dtype: str = "auto"
     quantize: Quantization | None = None
+    kernels: KernelChoice = "auto"
 
 
 CacheTokens = Mapping[str, int]
@@ -39,12 +40,14 @@ class DraftPlan:
     """A drafter that was found and checked but not loaded: enough to plan memory.
 
     `bytes_per_token` has an entry for every cache it wants, by name. `build` loads it, given the tokens that each of
-    these caches may hold; a cache of 0 tokens gives a drafter that never drafts.
+    these caches may hold; a cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
+    from others; nothing for a drafter without any.
     """
 
     weights_bytes: int
     bytes_per_token: Mapping[str, int]
     build: Callable[[CacheTokens, Progress | None], Drafter | None]
+    fingerprint: Callable[[], str] = str
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
@@ -81,14 +84,14 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
     name, placement = str(spec), context.target.placement
-    drafter = Blueprint.of(spec.argument, context.dtype, context.quantize, placement)
+    drafter = Blueprint.of(spec.argument, context.dtype, context.quantize, context.kernels, placement)
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
     def build(cache_tokens: CacheTokens, progress: Progress | None) -> Drafter:
         return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
 
-    return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build)
+    return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint)
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {

@@ -71,8 +71,8 @@ class ChainGraph:
             return None
         buffers = self.fill(draws, starts, logits, depth)
         key = ("chains", len(buffers.keys), depth, draws.num_ids)
-        guesses, survival = self.runner.graphs.run(key, lambda: self.body(buffers, draws.num_ids))
-        return self.spread(draws, starts, guesses, survival)
+        guesses = self.runner.graphs.run(key, lambda: self.body(buffers, draws.num_ids))
+        return self.spread(draws, starts, guesses)
 
     def fill(self, draws: Draws, starts: Sequence[Start], logits: Tensor, depth: int) -> Buffers:
         """Set the tables of all steps: where tokens lie is known before they are."""
@@ -105,33 +105,30 @@ class ChainGraph:
             )
         return self.buffers[rows, depth]
 
-    def body(self, buffers: Buffers, num_ids: int) -> tuple[Int[Tensor, "rows depth"], Float[Tensor, "rows depth"]]:
+    def body(self, buffers: Buffers, num_ids: int) -> Int[Tensor, "rows depth"]:
         """All steps. Tensor code alone."""
         logits, columns = buffers.logits, []
         for level in range(len(buffers.steps) + 1):
-            tokens, survival = draw_coupled(logits, buffers, level, num_ids)
-            columns.append((tokens, survival))
+            tokens = draw_coupled(logits, buffers, level, num_ids)
+            columns.append(tokens)
             if level < len(buffers.steps):
                 step = buffers.steps[level]
                 step.columns["tokens"].copy_(tokens.clamp_min(0))
                 found = run_pass(self.runner.decoder, self.runner.ops, step, self.runner.cache).logits
                 assert found is not None, "every row of a step is judged"
                 logits = self.fit(found)
-        guesses, chances = zip(*columns, strict=True)
-        return torch.stack(guesses, dim=1), torch.stack(chances, dim=1)
+        return torch.stack(columns, dim=1)
 
-    def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor, survival: Tensor) -> Chains:
+    def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:
         """The rows of the graph as rows of the round."""
         batch, depth = len(draws.rows), guesses.shape[1]
         index = upload([start.row for start in starts], torch.long, draws.device)
         chains = Chains(
             guesses=torch.full((batch, depth), -1, dtype=torch.long, device=draws.device),
-            survival=torch.zeros(batch, depth, device=draws.device),
             counts=[0] * batch,
             num_read={start.seq_id: depth - 1 for start in starts if depth > 1},
         )
         chains.guesses[index] = guesses[: len(starts)]
-        chains.survival[index] = survival[: len(starts)]
         for start in starts:
             chains.counts[start.row] = depth
         return chains
@@ -139,8 +136,8 @@ class ChainGraph:
 
 def draw_coupled(
     logits: Float[Tensor, "rows vocab"], buffers: Buffers, level: int, num_ids: int
-) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """What `Draws.children` gives at a width of 1, for rows without filters: the guess, and its chance to survive."""
+) -> Int[Tensor, " rows"]:
+    """The guesses that `Draws.children` gives at a width of 1, for rows without filters."""
     vocab = logits.shape[1]
     shaped = logits.masked_fill(torch.arange(vocab, device=logits.device) >= num_ids, -math.inf)
     greedy = buffers.temperatures == 0
@@ -150,5 +147,4 @@ def draw_coupled(
     scores = scores.nan_to_num(nan=-math.inf, posinf=torch.finfo(scores.dtype).max, neginf=-math.inf)
     tokens = scores.argmax(1, keepdim=True)
     offered = scores.gather(1, tokens) > -math.inf
-    survival = torch.where(offered, scores.softmax(1).gather(1, tokens), 0.0)
-    return torch.where(offered, tokens, -1)[:, 0], survival[:, 0]
+    return torch.where(offered, tokens, -1)[:, 0]

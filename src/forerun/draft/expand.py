@@ -78,12 +78,14 @@ class ReadNodes(Protocol):
 def expand(draws: Draws, budgets: Sequence[Budget], logits: Float[Tensor, "drafted vocab"], read: ReadNodes) -> Draft:
     """Grow one tree per sequence of `draws`; `logits` are those after the roots of the rows with a budget, in order.
 
-    A width of 1 gives chains. Trees keep within depth and nodes; a node whose survival is below the price stays a
-    leaf. In rejection modes the tree carries the laws its guesses were drawn from.
+    A width of 1 gives chains, and without a price the draft tells no survival. Trees keep within depth and nodes; a
+    node whose survival is below the price stays a leaf. In rejection modes the tree carries the laws its guesses were
+    drawn from.
     """
     growths = [Growth(b, [row.tokens[-1]]) for row, b in zip(draws.rows, budgets, strict=True)]
     places = [Place(row, 0, n) for row, g in enumerate(growths) for n in g.shares([0], 0).values()]
     at = select(draws.roots(), [place.row for place in places])
+    draws.foresee(max((budget.depth for budget in budgets), default=0))
     laws: list[Tensor] = []
     level = 0
     while places:
@@ -110,12 +112,14 @@ def draw_level(
     laws: list[Tensor],
 ) -> list[Place]:
     """Draw the children that the places were promised and add them to their trees; returns them, without shares."""
-    children = draws.children(logits, at, max(place.num_children for place in places))
+    width = max(place.num_children for place in places)
+    children = draws.children(logits, at, width, survival=survival_counts(growths))
     first_law = sum(map(len, laws))
     if children.law is not None:
         laws.append(children.law)
     drawn = []
-    tokens, survival = children.tokens.tolist(), children.survival.tolist()
+    tokens = children.tokens.tolist()
+    survival = [[1.0] * width] * len(places) if children.survival is None else children.survival.tolist()
     for i, place in enumerate(places):
         growth = growths[place.row]
         if children.law is not None and not draws.greedy[place.row]:
@@ -124,6 +128,11 @@ def draw_level(
             if token >= 0:
                 drawn.append(Place(place.row, growth.add(place.node, token, chance), 0, drawn_at=i))
     return drawn
+
+
+def survival_counts(growths: Sequence[Growth]) -> bool:
+    """Whether any tree's shape depends on survival; over a large vocabulary it costs more than the draw."""
+    return any(growth.budget.width > 1 or growth.budget.price > 0 for growth in growths)
 
 
 def choose(growths: Sequence[Growth], drawn: Sequence[Place], level: int) -> list[Place]:
@@ -143,7 +152,6 @@ def assemble(draws: Draws, growths: Sequence[Growth], depth: int, laws: Sequence
     def padded(lists: Sequence[list[int]]) -> Tensor:
         return torch.tensor([values + [-1] * (nodes - len(values)) for values in lists], device=draws.device)
 
-    chances = [growth.survival + [0.0] * (nodes - len(growth.survival)) for growth in growths]
     tree = DraftTree(
         tokens=padded([growth.tokens for growth in growths]),
         parents=padded([growth.parents for growth in growths]),
@@ -151,6 +159,9 @@ def assemble(draws: Draws, growths: Sequence[Growth], depth: int, laws: Sequence
         width=max(growth.budget.width for growth in growths),
         q=DraftLaw(padded([growth.law_row for growth in growths]), torch.cat(list(laws))) if laws else None,
     )
+    if not survival_counts(growths):
+        return Draft(tree)
+    chances = [growth.survival + [0.0] * (nodes - len(growth.survival)) for growth in growths]
     return Draft(tree, survival=torch.tensor(chances, dtype=torch.float32, device=draws.device))
 
 

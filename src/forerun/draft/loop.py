@@ -9,14 +9,14 @@ or a shape depends on what was drawn (trees, prices), `expand` does it level by 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.device import Download, upload
-from forerun.draft.base import Budget, Draft
+from forerun.draft.base import Budget
 from forerun.models.runner import Drawn, Read
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftLaw, DraftTree, Known
@@ -38,22 +38,15 @@ class Chains:
     """What was drawn: the guesses of every row of the round, -1 where there are fewer, and how many were read."""
 
     guesses: Int[Tensor, "batch depth"]
-    survival: Float[Tensor, "batch depth"]
     counts: list[int]  # guesses of each row
     num_read: dict[int, int]  # by sequence: guesses that lie in its tail
     laws: list[Tensor] = field(default_factory=list)
     law_row: list[list[int]] = field(default_factory=list)  # by row and guess: where its law is packed
 
-    def draft(self, draws: Draws) -> Draft:
+    def tree(self, draws: Draws) -> DraftTree:
         """The guesses as a tree on the device, of which the host knows the shape."""
         tree = DraftTree.chains(draws.roots_tokens, self.guesses, self.law(draws))
-        ones = torch.ones_like(self.survival[:, :1])
-        chances = torch.cat([ones, self.survival.cumprod(1)], dim=1)
-        known = Known.chains(self.counts)
-        return Draft(
-            DraftTree(tree.tokens, tree.parents, tree.depth, q=tree.q, known=known),
-            survival=torch.where(tree.valid, chances, 0.0),
-        )
+        return replace(tree, known=Known.chains(self.counts))
 
     def law(self, draws: Draws) -> DraftLaw | None:
         """The laws that the guesses were drawn from, by the node that they follow; rejection modes only."""
@@ -79,15 +72,14 @@ def draw_chains(draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "st
     """
     batch, deepest = len(draws.rows), max(start.depth for start in starts)
     guesses = torch.full((batch, deepest), -1, dtype=torch.long, device=draws.device)
-    chains = Chains(guesses, torch.zeros(batch, deepest, device=draws.device), [0] * batch, {}, [])
+    chains = Chains(guesses, [0] * batch, {})
     chains.law_row = [[-1] * deepest for _ in range(batch)]
     active = list(starts)
     at = some(draws.roots(), [start.row for start in active])
     for level in range(deepest):
-        children = draws.children(logits, at, 1)
+        children = draws.children(logits, at, 1, survival=False)
         rows = upload([start.row for start in active], torch.long, draws.device)
         chains.guesses[rows, level] = children.tokens[:, 0]
-        chains.survival[rows, level] = children.survival[:, 0]
         note(chains, active, level, children.law)
         ahead = [i for i, start in enumerate(active) if start.depth > level + 1]
         if not ahead:

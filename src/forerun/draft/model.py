@@ -9,6 +9,7 @@ business; where tokens lie in the cache is the runner's.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -95,6 +96,7 @@ class ModelDrafter:
         self.runner = runner
         self.vocab_size = vocab_size
         self.sequences: dict[int, Following] = {}
+        self.pass_s = 0.0  # in passes since the last call of `propose`
         self.graph: ChainGraph | None = None
         if isinstance(runner, GraphRunner):
             self.graph = ChainGraph(runner, self.fit_vocabulary, vocab_size)
@@ -119,6 +121,7 @@ class ModelDrafter:
     @torch.inference_mode()
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
+        self.pass_s = 0.0
         wishes = self.wishes(draws.seq_ids, budgets, tail)
         self.forget_tails([wish.seq_id for wish in wishes])
         passed = self.read_roots(self.catch_up(wishes))
@@ -127,7 +130,8 @@ class ModelDrafter:
             return self.draw_unseen(self.graph, draws, granted, passed.logits)
         ends = {wish.seq_id: len(self.sequences[wish.seq_id].tail) - 1 for wish in passed.wishes}
         reader = LevelReader(self, draws.seq_ids, ends)
-        return expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
+        draft = expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
+        return replace(draft, pass_s=self.pass_s)
 
     def draw_unseen(
         self, graph: ChainGraph, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
@@ -140,11 +144,16 @@ class ModelDrafter:
             states = self.read(reads, granted, drawn)
             return None if states is None else self.fit_vocabulary(states.logits)
 
-        chains = graph.draw(draws, starts, logits) or draw_chains(draws, starts, logits, read_on)
+        started_s = time.perf_counter()
+        chains = graph.draw(draws, starts, logits)
+        if chains is not None:
+            self.pass_s += time.perf_counter() - started_s  # its draws are in the graph with its passes
+        else:
+            chains = draw_chains(draws, starts, logits, read_on)
         download = Download(chains.guesses)
         for seq_id, num_read in chains.num_read.items():
             self.sequences[seq_id].pending = Pending(download, rows[seq_id], num_read)
-        return chains.draft(draws)
+        return Draft(chains.tree(draws), pass_s=self.pass_s)
 
     def wishes(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[Wish]:
         """The sequences to be drafted, their depths cut to what the model's context and the cache allow."""
@@ -221,12 +230,15 @@ class ModelDrafter:
         """One pass; None where there is no room even after all sequences outside `active` lost their K, V."""
         idle = [s for s in self.sequences if s not in active and s in self.runner.cache]
         while True:
+            started_s = time.perf_counter()
             try:
                 return self.runner.read(reads, drawn=drawn)
             except OutOfBlocks:
                 if not idle:
                     return None
                 self.release([idle.pop()])
+            finally:
+                self.pass_s += time.perf_counter() - started_s
 
     def fit_vocabulary(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
         """The logits at the target's width: both vocabularies may be padded, to different sizes."""

@@ -8,6 +8,7 @@ of text files, prompts or HTTP.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ import torch
 from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.base import Committed, Drafter
+from forerun.draft.base import Committed, Draft, Drafter
 from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.engine.delta import Delta, commit, score_prompt
 from forerun.engine.reading import Kept, Part, Reading, drawn_tokens
@@ -29,6 +30,8 @@ from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
 from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
+
+MakeDraws = Callable[..., Draws]  # with the signature of Draws itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Round:
 class Engine:
     """Generates many sequences at once. Not thread-safe: one thread steps it, submits and cancels.
 
-    `num_ids` is the number of real token ids; a padded vocabulary's further ones are never emitted.
+    `num_ids` is the number of real token ids; a padded vocabulary's further ones are never emitted. `draws` makes each
+    round's sampling: Draws, or something that draws in its place.
     """
 
     def __init__(
@@ -59,12 +63,14 @@ class Engine:
         options: EngineOptions | None = None,
         controller: Controller | None = None,
         num_ids: int | None = None,
+        draws: MakeDraws = Draws,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.options = options or EngineOptions()
         self.controller = controller or FixedDepth()
         self.num_ids = num_ids
+        self.draws = draws
         self.scheduler = Scheduler(runner.cache, self.options.max_batch, self.options.chunk_tokens)
         self.sequences: dict[int, Sequence] = {}
         self.stats = Stats()
@@ -114,13 +120,13 @@ class Engine:
     def round(self, plan: Round) -> list[Delta]:
         """The three verbs, in their order."""
         started = time.perf_counter()
-        tree = self.draft(plan)  # draft
+        draft = self.draft(plan)  # draft
         drafted = time.perf_counter()
-        reading = self.read(plan, tree)  # one target pass
+        reading = self.read(plan, draft.tree)  # one target pass
         passed = time.perf_counter()
-        verdict = verify(tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
+        verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
-        outcome = Outcome(rows, plan.num_prompt_tokens, drafted - started, passed - drafted)
+        outcome = Outcome(rows, plan.num_prompt_tokens, drafted - started, passed - drafted, draft.pass_s)
         self.controller.record(outcome)
         self.stats.record(outcome)
         return deltas
@@ -130,7 +136,7 @@ class Engine:
         rows, preempted = self.scheduler.plan()
         self.forget(preempted)
         drawing = [row for row in rows if row.draws]
-        draws = Draws(
+        draws = self.draws(
             [row.sequence.sampling() for row in drawing],
             self.runner.decoder.config.vocab_size,
             rejection=self.options.verification != "coupled",
@@ -139,15 +145,16 @@ class Engine:
         )
         return Round(rows, drawing, draws)
 
-    def draft(self, plan: Round) -> DraftTree:
+    def draft(self, plan: Round) -> Draft:
         """Guesses for the drawing rows, on the device; their roots alone where none are wanted or affordable."""
-        return self.guess(plan).to(plan.draws.device)
+        draft = self.guess(plan)
+        return replace(draft, tree=draft.tree.to(plan.draws.device))
 
-    def guess(self, plan: Round) -> DraftTree:
+    def guess(self, plan: Round) -> Draft:
         """The same, on the host as long as the drafter works there: what it knows need not be asked for."""
         roots = torch.tensor([row.sequence.tokens[-1] for row in plan.drawing], dtype=torch.long)
         if self.drafter is None or not plan.drawing:
-            return DraftTree.bare(roots)
+            return Draft(DraftTree.bare(roots))
         seq_ids = [row.sequence.id for row in plan.drawing]
         load = Load(
             seq_ids=seq_ids,
@@ -158,13 +165,15 @@ class Engine:
         spare = self.runner.cache.spare([r.sequence.id for r in plan.rows], [r.num_certain for r in plan.rows])
         budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
-            return DraftTree.bare(roots)
+            return Draft(DraftTree.bare(roots))
         draft = self.drafter.propose(plan.draws, budgets)
         if draft.tree.tokens.device != roots.device:
             roots = plan.draws.roots_tokens
         safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size)
         tree = self.controller.admit(replace(draft, tree=safe), load)
-        return tree if tree is safe else tree.without_law()  # pruned after drawing: what is left has another law
+        if tree is not safe:
+            tree = tree.without_law()  # pruned after drawing: what is left has another law
+        return replace(draft, tree=tree)
 
     def read(self, plan: Round, tree: DraftTree) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""

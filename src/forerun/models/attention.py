@@ -12,8 +12,9 @@ never shift the view. Knows nothing of layers, norms or rotations.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -37,37 +38,57 @@ class QueryRule:
     block: int = 1 << 30
 
 
+EACH_ALONE = QueryRule(1)  # the compiled kernels' rule: they read every query by itself
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Guesses to lay out as a chain: cache slots `source`, in order, to the slots from `first` on."""
 
-    source: Int[Tensor, " guesses"]
+    source: Sequence[int]
     first: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionPath:
-    """The queries of one path of one sequence, and where their keys lie.
+    """The queries of one path of one sequence, packed token numbers at ascending positions, and where their keys lie.
 
-    `queries` are packed token numbers, padded by repeating the last one; `outputs` those that are real. Keys are the
-    slots from `first_slot` on, `num_keys` of them (padded); query i sees those up to its own position.
+    Keys are the slots from `first_slot` on; query i sees those up to its own position.
     """
 
-    queries: Int[Tensor, " padded"]
-    outputs: Int[Tensor, " real"]
-    positions: Int[Tensor, " padded"]
+    queries: Sequence[int]
+    positions: Sequence[int]
     first_slot: int
-    num_keys: int
+    pad: int = 1  # what the number of queries is padded to a multiple of, by repeating the last one
     copy: Copy | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys up to the last query's, padded."""
+        return -(-(self.positions[-1] + 1) // KEY_PAD) * KEY_PAD
+
+    def holds(self, key: int, num_slots: int) -> bool:
+        """Whether this key lies in one of the cache's slots."""
+        if self.copy is None or self.first_slot + key < self.copy.first:
+            return self.first_slot + key < num_slots
+        return self.first_slot + key < self.copy.first + len(self.copy.source)
+
+    @cached_property
+    def padded_queries(self) -> Int[Tensor, " padded"]:
+        return self.padded(self.queries)
+
+    def padded(self, values: Sequence[int]) -> Int[Tensor, " padded"]:
+        return torch.tensor([*values, *[values[-1]] * (-len(values) % self.pad)])
 
     def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Float[Tensor, "rows keys"]:
         """0 where a query sees a key, -inf elsewhere; one row per query of each head of a group. Made once a pass."""
         if window not in self.masks:
             key = torch.arange(self.num_keys)
-            seen = key <= self.positions[:, None]
+            positions = self.padded(self.positions)[:, None]
+            seen = key <= positions
             if window is not None:
-                seen &= key > self.positions[:, None] - window
+                seen &= key > positions - window
             mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
             self.masks[window] = mask.repeat(group, 1)
         return self.masks[window]
@@ -79,24 +100,7 @@ def make_paths(
     """A path from its packed token numbers and their positions, ascending; as many as the rule wants it cut into."""
     cuts = range(0, len(queries), rule.block)
     parts = [(queries[i : i + rule.block], positions[i : i + rule.block]) for i in cuts]
-    return [make_path(*part, first_slot, rule.pad, None if i else copy) for i, part in enumerate(parts)]
-
-
-def make_path(
-    queries: list[int], positions: list[int], first_slot: int, pad: int, copy: Copy | None = None
-) -> AttentionPath:
-    """One call of the kernel, its queries padded to a multiple of `pad`."""
-    padding = -len(queries) % pad
-    num_keys = -(-(positions[-1] + 1) // KEY_PAD) * KEY_PAD
-    padded = torch.tensor(queries + queries[-1:] * padding)
-    return AttentionPath(
-        queries=padded,
-        outputs=padded[: len(queries)],
-        positions=torch.tensor(positions + positions[-1:] * padding),
-        first_slot=first_slot,
-        num_keys=num_keys,
-        copy=copy,
-    )
+    return [AttentionPath(*part, first_slot, rule.pad, None if i else copy) for i, part in enumerate(parts)]
 
 
 def attend(
@@ -114,11 +118,13 @@ def attend(
     for path in paths:
         if path.copy is not None:
             end = path.copy.first + len(path.copy.source)
-            keys[:, path.copy.first : end] = keys[:, path.copy.source]
-            values[:, path.copy.first : end] = values[:, path.copy.source]
+            source = torch.tensor(path.copy.source)
+            keys[:, path.copy.first : end] = keys[:, source]
+            values[:, path.copy.first : end] = values[:, source]
         view = slice(path.first_slot, path.first_slot + path.num_keys)
-        attended = attend_path(q[path.queries], keys[:, view], values[:, view], path, window)
-        out[path.outputs] = attended[: len(path.outputs)]
+        attended = attend_path(q[path.padded_queries], keys[:, view], values[:, view], path, window)
+        num_queries = len(path.queries)
+        out[path.padded_queries[:num_queries]] = attended[:num_queries]
     return out
 
 
@@ -166,7 +172,7 @@ def queries_are_independent(
     k, v = (functional.pad(t, (0, 0, 0, -t.shape[1] % KEY_PAD)) for t in (k, v))
 
     def kernel(rows: Tensor) -> Tensor:
-        path = make_path(list(range(len(rows))), [last] * len(rows), 0, pad)
+        path = AttentionPath(list(range(len(rows))), [last] * len(rows), 0, pad)
         return attend_path(rows, k, v, path, None)
 
     return agreed_rows(kernel, q, counts, pad) == CHECK_QUERIES

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -18,16 +19,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.cache.paged import PagedCache
-from forerun.models.attention import AttentionPath, attend, query_rule
+from forerun.models.attention import EACH_ALONE, AttentionPath, QueryRule, attend, query_rule
 from forerun.models.config import ModelConfig
+from forerun.models.kernels.native import Kernels
 from forerun.models.linear import Linear, make_linear, padded_rows
 from forerun.models.rope import rope_tables
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 
+SERIAL_ELEMENTS = 32_767  # torch splits larger SiLUs over threads, at any element
 LANES = 32  # widths are padded to a multiple of this, so that vector code covers whole rows
-SERIAL_ELEMENTS = 32_767  # torch splits larger elementwise work over threads, at any element
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ class Decoder:
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers and the head are 8-bit ones; embedding, norms and attention are of `dtype`.
-    `make` turns weight and bias into a layer where that is not this machine's CPU's business.
+    `make` turns weight and bias into a layer where that is not this machine's CPU's business; it excludes `kernels`,
+    and attention is the reader's business then.
     """
 
     def __init__(
@@ -77,18 +80,25 @@ class Decoder:
         take: Take,
         dtype: torch.dtype,
         quantize: bool = False,
+        kernels: Kernels | None = None,
         make: MakeLinear | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.make = make or partial(make_linear, quantize=quantize)
-        self.query_rule = query_rule(config.heads, config.kv_heads, config.head_dim, dtype, torch.get_num_threads())
+        self.make = make or partial(make_linear, quantize=quantize, kernels=kernels)
+        self.query_rule = EACH_ALONE if kernels or make else self.ask_query_rule()
         self.embedding = take("model.embed_tokens.weight", (config.vocab_size, config.hidden)).to(dtype)
         self.layers = [self.load_layer(take, i) for i in range(config.layers)]
         self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)
         head = self.embedding if config.tied else take("lm_head.weight", (config.vocab_size, config.hidden))
         self.head = self.make(head.to(dtype))
         self.rope = rope_tables(config).to(self.embedding.device)
+        self.native = kernels.decoder(config, self.layers, self.norm, self.head) if kernels else None
+
+    def ask_query_rule(self) -> QueryRule:
+        """How torch's attention wants queries of this shape, on this machine."""
+        c = self.config
+        return query_rule(c.heads, c.kv_heads, c.head_dim, self.dtype, torch.get_num_threads())
 
     def load_layer(self, take: Take, index: int) -> Layer:
         """Fetch, fuse and pack one layer."""
@@ -153,21 +163,33 @@ class Decoder:
         Keys and values land in `batch.slots`. Taps: i is the residual stream entering layer i, num_layers the one
         before the final norm, -1 the one behind it.
         """
-        total = len(batch.tokens)
         x = self.embedding[batch.tokens] if inputs is None else inputs
-        cos, sin = self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None]
-        x, cos, sin = (pad_rows(t, padded_rows(total)) for t in (x, cos, sin))
+        if self.native is not None:
+            x = x.to(torch.float32, copy=True)
+        layers = range(len(self.layers)) if layers is None else layers
         kept: dict[int, Tensor] = {}
-        for i in range(len(self.layers)) if layers is None else layers:
-            if i in taps:
-                kept[i] = x[:total]
-            x = self.run_layer(i, x, batch, cache, cos, sin)
-        x = x[:total]
-        if len(self.layers) in taps:
-            kept[len(self.layers)] = x
+        cuts = sorted({layers.start, layers.stop, *(t for t in taps if t in layers)})
+        for first, end in pairwise(cuts):
+            kept[first] = x.clone() if self.native and first in taps else x
+            x = self.run_layers(range(first, end), x, batch, cache)
+        kept[layers.stop] = x
         if -1 in taps:
             kept[-1] = rms_norm(x, self.norm, self.config.norm_eps)
         return Hidden(x, torch.stack([kept[t] for t in taps], dim=1) if taps else None)
+
+    def run_layers(
+        self, layers: range, x: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache
+    ) -> Float[Tensor, "total hidden"]:
+        """Some layers in a row: by the compiled kernels, in place, or by torch's operators."""
+        if self.native is not None:
+            self.native.forward(x, batch, cache, self.rope, layers)
+            return x
+        total = len(x)
+        cos, sin = self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None]
+        x, cos, sin = (pad_rows(t, padded_rows(total)) for t in (x, cos, sin))
+        for i in layers:
+            x = self.run_layer(i, x, batch, cache, cos, sin)
+        return x[:total]
 
     def run_layer(
         self, index: int, x: Tensor, batch: TokenBatch, cache: PagedCache, cos: Tensor, sin: Tensor
@@ -189,6 +211,8 @@ class Decoder:
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32 of the rows given: only those that are judged need be."""
+        if self.native is not None:
+            return self.native.logits(hidden)
         rows = pad_rows(hidden, padded_rows(len(hidden)))
         return self.head(rms_norm(rows, self.norm, self.config.norm_eps))[: len(hidden)].float()
 

@@ -4,14 +4,12 @@ Decides how a weight matrix is laid out and multiplied so that (1) a pass over s
 costs, and (2) a row's result depends neither on the other rows nor on how many there are: the same token gives the
 same bits alone, in a batch, in a draft and in a prompt chunk. Knows nothing of what the layer is for.
 
-Two forms keep both. oneDNN's prepacked weights do so from two rows up to some number that depends on shape, format
-and processor (with AMX, bfloat16 sums of more than 512 terms change their order beyond 32 rows); more rows go through
-in pieces. Where packing is missing, wrong or refused (bfloat16 on AVX2 raises; Arm and macOS have none), all go in
-blocks of a fixed number of rows, invariant by construction. A check at load asks every number of rows that will be
-used, on this machine, and chooses.
-
-8-bit layers round weights per output and activations per row, so that rows stay strangers; their sums are whole numbers
-and therefore exact in any order.
+Compiled kernels (`models/kernels`) are made so. Without them torch's operators are used, in two forms that keep both.
+oneDNN's prepacked weights do so from two rows up to some number that depends on shape, format and processor (with AMX,
+bfloat16 sums of more than 512 terms change their order beyond 32 rows); more rows go through in pieces. Where packing
+is missing, wrong or refused (bfloat16 on AVX2 raises; Arm and macOS have none), all go in blocks of a fixed number of
+rows, invariant by construction. A check at load asks every number of rows that will be used, on this machine, and
+chooses.
 """
 
 from __future__ import annotations
@@ -20,16 +18,17 @@ from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.models.invariance import agreed_rows, cancelling_product
+from forerun.models.kernels.native import Kernels
+from forerun.models.quantized import QuantizedLinear, quantized_packing_is_exact
 
 MIN_ROWS = 2  # a single row takes another kernel (gemv), with other bits
 BLOCK_ROWS = 8
 EXACT_ROWS = 16  # up to here no row is computed in vain
-LARGEST_INT8 = 127
 MAX_ROWS = 256  # more are multiplied in pieces, so that every number of rows can be checked
 
 
@@ -90,72 +89,22 @@ class BlockedLinear:
         return torch.cat(blocks)[: len(x)]
 
 
-class QuantizedLinear:
-    """8-bit weights, one scale per output, times 8-bit activations, one scale per row; about a byte per weight.
-
-    Row i gives `round(x[i] / s[i]) @ round(w[o] / t[o]) * t[o] * s[i] + bias[o]`, the sum over whole numbers, then in
-    float32, in this order. Scales map the largest magnitude to 127. oneDNN multiplies where it can; otherwise float64
-    does, slowly, in which such sums are exact too, so the bits are the same.
-    """
-
-    def __init__(
-        self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, packed: bool = True
-    ) -> None:
-        whole, scales = quantize_rows(weight)
-        self.scales = scales[:, 0].contiguous()
-        self.bias = None if bias is None else bias.float()
-        self.whole = torch.ops.onednn.qlinear_prepack(whole, None) if packed else whole
-        self.zero = torch.zeros(1, dtype=torch.int64)
-        self.packed = packed
-
-    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        whole, scales = quantize_rows(x)
-        result = self.multiply(whole) * scales
-        return (result if self.bias is None else result + self.bias).to(x.dtype)
-
-    def multiply(self, whole: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        """The sums, times the outputs' scales, in float32."""
-        if not self.packed:
-            return (whole.double() @ self.whole.double().T).float() * self.scales
-        result: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-            whole, 1.0, 0, self.whole, self.scales, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        return result
-
-
-def quantize_rows(x: Float[Tensor, "rows width"]) -> tuple[Int8[Tensor, "rows width"], Float[Tensor, "rows 1"]]:
-    """Whole numbers of at most LARGEST_INT8 and each row's scale in float32: their product is nearly x."""
-    wide = x.float()
-    scales = (wide.abs().amax(1, keepdim=True) / LARGEST_INT8).clamp_min(torch.finfo(torch.float32).tiny)
-    return (wide / scales).round_().to(torch.int8), scales
-
-
 def make_linear(
-    weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None = None, quantize: bool = False
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, " outputs"] | None = None,
+    *,
+    quantize: bool = False,
+    kernels: Kernels | None = None,
 ) -> Linear:
     """The fastest layer for this weight whose rows are independent on this machine; with `quantize` an 8-bit one."""
+    if kernels is not None:
+        return kernels.linear(weight, bias, quantize)
     if quantize:
         return QuantizedLinear(weight, bias, packed=quantized_packing_is_exact())
     if not packing_available(weight):
         return BlockedLinear(weight, bias)
     max_rows = trusted_rows(*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
     return PackedLinear(weight, bias, max_rows) if max_rows else BlockedLinear(weight, bias)
-
-
-@cache
-def quantized_packing_is_exact() -> bool:
-    """Whether oneDNN's 8-bit product is there and adds whole numbers exactly, at the largest sums that occur."""
-    dice = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 4096, generator=dice)
-    weight[0] = 1.0
-    x = torch.randn(5, 4096, generator=dice)
-    x[0] = 1.0
-    whole, _ = quantize_rows(x)
-    try:
-        found = QuantizedLinear(weight, None).multiply(whole)
-    except (RuntimeError, AttributeError):  # no such operator in this torch, or none for this instruction set
-        return False
-    return torch.equal(found, QuantizedLinear(weight, None, packed=False).multiply(whole))
 
 
 def packing_available(weight: Tensor) -> bool:

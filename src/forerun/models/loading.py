@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
-from forerun.config import QUANTIZATIONS, Quantization
+from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
 from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
 from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
 from forerun.models.graphs import GraphRunner
+from forerun.models.kernels.native import find_kernels, kernels_name
 from forerun.models.runner import Runner
 from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype
 from forerun.text import Tokenizer
@@ -49,33 +50,51 @@ class Blueprint:
     dtype: torch.dtype
     num_bytes: int
     quantize: Quantization | None = None
+    kernels: KernelChoice = "auto"
     placement: Placement = CPU
 
     @classmethod
     def of(
-        cls, model: str, dtype: str = "auto", quantize: Quantization | None = None, placement: Placement = CPU
+        cls,
+        model: str,
+        dtype: str = "auto",
+        quantize: Quantization | None = None,
+        kernels: KernelChoice = "auto",
+        placement: Placement = CPU,
     ) -> Blueprint:
         """Find a folder or hub id and read its configuration; every tensor is checked to be there.
 
-        Raises InvalidRequest for a quantization that does not exist or that the device has no layers for,
+        Raises InvalidRequest for a quantization or kernels that do not exist or that are not for the device,
         ModelError for an unusable checkpoint.
         """
         if quantize not in (None, *QUANTIZATIONS):
             raise InvalidRequest("quantize", f"{quantize!r} is not known: use None or {' or '.join(QUANTIZATIONS)}")
-        if quantize is not None and placement.fixed:
-            raise InvalidRequest("quantize", f"{quantize!r} is for CPUs: leave it out, or use device cpu.")
+        if kernels not in KERNEL_CHOICES:
+            raise InvalidRequest("kernels", f"{kernels!r} must be one of {', '.join(KERNEL_CHOICES)}.")
+        for name, value, asked in (
+            ("quantize", quantize, quantize is not None),
+            ("kernels", kernels, kernels == "native"),
+        ):
+            if asked and placement.fixed:
+                raise InvalidRequest(name, f"{value!r} is for CPUs: leave it out, or use device cpu.")
         folder = find_checkpoint(model)
         config = read_config(folder)
         resolved = resolve_dtype(dtype, config, placement.device)
         checkpoint = Checkpoint(folder, resolved)
         name = config.widened or model
-        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes, quantize, placement)
+        num_bytes, config = checkpoint.num_bytes, check_weights(config, checkpoint)
+        return cls(name, folder, config, resolved, num_bytes, quantize, kernels, placement)
 
     @property
     def format(self) -> str:
         """The number format for a reader: "bfloat16", or "bfloat16, int8 weights"."""
         name = str(self.dtype).removeprefix("torch.")
         return f"{name}, {self.quantize} weights" if self.quantize else name
+
+    @property
+    def computed_by(self) -> str:
+        """What computes, for a reader: "AMX kernels", "torch, AVX512", or "torch, " and a GPU's name."""
+        return f"torch, {self.placement.label}" if self.placement.fixed else kernels_name(self.kernels, self.dtype)
 
     @property
     def weights_bytes(self) -> int:
@@ -87,6 +106,12 @@ class Blueprint:
             return self.num_bytes + table * c.tied * self.dtype.itemsize + rope
         others = self.num_bytes // self.dtype.itemsize - table  # parameters beside the embedding
         return table * self.dtype.itemsize + others + table * c.tied + rope
+
+    @property
+    def pass_bytes(self) -> int:
+        """Weights that a pass reads: all but the table of embeddings, a row a token, unless it is the head as well."""
+        table = self.config.vocab_size * self.config.hidden * (not self.config.tied)
+        return (self.num_bytes // self.dtype.itemsize - table) * (1 if self.quantize else self.dtype.itemsize)
 
     @property
     def bytes_per_token(self) -> int:
@@ -119,14 +144,16 @@ class Blueprint:
         if self.placement.fixed:
             make = device_linears(self.placement)
             return GraphRunner.of(Decoder(c, take, self.dtype, make=make), num_tokens)
-        return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8"), num_tokens)
+        kernels = find_kernels(self.kernels, self.dtype, progress)
+        return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8", kernels), num_tokens)
 
     def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
 
         Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
         """
-        digest = sha256(f"{torch.__version__} {self.placement.label} {self.dtype}".encode())
+        digest = sha256(f"{torch.__version__} {self.dtype}".encode())
+        digest.update(self.computed_by.encode())
         if self.quantize is not None:
             digest.update(self.quantize.encode())
         for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"]):

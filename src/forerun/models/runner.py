@@ -212,7 +212,7 @@ def tree_paths(tail: Tail, nodes: range, place: Place) -> list[AttentionPath]:
         fresh = [n for n in path if n >= nodes.start and n not in seen]
         seen.update(fresh)
         chain = place.run + place.length
-        copy = Copy(torch.tensor([chain + tail.scratch + n for n in path]), chain)
+        copy = Copy([chain + tail.scratch + n for n in path], chain)
         queries = [place.packed + n - nodes.start for n in fresh]
         positions = [place.length + tail.depths[n] for n in fresh]
         paths += make_paths(queries, positions, place.run, place.rule, copy)

@@ -30,7 +30,7 @@ class Place:
     fingerprint: str
     dtype: str
     device: str
-    instruction_set: str
+    kernels: str
     forerun: str
     torch: str
     python: str
@@ -44,7 +44,7 @@ class Place:
             fingerprint=llm.fingerprint,
             dtype=llm.format,
             device=llm.engine.runner.cache.keys.device.type,
-            instruction_set=torch.backends.cpu.get_cpu_capability(),
+            kernels=llm.kernels,
             forerun=__version__,
             torch=torch.__version__,
             python=platform.python_version(),

@@ -66,7 +66,7 @@ def marked(holds: bool, line: str) -> Text:
 def place_line(place: Place) -> str:
     """What the proof is bound to."""
     versions = f"forerun {place.forerun}, torch {place.torch}, python {place.python}"
-    return f"{place.fingerprint}: {place.dtype}, {place.device} ({place.instruction_set}), {versions}"
+    return f"{place.fingerprint}: {place.dtype}, {place.device} ({place.kernels}), {versions}"
 
 
 def tokens_line(e: Equality) -> str:

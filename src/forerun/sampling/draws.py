@@ -16,8 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from forerun.device import upload
-from forerun.sampling.noise import Purpose, absorb, gumbel, mix, signed, uniform
+from forerun.sampling.noise import Purpose, absorb, mix, signed, uniform
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms, largest
+from forerun.sampling.winners import RoundNoise, first_largest
 from forerun.tree import DraftTree
 
 __all__ = ["Children", "Draws", "PathState", "RowSampling"]
@@ -28,12 +29,12 @@ class Children:
     """A drafter's guesses after some nodes: distinct tokens in draw order, -1 where there are fewer.
 
     `survival` is the drafter's own probability that a child is what the target chooses there, given that its parent
-    was reached; 0 where there is none. `law` are the probabilities the children were drawn from, without
-    replacement (rejection modes only; greedy rows choose, so their DraftLaw.row must be -1).
+    was reached; 0 where there is none; None where it was not asked for. `law` are the probabilities the children were
+    drawn from, without replacement (rejection modes only; greedy rows choose, so their DraftLaw.row must be -1).
     """
 
     tokens: Int[Tensor, "nodes width"]
-    survival: Float[Tensor, "nodes width"]
+    survival: Float[Tensor, "nodes width"] | None = None
     law: Float[Tensor, "nodes vocab"] | None = None
 
 
@@ -64,7 +65,7 @@ class Draws:
         self.root_positions = self._column(self._roots)
         self.transforms = Transforms(rows, vocab, self.num_ids, self.device)
         self._keys: dict[Purpose, Tensor] = {}
-        self._noise: dict[int, Tensor] = {}
+        self._noise = RoundNoise(vocab, self.device)
 
     @property
     def greedy(self) -> Sequence[bool]:
@@ -95,10 +96,10 @@ class Draws:
         assert batch == len(self.rows), f"a tree for {batch} sequences in a round of {len(self.rows)}"
         if nodes == 1:
             return self.roots()
-        valid = tree.read_nodes()
-        row = valid // nodes
-        drawn = tree.path_tokens().flatten(0, 1)[valid]
-        return PathState(row, drawn, self.root_positions[row] + 1 + tree.depths().flatten()[valid])
+        read = tree.read_nodes()
+        row = read // nodes
+        drawn = tree.path_tokens().flatten(0, 1)[read]
+        return PathState(row, drawn, self.root_positions[row] + 1 + (drawn >= 0).sum(1))
 
     def advance(self, at: PathState, parents: Int[Tensor, " new"], tokens: Int[Tensor, " new"]) -> PathState:
         """New nodes: `tokens[i]` drawn after node `parents[i]` of `at`. The old states stay as they are."""
@@ -106,6 +107,14 @@ class Draws:
         end = position - self.root_positions[row] - 1
         drawn = torch.cat([drawn, torch.full_like(tokens, -1)[:, None]], dim=1)
         return PathState(row, drawn.scatter(1, end[:, None], tokens[:, None]), position + 1)
+
+    def foresee(self, depth: int) -> None:
+        """Make the noise of paths of `depth` guesses at once, which is cheaper than level by level."""
+        purpose, levels = (Purpose.DRAFT, depth) if self.rejection else (Purpose.COUPLED, depth + 1)
+        if not self.transforms.all_greedy:
+            position = (self.root_positions[:, None] + torch.arange(1, levels + 1, device=self.device)).flatten()
+            row = torch.arange(len(self.rows), device=self.device).repeat_interleave(levels)
+            self._noise.prepare(absorb(self.row_keys(purpose)[row], position))
 
     def law(self, logits: Logits, at: PathState) -> Logits:
         """The log-law of the token after each node, all transforms applied; float32, or float64 for float64.
@@ -125,7 +134,7 @@ class Draws:
         A function of logits, path, parameters, seed and position alone: what plain decoding draws there. Exactly
         law-distributed (the Gumbel-max trick); greedy rows get no noise; ties go to the lowest id.
         """
-        return self.scores(logits, at).argmax(1)
+        return self._chosen(*self._transformed(logits, at), at, Purpose.COUPLED)[:, 0]
 
     def scores(self, logits: Logits, at: PathState) -> Logits:
         """What `draw` takes the largest of: transformed logits, and the position's noise unless the row is greedy."""
@@ -133,32 +142,39 @@ class Draws:
 
     def recover(self, law: Logits, at: PathState) -> Int[Tensor, " nodes"]:
         """A token from each log-law (need not be normalised): recovered and bonus tokens of the rejection modes."""
-        return self._perturb(law, at, Purpose.RECOVER).argmax(1)
+        return self._drawn(law, at, Purpose.RECOVER)[:, 0]
 
     def coins(self, at: PathState, tokens: Int[Tensor, " nodes"]) -> Float[Tensor, " nodes"]:
         """Acceptance coins, uniform in (0, 1): one for each node state and the token judged there."""
         return uniform(self._keys_at(at, Purpose.ACCEPT), tokens)
 
-    def children(self, logits: Logits, at: PathState, width: int) -> Children:
+    def children(self, logits: Logits, at: PathState, width: int, *, survival: bool = True) -> Children:
         """A drafter's `width` guesses after each node, under the round's noise.
 
         Coupled: the largest perturbed logits, under the very noise the target will draw with. Rejection modes: drawn
         without replacement from the drafter's own law, with noise of this round alone. Greedy rows: the largest
-        logits. Logits may be anything, NaN and infinities included; tokens are in range or -1.
+        logits. Logits may be anything, NaN and infinities included; tokens are in range or -1. One guess without its
+        `survival` costs the least.
         """
         shaped, narrowed = self._transformed(logits, at)
-        scores = self._scores(shaped, narrowed, at, Purpose.DRAFT if self.rejection else Purpose.COUPLED)
-        scores = scores.nan_to_num(nan=-math.inf, posinf=torch.finfo(scores.dtype).max, neginf=-math.inf)
-        tokens = largest(scores, width)
-        survival = scores.softmax(1).gather(1, tokens)
-        offered = scores.gather(1, tokens) > -math.inf
-        law = None
-        if self.rejection:
-            law = self._probs(shaped, narrowed, at).nan_to_num(nan=0.0)
+        law = self._probs(shaped, narrowed, at).nan_to_num(nan=0.0) if self.rejection else None
+        purpose = Purpose.DRAFT if self.rejection else Purpose.COUPLED
+        same = shaped is narrowed
+        narrowed = tamed(narrowed)
+        shaped = narrowed if same else tamed(shaped)
+        if width == 1 and not survival:
+            tokens = self._chosen(shaped, narrowed, at, purpose)
+            chance, offered = None, narrowed.gather(1, tokens) > -math.inf
+        else:
+            scores = self._scores(shaped, narrowed, at, purpose)
+            tokens = largest(scores, width)
+            chance, offered = scores.softmax(1).gather(1, tokens), scores.gather(1, tokens) > -math.inf
+        if law is not None:
             greedy, drawn = self.transforms.greedy_nodes(at), law.gather(1, tokens)
-            survival = torch.where(greedy, survival, drawn)
+            chance = None if chance is None else torch.where(greedy, chance, drawn)
             offered &= greedy | (drawn > 0)  # no law, no draw: a token that q denies would be accepted for free
-        return Children(torch.where(offered, tokens, -1), torch.where(offered, survival, 0.0), law)
+        chance = None if chance is None else torch.where(offered, chance, 0.0)
+        return Children(torch.where(offered, tokens, -1), chance, law)
 
     def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:
         """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
@@ -170,9 +186,9 @@ class Draws:
 
     def _point(self, shaped: Logits, inside: float, outside: float) -> Logits:
         """The law of greedy rows: all on the largest logit, the lowest id among equals."""
-        return torch.full_like(shaped, outside).scatter_(1, shaped.argmax(1, keepdim=True), inside)
+        return torch.full_like(shaped, outside).scatter_(1, first_largest(shaped), inside)
 
-    def _choose(self, at: PathState, greedy: Callable[[], Logits], sampled: Callable[[], Logits]) -> Logits:
+    def _choose(self, at: PathState, greedy: Callable[[], Tensor], sampled: Callable[[], Tensor]) -> Tensor:
         """One of two by each node's row; what no row wants is not computed."""
         if not self.transforms.any_greedy:
             return sampled()
@@ -184,12 +200,20 @@ class Draws:
         """What a draw takes the largest of: perturbed by the purpose's noise where the row is not greedy."""
         return self._choose(at, lambda: shaped, lambda: self._perturb(narrowed, at, purpose))
 
+    def _chosen(self, shaped: Logits, narrowed: Logits, at: PathState, purpose: Purpose) -> Int[Tensor, "nodes 1"]:
+        """The first largest of `_scores`."""
+        return self._choose(at, lambda: first_largest(shaped), lambda: self._drawn(narrowed, at, purpose))
+
+    def _drawn(self, logits: Logits, at: PathState, purpose: Purpose) -> Int[Tensor, "nodes 1"]:
+        """The first largest of `_perturb`, whose noise need not all be made for that."""
+        return self._noise.winners(logits, self._keys_at(at, purpose))
+
     def _keys_at(self, at: PathState, purpose: Purpose) -> Int[Tensor, " nodes"]:
-        """(seed, sample, purpose, level, round) of the row, absorbed once on the host; then the node's position."""
+        """The key of each node's noise: that of its row, and the node's position."""
         return absorb(self.row_keys(purpose)[at.row], at.position)
 
     def row_keys(self, purpose: Purpose) -> Int[Tensor, " batch"]:
-        """Each sequence's key for a purpose, to which a position is still to be absorbed."""
+        """Each row's (seed, sample, purpose, level, round), absorbed once on the host; positions are still to be."""
         if purpose not in self._keys:
             keys = [self._row_key(row, purpose, root) for row, root in zip(self.rows, self._roots, strict=True)]
             self._keys[purpose] = self._column([signed(key) for key in keys])
@@ -205,19 +229,15 @@ class Draws:
         return mix((row.seed, row.sample, purpose, *where))
 
     def _perturb(self, logits: Logits, at: PathState, purpose: Purpose) -> Logits:
-        """Logits plus each node's noise. On CPUs each key's noise is made once per round: siblings, the drafter's
-        steps and the target's pass ask for the same, and over a large vocabulary it is what a draw costs."""
-        keys = self._keys_at(at, purpose)
-        if self.device.type != "cpu":
-            return logits + gumbel(keys, self.vocab)
-        wanted: list[int] = keys.tolist()
-        missing = [key for key in dict.fromkeys(wanted) if key not in self._noise]
-        if missing:
-            self._noise |= zip(missing, gumbel(self._column(missing), self.vocab).unbind(0), strict=True)
-        scores = torch.empty_like(logits)
-        for key, row, perturbed in zip(wanted, logits.detach(), scores, strict=True):
-            torch.add(row, self._noise[key], out=perturbed)
-        return scores
+        """Logits plus each node's noise."""
+        return logits + self._noise.rows(self._keys_at(at, purpose))
 
     def _column(self, values: Sequence[int]) -> Int[Tensor, " batch"]:
         return upload(values, torch.int64, self.device)
+
+
+def tamed(logits: Logits) -> Logits:
+    """With NaN as -inf and infinity as the largest number, so that nothing but -inf is out of the question."""
+    if logits.device.type == "cpu" and logits.amax(1).isfinite().all().numpy():  # elsewhere it would be waited for
+        return logits
+    return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from forerun.device import upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.sampling.params import SamplingParams
+from forerun.sampling.winners import first_largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +135,18 @@ class Transforms:
         return torch.stack(done)
 
     def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:
-        (seen,) = self._table("seen", lambda: (self._counts([row.tokens for row in self.rows]),))
-        seen = _with_path(seen, at) > 0
+        ids, seen = self._table("seen", lambda: self._counts([row.tokens for row in self.rows]))
+        ids, seen = _with_path(ids, seen, at)
         by = self._column("repetition", lambda p: p.repetition_penalty, 1.0, logits, greedy_too=True)[at.row]
-        return torch.where(seen, torch.where(logits > 0, logits / by, logits * by), logits)
+        old = logits.gather(1, ids)
+        return logits.scatter(1, ids, torch.where(seen > 0, torch.where(old > 0, old / by, old * by), old))
 
     def _penalise_counts(self, logits: Logits, at: PathState) -> Logits:
-        (said,) = self._table("said", lambda: (self._counts([row.tokens[row.num_prompt :] for row in self.rows]),))
-        said = _with_path(said, at)
+        ids, said = self._table("said", lambda: self._counts([row.tokens[row.num_prompt :] for row in self.rows]))
+        ids, said = _with_path(ids, said, at)
         frequency = self._column("frequency", lambda p: p.frequency_penalty, 0.0, logits, greedy_too=True)[at.row]
         presence = self._column("presence", lambda p: p.presence_penalty, 0.0, logits, greedy_too=True)[at.row]
-        return logits - frequency * said - presence * (said > 0)
+        return logits.scatter(1, ids, logits.gather(1, ids) - frequency * said - presence * (said > 0))
 
     def _bias_table(self) -> tuple[Tensor, ...]:
         """Sparse additions per row: -inf for what is banned, the request's own numbers otherwise."""
@@ -187,10 +190,16 @@ class Transforms:
 
         return self._table(f"{name} {like.dtype}", build)[0]
 
-    def _counts(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "batch vocab"]:
-        """How often each token occurs in each text."""
-        counts = [torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=self.vocab) for text in texts]
-        return upload_tensor(torch.stack(counts).to(torch.float32), self.device)
+    def _counts(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """(the ids of each text, how often each occurs), padded by repeating a pair; id 0, no times, for no text."""
+        found = [np.unique(np.array(text, dtype=np.int64), return_counts=True) for text in texts]
+        width = max([1, *(len(ids) for ids, _ in found)])
+        ids, counts = np.zeros((len(texts), width), np.int64), np.zeros((len(texts), width), np.float32)
+        for row, (own, times) in enumerate(found):
+            if len(own):
+                ids[row], counts[row] = own[0], times[0]
+                ids[row, : len(own)], counts[row, : len(own)] = own, times
+        return upload_tensor(torch.from_numpy(ids), self.device), upload_tensor(torch.from_numpy(counts), self.device)
 
     def _table(self, name: str, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if name not in self._tables:
@@ -225,9 +234,14 @@ def _run_processors(
     return logits.index_fill(0, torch.tensor(row.eos_ids[0], device=logits.device), 0.0)
 
 
-def _with_path(counts: Float[Tensor, "batch vocab"], at: PathState) -> Float[Tensor, "nodes vocab"]:
-    """The rows' counts with each node's own path counted in."""
-    return counts[at.row].scatter_add_(1, at.drawn.clamp_min(0), (at.drawn >= 0).to(counts.dtype))
+def _with_path(
+    ids: Int[Tensor, "batch texts"], counts: Float[Tensor, "batch texts"], at: PathState
+) -> tuple[Int[Tensor, "nodes ids"], Float[Tensor, "nodes ids"]]:
+    """All ids of each node's text, its path included, and how often each occurs; an id may stand there twice."""
+    ids, counts, path = ids[at.row], counts[at.row], at.drawn.clamp_min(0)
+    before = ((path[:, :, None] == ids[:, None]) * counts[:, None]).amax(2)
+    ids, counts = torch.cat([ids, path], dim=1), torch.cat([counts, before], dim=1)
+    return ids, counts + (ids[:, :, None] == at.drawn[:, None]).sum(2)
 
 
 def mask_below(logits: Logits, least: Float[Tensor, "nodes 1"]) -> Logits:
@@ -269,9 +283,9 @@ def largest(scores: Logits, width: int) -> Int[Tensor, "nodes width"]:
     more than a handful of passes over it. Where fewer than `width` are above -inf, ids repeat.
     """
     if width <= 1:
-        return scores.argmax(1, keepdim=True)[:, :width]
+        return first_largest(scores)[:, :width]
     scores, ids = scores.clone(), []
     for _ in range(width):
-        ids.append(scores.argmax(1, keepdim=True))
+        ids.append(first_largest(scores))
         scores.scatter_(1, ids[-1], -math.inf)
     return torch.cat(ids, 1)

@@ -14,6 +14,7 @@ from forerun.accept.commit import HostTree, accept
 from forerun.accept.outcome import RowOutcome
 from forerun.config import Speculation
 from forerun.detokenize import REPLACEMENT
+from forerun.draft.base import Draft
 from forerun.engine.controller import FixedDepth
 from forerun.engine.delta import Delta, run_origins
 from forerun.engine.engine import Engine
@@ -97,11 +98,12 @@ class WatchedEngine(Engine):
         plan = super().plan()
         return replace(plan, draws=WatchedDraws.of(plan.draws))
 
-    def draft(self, plan: Plan) -> DraftTree:
+    def draft(self, plan: Plan) -> Draft:
         """The engine's own draft, noted."""
-        tree = replace(super().draft(plan), known=None)  # the host looks at everything here
-        self.passing = plan, tree
-        return tree
+        draft = super().draft(plan)
+        draft = replace(draft, tree=replace(draft.tree, known=None))  # the host looks at everything here
+        self.passing = plan, draft.tree
+        return draft
 
     def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """The engine's own step, noted: the numbers are those of the text before it, so they are taken first."""
@@ -158,9 +160,9 @@ class WatchedDraws(Draws):
         watched.q = {}
         return watched
 
-    def children(self, logits: Logits, at: PathState, width: int) -> Children:
+    def children(self, logits: Logits, at: PathState, width: int, *, survival: bool = True) -> Children:
         """The same guesses, and how likely each of them was by the drafter's own law."""
-        children = super().children(logits, at, width)
+        children = super().children(logits, at, width, survival=survival)
         law = self.probs(logits, at).nan_to_num(nan=0.0)
         chances = law.gather(1, children.tokens.clamp_min(0))
         for path, tokens, given in zip(at.drawn.tolist(), children.tokens.tolist(), chances.tolist(), strict=True):

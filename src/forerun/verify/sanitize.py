@@ -131,12 +131,7 @@ def _within(
 
 def _num_equal_before(keys: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch nodes"]:
     """How many earlier entries of the row have the same key."""
-    ordered, order = keys.sort(dim=1, stable=True)
-    place = torch.arange(keys.shape[1], device=keys.device).expand_as(keys)
-    new = torch.ones_like(keys, dtype=torch.bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    first = torch.where(new, place, 0).cummax(1).values
-    return torch.empty_like(keys).scatter_(1, order, place - first)
+    return (keys[:, :, None] == keys[:, None, :]).tril(-1).sum(2)
 
 
 def _believed(

@@ -1,0 +1,165 @@
+"""What a round costs outside model passes: an engine and a model drafter whose passes give ready logits at once.
+
+    python benchmarks/round.py [ROUNDS]
+
+Everything but the passes is the engine's own: scheduler, draws, growing the draft, sanitize, verify, accept, caches,
+detokenising. Chains of depth 4; the logits fall as a language model's do (rank ** -1.5), and in the rows called
+"flat" they do not (normal, deviation 1). Milliseconds of one round, without the time spent in `Runner.read`: median,
+and quartiles of the whole.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from forerun.cache.paged import PagedCache
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.model import ModelDrafter
+from forerun.engine.engine import Engine
+from forerun.engine.request import Requests
+from forerun.models.runner import Read, Runner, States, Tail
+from forerun.sampling.params import SamplingParams
+from forerun.text import Tokenizer
+
+DEPTH, CONTEXTS, WARM_UP, LENGTH = 4, 48, 8, 8192
+VERBS = ("plan", "draft", "read", "verify", "accept")
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("temperature 1", {"temperature": 1.0}),
+    ("temperature 0", {"temperature": 0.0}),
+    ("temperature 1, flat", {"temperature": 1.0}),
+    ("temperature 0.8, penalties", {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.5}),
+    ("temperature 0.8, top-p 0.9", {"temperature": 0.8, "top_p": 0.9}),
+)
+
+
+@dataclass
+class Clock:
+    """Seconds of the current round by verb; passes are nobody's."""
+
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    passes: float = 0.0
+
+    @contextmanager
+    def verb(self, name: str) -> Iterator[None]:
+        started, passes = time.perf_counter(), self.passes
+        yield
+        self.spent[name] += time.perf_counter() - started - (self.passes - passes)
+
+
+class ReadyRunner(Runner):
+    """Gives logits from a table, by the token read; keeps its cache's books as any runner does."""
+
+    def __init__(self, table: Tensor, clock: Clock, batch: int) -> None:
+        cache = PagedCache(layers=1, kv_heads=1, head_dim=1, num_tokens=batch * LENGTH, dtype=torch.float32)
+        config = SimpleNamespace(vocab_size=table.shape[1], max_positions=LENGTH)
+        super().__init__(SimpleNamespace(config=config), cache)  # type: ignore[arg-type]
+        self.table, self.clock = table, clock
+
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
+        started = time.perf_counter()
+        self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
+        for read in reads:
+            self.tails.setdefault(read.seq_id, Tail(0)).grow(read.parents, len(read.tokens))
+        judged = [read.tokens[i] % CONTEXTS for read in reads for i in read.judged]
+        states = States(self.table[torch.tensor(judged, dtype=torch.long)], torch.empty(0, 1), None)
+        self.clock.passes += time.perf_counter() - started
+        return states
+
+
+class TimedEngine(Engine):
+    """An engine that tells a clock which verb it is at; what lies between them is verify and counting."""
+
+    clock: Clock
+
+    def plan(self):  # type: ignore[no-untyped-def]
+        with self.clock.verb("plan"):
+            return super().plan()
+
+    def draft(self, plan):  # type: ignore[no-untyped-def]
+        with self.clock.verb("draft"):
+            return super().draft(plan)
+
+    def read(self, plan, trees):  # type: ignore[no-untyped-def]
+        with self.clock.verb("read"):
+            return super().read(plan, trees)
+
+    def accept(self, reading, verdict):  # type: ignore[no-untyped-def]
+        with self.clock.verb("accept"):
+            return super().accept(reading, verdict)
+
+
+def tables(vocab: int, flat: bool) -> tuple[Tensor, Tensor]:
+    """Logits of a target and of a drafter that resembles it, by the last token."""
+    random = torch.Generator().manual_seed(0)
+    target = torch.randn(CONTEXTS, vocab, generator=random)
+    if not flat:
+        ranks = torch.stack([torch.randperm(vocab, generator=random) for _ in range(CONTEXTS)])
+        target = -1.5 * (ranks + 1.0).log() + 0.1 * target
+    return target, target + 0.3 * torch.randn(CONTEXTS, vocab, generator=random)
+
+
+def words(vocab: int) -> Tokenizer:
+    """A byte-level tokenizer of so many made-up words."""
+    model = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0")
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+def rounds(vocab: int, batch: int, params: dict[str, Any], flat: bool, count: int) -> list[dict[str, float]]:
+    """Seconds by verb of `count` rounds."""
+    clock, text = Clock(), words(vocab)
+    target, draft = tables(vocab, flat)
+    speculation = Speculation(depth=DEPTH)
+    engine = TimedEngine(
+        ReadyRunner(target, clock, batch),
+        ModelDrafter(ReadyRunner(draft, clock, batch), vocab),
+        options=EngineOptions(max_batch=batch, speculation=speculation),
+        num_ids=vocab,
+    )
+    engine.clock = clock
+    requests = Requests(text, vocab, LENGTH, eos_ids=(), default=speculation, arms=("model",))
+    for i in range(batch):
+        prompt = [(i * 31 + j * 7) % vocab for j in range(200)]
+        for sequence in requests.sequences(prompt, SamplingParams(seed=i, max_tokens=None, **params)):
+            engine.submit(sequence)
+    found = []
+    for number in range(count + WARM_UP):
+        clock.spent.clear()
+        started, passes = time.perf_counter(), clock.passes
+        engine.step()
+        whole = time.perf_counter() - started - (clock.passes - passes)
+        if number >= WARM_UP:
+            verify = whole - sum(clock.spent.values())
+            found.append({**clock.spent, "verify": verify, "whole": whole})
+    return found
+
+
+def main(count: int) -> None:
+    print(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    print(f"| vocabulary | batch | sampling | {' | '.join(VERBS)} | whole | quartiles |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for vocab in (4096, 151_936):
+        for batch in (1, 8):
+            for name, params in CASES:
+                found = rounds(vocab, batch, params, "flat" in name, count)
+                each = [statistics.median(r[verb] for r in found) * 1e3 for verb in VERBS]
+                low, middle, high = (1e3 * q for q in statistics.quantiles((r["whole"] for r in found), n=4))
+                cells = [f"{vocab:,}", str(batch), name, *(f"{ms:.2f}" for ms in each), f"{middle:.2f}"]
+                print(f"| {' | '.join(cells)} | {low:.2f} to {high:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)

@@ -1,0 +1,185 @@
+"""Figures: what the repetitions of a group say, as medians with quartiles.
+
+Decides every formula. Ratios are taken within a repetition, whose runs stand close together in time, and then their
+median: absolute times drift. Knows nothing of how runs were made or of what is shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from forerun.accept.outcome import Stats
+from forerun.bench.plan import Group
+from forerun.bench.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """Of the values that are there; None of none."""
+        known = [value for value in values if value is not None]
+        if len(known) < 2:
+            return cls(known[0], known[0], known[0]) if known else None
+        low, median, high = statistics.quantiles(known, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class CellFigures:
+    """One depth of a group.
+
+    `tokens_per_s` is decoding alone, `tokens_per_s_with_prompt` all of it. `speed_up` is the first of them over that of
+    plain decoding. `pass_ratio` is v(k): a full round's pass over a plain one. `draft_step_ratio` is c: a full
+    round's drafting, per depth, over a plain pass. `predicted` is G / (k c + v), G the tokens per round.
+    `engine_s` is what a round takes outside the target's and the drafter's passes.
+    """
+
+    depth: int
+    first_token_s: Spread | None
+    tokens_per_s: Spread | None
+    tokens_per_s_with_prompt: Spread | None
+    tokens_per_round: float | None
+    acceptance_rate: float | None
+    acceptance_at_depth: tuple[float, ...]
+    speed_up: Spread | None
+    pass_s: Spread | None
+    pass_ratio: Spread | None
+    draft_step_ratio: Spread | None
+    predicted: Spread | None
+    measured_over_predicted: Spread | None
+    engine_s: Spread | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A request that was answered otherwise than plain decoding first did, or than was recorded."""
+
+    depth: int
+    repetition: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """All depths of a group, and what holds for all of them."""
+
+    group: Group
+    cells: tuple[CellFigures, ...]
+    distinct_ngrams: float | None
+    differences: tuple[Difference, ...]
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether every depth gave the same tokens, every time."""
+        return not self.differences
+
+    @property
+    def plain_pass_s(self) -> float | None:
+        """A full plain pass."""
+        spread = self.cells[0].pass_s
+        return spread.median if spread else None
+
+    def limit_share(self, pass_bytes: int, bandwidth_bytes_per_s: float) -> float | None:
+        """The least time in which memory gives the weights that a pass reads, over the time of a plain pass."""
+        return pass_bytes / bandwidth_bytes_per_s / self.plain_pass_s if self.plain_pass_s else None
+
+
+def group_figures(group: Group, runs: Sequence[Run], recorded: Sequence[str] = ()) -> GroupFigures:
+    """What these runs of one group say; `recorded` are the hashes of answers that are replayed."""
+    depths = sorted({run.depth for run in runs})
+    plain = {run.repetition: run for run in runs if run.depth == 0}
+    first = plain[min(plain)]
+    expected = [recorded[i % len(recorded)] for i in range(len(first.answers))] if recorded else first.answers
+    return GroupFigures(
+        group=group,
+        cells=tuple(cell_figures(depth, [run for run in runs if run.depth == depth], plain) for depth in depths),
+        distinct_ngrams=first.num_distinct / first.num_ngrams if first.num_ngrams else None,
+        differences=tuple(
+            Difference(run.depth, run.repetition, number)
+            for run in runs
+            for number, (answer, other) in enumerate(zip(run.answers, expected, strict=True))
+            if answer != other
+        ),
+    )
+
+
+def cell_figures(depth: int, runs: Sequence[Run], plain: Mapping[int, Run]) -> CellFigures:
+    """One depth's repetitions, each beside the plain run of the same repetition."""
+    pairs = [(run, plain[run.repetition]) for run in runs if run.repetition in plain]
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    stats = pooled(runs)
+
+    def of(figure: Callable[[Run], float | None]) -> Spread | None:
+        return Spread.of(figure(run) for run in runs)
+
+    def beside(figure: Callable[[Run, Run], float | None]) -> Spread | None:
+        return Spread.of(figure(run, other) for run, other in pairs)
+
+    return CellFigures(
+        depth=depth,
+        first_token_s=of(lambda run: run.first_s),
+        tokens_per_s=of(lambda run: over(run.num_decoded, run.decode_s)),
+        tokens_per_s_with_prompt=of(lambda run: over(run.num_tokens, run.total_s)),
+        tokens_per_round=stats.tokens_per_round,
+        acceptance_rate=stats.acceptance_rate,
+        acceptance_at_depth=stats.acceptance_at_depth,
+        speed_up=beside(speed_up),
+        pass_s=of(lambda run: run.full_pass_s),
+        pass_ratio=beside(lambda run, other: over(run.full_pass_s, other.full_pass_s)),
+        draft_step_ratio=beside(draft_step_ratio),
+        predicted=beside(predicted),
+        measured_over_predicted=beside(lambda run, other: over(speed_up(run, other), predicted(run, other))),
+        engine_s=of(lambda run: over(run.decode_s - run.pass_s - run.draft_pass_s, run.num_passes)),
+        peak_bytes=max(peaks, default=None),
+    )
+
+
+def pooled(runs: Sequence[Run]) -> Stats:
+    """The counts of all repetitions together."""
+    stats = Stats()
+    for run in runs:
+        stats.num_rounds += run.num_rounds
+        stats.num_drafted += run.num_drafted
+        stats.num_accepted += run.num_accepted
+        for name in ("offered_at_depth", "accepted_at_depth"):
+            counts, more = getattr(stats, name), getattr(run, name)
+            counts += [0] * (len(more) - len(counts))
+            for depth, count in enumerate(more):
+                counts[depth] += count
+    return stats
+
+
+def over(part: int | float | None, whole: int | float | None) -> float | None:
+    """A ratio, where both are known and the lower one is not 0."""
+    return part / whole if part is not None and whole else None
+
+
+def speed_up(run: Run, plain: Run) -> float | None:
+    """How many times as fast as plain decoding."""
+    return over(over(run.num_decoded, run.decode_s), over(plain.num_decoded, plain.decode_s))
+
+
+def draft_step_ratio(run: Run, plain: Run) -> float | None:
+    """c: the drafting of a full round, per depth, over a plain pass; None for plain decoding."""
+    if run.depth == 0 or run.full_draft_s is None:
+        return None
+    return over(run.full_draft_s / run.depth, plain.full_pass_s)
+
+
+def predicted(run: Run, plain: Run) -> float | None:
+    """G / (k c + v), from this repetition's own G, c and v; None for plain decoding."""
+    step, ratio = draft_step_ratio(run, plain), over(run.full_pass_s, plain.full_pass_s)
+    tokens = over(run.num_accepted + run.num_rounds, run.num_rounds)
+    if step is None or ratio is None or tokens is None:
+        return None
+    return tokens / (run.depth * step + ratio)

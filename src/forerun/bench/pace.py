@@ -1,0 +1,48 @@
+"""Pace: what the rounds of an engine add up to, decoding apart from the reading of prompts.
+
+Decides what a speed is here: tokens over time in rounds that read no prompt, so that what is compared is decoding;
+the reading of prompts is kept apart. The drafter's own reading of the prompt counts as decoding, against it. Knows
+nothing of engines or of what is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forerun.accept.outcome import Outcome, Stats
+
+
+@dataclass(slots=True)
+class Pace:
+    """Rounds added up. `stats` and `num_decoded` count the rounds of decoding only."""
+
+    stats: Stats = field(default_factory=Stats)
+    num_decoded: int = 0
+    decode_s: float = 0.0
+    num_read: int = 0
+    read_s: float = 0.0
+
+    def count(self, outcome: Outcome, round_s: float) -> None:
+        """One more round, and the time it took in all."""
+        if outcome.num_prompt_tokens:
+            self.num_read += outcome.num_prompt_tokens
+            self.read_s += round_s
+        else:
+            self.stats.record(outcome)
+            self.num_decoded += sum(row.num_emitted for row in outcome.rows)
+            self.decode_s += round_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of decoding; 0 before any."""
+        return self.num_decoded / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All the time the rounds took."""
+        return self.read_s + self.decode_s
+
+    @property
+    def pass_s(self) -> float:
+        """The target's pass in a round of decoding, on average."""
+        return self.stats.pass_s / self.stats.num_passes if self.stats.num_passes else 0.0

@@ -1,0 +1,80 @@
+"""The picture of a benchmark: speed-up by depth, and what a pass over more tokens costs.
+
+Decides the panels: a pair for each workload, a colour per batch size, a line style per temperature, bars from quartile
+to quartile. The only file that imports matplotlib.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from forerun.bench.figures import CellFigures, GroupFigures, Spread
+from forerun.bench.report import Report
+from forerun.errors import InvalidRequest, MissingPackage
+
+COLOURS = ("#2a6f97", "#d1495b", "#3a7d44", "#e09f3e", "#6d597a", "#444444")
+STYLES = ("-", "--", ":", "-.")
+WIDTH, HEIGHT, DPI = 9.0, 3.6, 150  # inches per row of panels
+
+
+def check_picture(path: Path) -> None:
+    """Raise, before anything is run, where a picture could not be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingPackage("--picture needs matplotlib, which is not installed: pip install 'forerun[bench]'")
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise InvalidRequest("picture", f"{path} must be a .png file in a folder that is there.")
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write the picture as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(figures.group.workload for figures in report.groups))
+    picture = Figure(figsize=(WIDTH, HEIGHT * len(names)), layout="constrained")
+    FigureCanvasAgg(picture)
+    panels = picture.subplots(len(names), 2, squeeze=False)
+    for (left, right), name in zip(panels, names, strict=True):
+        groups = [figures for figures in report.groups if figures.group.workload == name]
+        lines(left, report, groups, lambda cell: cell.speed_up, f"{name}: speed-up over plain decoding")
+        lines(right, report, groups, lambda cell: cell.pass_ratio, f"{name}: v(k), a pass against a plain one")
+        left.legend(fontsize="small", frameon=False)
+    models = report.about["models"]
+    picture.suptitle(f"{models['target']}, drafted by {models['draft']}", fontsize="medium", wrap=True)
+    picture.savefig(path, dpi=DPI)
+
+
+def lines(
+    panel: Any,
+    report: Report,
+    groups: Sequence[GroupFigures],
+    figure: Callable[[CellFigures], Spread | None],
+    title: str,
+) -> None:
+    """One figure by depth, a line per group."""
+    batches = list(dict.fromkeys(figures.group.batch for figures in report.groups))
+    temperatures = list(dict.fromkeys(figures.group.temperature for figures in report.groups))
+    for figures in groups:
+        points = [(cell.depth, spread) for cell in figures.cells if (spread := figure(cell)) is not None]
+        middle = [spread.median for _, spread in points]
+        bars = [[s.median - s.low for _, s in points], [s.high - s.median for _, s in points]]
+        panel.errorbar(
+            [depth for depth, _ in points],
+            middle,
+            yerr=bars,
+            color=COLOURS[batches.index(figures.group.batch) % len(COLOURS)],
+            linestyle=STYLES[temperatures.index(figures.group.temperature) % len(STYLES)],
+            marker="o",
+            markersize=4,
+            capsize=2,
+            label=f"batch {figures.group.batch}, temperature {figures.group.temperature:g}",
+        )
+    panel.axhline(1.0, color="#999999", linewidth=0.8)
+    panel.set_title(title, fontsize="medium")
+    panel.set_xlabel("depth")
+    panel.set_xticks(sorted({cell.depth for figures in groups for cell in figures.cells}))
+    panel.set_ylim(bottom=0)
+    panel.spines[["top", "right"]].set_visible(False)

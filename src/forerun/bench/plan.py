@@ -1,0 +1,82 @@
+"""What is run: workloads, batch sizes, depths and temperatures, and in which order.
+
+Decides what a group and a cell are and how repetitions alternate. Knows nothing of models, texts or times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from forerun.config import require_whole
+from forerun.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What is compared with each other: one text at one batch size and temperature, at every depth."""
+
+    workload: str
+    batch: int
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        """For a reader."""
+        return f"{self.workload}, batch {self.batch}, temperature {self.temperature:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One repetition of one cell."""
+
+    repetition: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The cells: `batches` x `depths` x `temperatures` for every workload, each `repeats` times.
+
+    Depth 0, plain decoding, is always among the depths. `num_tokens` are generated per request, after at most
+    `num_prompts` prompts of a workload; a replayed answer is as long as it is.
+    """
+
+    batches: tuple[int, ...] = (1,)
+    depths: tuple[int, ...] = (0, 2, 4)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    num_tokens: int = 48
+    num_prompts: int = 4
+    repeats: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, values, least in (("batch", self.batches, 1), ("depth", self.depths, 0)):
+            for value in values:
+                require_whole(name, value, least)
+        for name, least in (("num_tokens", 2), ("num_prompts", 1), ("repeats", 1), ("seed", 0)):
+            require_whole(name, getattr(self, name), least)
+        given_by = {"batch": self.batches, "depth": self.depths, "temperature": self.temperatures}
+        for name, given in given_by.items():
+            if not given or len(set(given)) < len(given):
+                raise InvalidRequest(name, f"{given!r} must be values that differ, at least one.")
+        object.__setattr__(self, "depths", tuple(sorted({0, *self.depths})))
+
+    def groups(self, replayed: Mapping[str, bool]) -> list[Group]:
+        """All groups of the workloads, by name. What is replayed is drawn at no temperature: it runs once, at 0."""
+        return [
+            Group(name, batch, temperature)
+            for name, recorded in replayed.items()
+            for batch in self.batches
+            for temperature in ((0.0,) if recorded else self.temperatures)
+        ]
+
+    def turns(self) -> list[Turn]:
+        """The order within a group: all depths by turns, each repetition beginning one depth later."""
+        return [Turn(r, depth) for r in range(self.repeats) for depth in rotated(self.depths, r)]
+
+
+def rotated(values: Sequence[int], by: int) -> list[int]:
+    """The values in order, beginning with another one."""
+    start = by % len(values)
+    return [*values[start:], *values[:start]]

@@ -1,0 +1,204 @@
+"""Runs: one repetition of a cell, made by the engine and written down.
+
+Decides how requests are put together in waves, what is timed and what of it is kept. Same prompts and seeds for every
+depth. Knows nothing of other repetitions, of files, or of what is concluded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forerun.accept.outcome import Outcome
+from forerun.bench.lane import Clock, Lane, Timed
+from forerun.bench.material import Item, Workload
+from forerun.bench.pace import Pace
+from forerun.bench.plan import Group, Turn
+from forerun.config import EngineOptions
+from forerun.engine.engine import Engine
+from forerun.llm import LLM
+from forerun.machine import forget_peak_rss, peak_rss_bytes
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.recorded import Recording
+
+NGRAM = 8
+WARMUP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One repetition of one cell.
+
+    `decode_s` and what is counted up to `accepted_at_depth` are of rounds that read no prompt, `num_tokens` and
+    `total_s` of all rounds. `full_pass_s` and `full_draft_s` are medians over the full rounds: every sequence of the
+    batch there and drafted to the whole depth; None without any. `answers` are hashes of each request's tokens;
+    `num_distinct` of their `num_ngrams` 8-grams were new to their answer.
+    """
+
+    workload: str
+    batch: int
+    temperature: float
+    depth: int
+    repetition: int
+    first_s: float
+    num_tokens: int
+    total_s: float
+    num_decoded: int
+    decode_s: float
+    num_passes: int
+    pass_s: float
+    draft_s: float
+    draft_pass_s: float
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    offered_at_depth: tuple[int, ...]
+    accepted_at_depth: tuple[int, ...]
+    full_pass_s: float | None
+    full_draft_s: float | None
+    num_ngrams: int
+    num_distinct: int
+    answers: tuple[str, ...]
+    peak_bytes: int | None
+
+    @property
+    def group(self) -> Group:
+        """What it is compared within."""
+        return Group(self.workload, self.batch, self.temperature)
+
+    @property
+    def turn(self) -> Turn:
+        """Its place in the group."""
+        return Turn(self.repetition, self.depth)
+
+
+@dataclass(slots=True)
+class Tape:
+    """What a run's rounds give, added up."""
+
+    batch: int
+    depth: int
+    pace: Pace = field(default_factory=Pace)
+    first_s: dict[int, float] = field(default_factory=dict)  # by sequence, from when its wave began
+    full: list[Outcome] = field(default_factory=list)
+
+    def add(self, timed: Timed, clock_s: float) -> None:
+        """One more round; `clock_s` is the time its wave has taken so far."""
+        self.pace.count(timed.outcome, timed.step_s)
+        for delta in timed.deltas:
+            self.first_s.setdefault(delta.seq_id, clock_s)
+        drafted = [row.num_drafted for row in timed.outcome.rows]
+        if not timed.outcome.num_prompt_tokens and drafted == [self.depth] * self.batch:
+            self.full.append(timed.outcome)
+
+    def run(self, group: Group, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> Run:
+        """All of it, to be written down."""
+        pace, stats = self.pace, self.pace.stats
+        grams = [[tuple(a[i : i + NGRAM]) for i in range(len(a) - NGRAM + 1)] for a in answers]
+        return Run(
+            workload=group.workload,
+            batch=group.batch,
+            temperature=group.temperature,
+            depth=turn.depth,
+            repetition=turn.repetition,
+            first_s=statistics.median(self.first_s.values()),
+            num_tokens=sum(map(len, answers)),
+            total_s=pace.total_s,
+            num_decoded=pace.num_decoded,
+            decode_s=pace.decode_s,
+            num_passes=stats.num_passes,
+            pass_s=stats.pass_s,
+            draft_s=stats.draft_s,
+            draft_pass_s=stats.draft_pass_s,
+            num_rounds=stats.num_rounds,
+            num_drafted=stats.num_drafted,
+            num_accepted=stats.num_accepted,
+            offered_at_depth=tuple(stats.offered_at_depth),
+            accepted_at_depth=tuple(stats.accepted_at_depth),
+            full_pass_s=statistics.median(o.pass_s for o in self.full) if self.full else None,
+            full_draft_s=statistics.median(o.draft_s for o in self.full) if self.full else None,
+            num_ngrams=sum(map(len, grams)),
+            num_distinct=sum(len(set(each)) for each in grams),
+            answers=tuple(hash_of(answer) for answer in answers),
+            peak_bytes=peak_bytes,
+        )
+
+
+def hash_of(answer: Sequence[int]) -> str:
+    """What tells answers apart."""
+    return hashlib.sha256(",".join(map(str, answer)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An LLM with a drafter, nothing under way, and the texts to run on it."""
+
+    llm: LLM
+    workloads: Mapping[str, Workload]
+    num_tokens: int
+    seed: int = 0
+    clock: Clock = time.perf_counter
+
+    def run(self, group: Group, turn: Turn) -> Run:
+        """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
+        own_peak = forget_peak_rss()
+        tape, answers = Tape(group.batch, turn.depth), []
+        for numbers in waves(len(self.workloads[group.workload].items), group.batch):
+            answers += self.wave(group, turn.depth, numbers, tape)
+        return tape.run(group, turn, answers, peak_rss_bytes() if own_peak else None)
+
+    def warm_up(self, group: Group, depths: Sequence[int]) -> None:
+        """A few rounds at every depth, which compile kernels and are not counted."""
+        for depth in depths:
+            self.wave(group, depth, range(group.batch), Tape(group.batch, depth), WARMUP_TOKENS)
+
+    def wave(
+        self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None
+    ) -> list[list[int]]:
+        """Requests of these numbers, all at once, to their ends; their answers, of at most `most` tokens."""
+        items = self.workloads[group.workload].items
+        recording, sequences = Recording(), []
+        for number in numbers:
+            item = items[number % len(items)]
+            (sequence,) = self.llm.requests.sequences(item.prompt, self.params(item, group, number, most), depth)
+            if item.answer is not None:
+                recording.texts[sequence.id] = [*item.prompt, *item.answer]
+            sequences.append(sequence)
+        lane = Lane(self.engine(group.batch, depth, recording), sequences)
+        try:
+            while lane.engine.has_work:
+                timed = lane.step(self.clock)
+                tape.add(timed, lane.clock_s)
+        finally:
+            lane.clear()
+        return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
+
+    def params(self, item: Item, group: Group, number: int, most: int | None) -> SamplingParams:
+        """How a request is answered."""
+        length = self.num_tokens if item.answer is None else len(item.answer)
+        return SamplingParams(
+            temperature=group.temperature,
+            seed=self.seed + number,
+            max_tokens=length if most is None else min(length, most),
+            ignore_eos=True,
+        )
+
+    def engine(self, batch: int, depth: int, recording: Recording) -> Engine:
+        """An engine over the LLM's weights and cache; plain decoding has no drafter that could cost anything."""
+        return Engine(
+            self.llm.engine.runner,
+            self.llm.drafter if depth else None,
+            options=EngineOptions(batch, self.llm.engine.options.chunk_tokens),
+            num_ids=self.llm.requests.num_ids,
+            draws=recording if recording.texts else Draws,
+        )
+
+
+def waves(num_items: int, batch: int) -> Iterator[range]:
+    """Numbers of requests, a batch at a time, until every item has had one; the last wave is as full as the others."""
+    for first in range(0, max(num_items, batch), batch):
+        yield range(first, first + batch)

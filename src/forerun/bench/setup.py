@@ -1,0 +1,100 @@
+"""Setting up a benchmark: models loaded for just the texts that they will meet, and what decides the result.
+
+Decides how long a context and how many sequences memory is planned for, and that all of them fit at once: a batch that
+waits for room would not be the batch that is named. Knows nothing of options or of what is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forerun import __version__
+from forerun.bench.material import Passage, Workload, check_lengths, workload_of
+from forerun.bench.plan import Selection
+from forerun.bench.run import Stage
+from forerun.config import KernelChoice, Quantization
+from forerun.draft.build import DraftContext, plan_drafter
+from forerun.errors import NotEnoughMemory
+from forerun.llm import LLM
+from forerun.machine import Machine
+from forerun.models.loading import Blueprint, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What is measured, as an LLM takes it."""
+
+    target: str
+    draft: str
+    dtype: str = "auto"
+    quantize: Quantization | None = None
+    kernels: KernelChoice = "auto"
+    threads: int | None = None
+
+    def blueprint(self) -> Blueprint:
+        """The target, found and understood."""
+        return Blueprint.of(self.target, self.dtype, self.quantize, self.kernels)
+
+    def draft_fingerprint(self) -> str:
+        """What tells the drafter's weights apart from others."""
+        target = self.blueprint()
+        context = DraftContext(target, target.tokenizer(), self.dtype, self.quantize, self.kernels)
+        return plan_drafter(self.draft, context).fingerprint()
+
+    def load(self, max_len: int, selection: Selection, progress: Progress | None = None) -> LLM:
+        """Both models, with room for every batch of the selection. Raises NotEnoughMemory where there is none."""
+        batch = max(selection.batches)
+        llm = LLM(
+            self.target,
+            self.draft,
+            dtype=self.dtype,
+            quantize=self.quantize,
+            kernels=self.kernels,
+            device="cpu",  # whose bandwidth and name the result gives
+            speculation=max(selection.depths),
+            max_len=max_len,
+            max_batch=batch,
+            threads=self.threads,
+            progress=progress,
+        )
+        if llm.plan.num_sequences_speculative < batch:
+            room = "; ".join(llm.plan.lines())
+            raise NotEnoughMemory(f"batch {batch} does not fit: lower --batch, --depth or --tokens ({room})")
+        return llm
+
+
+def set_up(
+    models: Models, passages: Mapping[str, Sequence[Passage]], selection: Selection, progress: Progress | None = None
+) -> Stage:
+    """The texts as tokens, checked, and the models loaded for them."""
+    target = models.blueprint()
+    tokenizer = target.tokenizer()
+    workloads: dict[str, Workload] = {}
+    for name, texts in passages.items():
+        workloads[name] = workload_of(name, texts, selection.num_prompts, tokenizer)
+        check_lengths(workloads[name], selection.num_tokens, target.config.max_positions)
+    longest = max(workload.longest(selection.num_tokens) for workload in workloads.values())
+    return Stage(models.load(longest, selection, progress), workloads, selection.num_tokens, selection.seed)
+
+
+def about(models: Models, stage: Stage, selection: Selection) -> dict[str, Any]:
+    """Everything that decides the result."""
+    return {
+        "forerun": __version__,
+        "models": {
+            "target": stage.llm.name,
+            "draft": stage.llm.draft_name,
+            "format": stage.llm.format,
+            "kernels": stage.llm.kernels,
+            "fingerprint": stage.llm.fingerprint,
+            "draft_fingerprint": models.draft_fingerprint(),
+        },
+        "settings": asdict(selection),
+        "machine": asdict(Machine.here()),
+        "workloads": {
+            name: {"replayed": w.replayed, "num_prompts": len(w.items), "digest": w.digest()}
+            for name, w in stage.workloads.items()
+        },
+    }

@@ -1,0 +1,111 @@
+"""A benchmark as a person reads it: a table for each group, what lies behind it, and whether tokens were the same.
+
+Decides wording and layout, for 80 columns and without colours too; every number comes from a Report. Knows nothing of
+how it came about, or of where it is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from forerun.bench.figures import CellFigures, GroupFigures, Spread
+from forerun.bench.report import Report
+from forerun.cache.plan import size
+
+COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
+MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
+MOST_SHOWN = 3
+
+
+def bench_card(report: Report) -> RenderableType:
+    """The whole report."""
+    parts: list[RenderableType] = []
+    for figures in report.groups:
+        parts += [Text(figures.group.name, "bold"), table(figures), *group_lines(report, figures), Text()]
+    return Lines(*parts, facts(report), Text(), verdict(report))
+
+
+def table(figures: GroupFigures) -> Table:
+    """One line per depth."""
+    grid = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
+    for name in (*COLUMNS, *MORE_COLUMNS):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for cell in figures.cells:
+        grid.add_row(*row(cell))
+    return grid
+
+
+def row(cell: CellFigures) -> Iterator[str | Text]:
+    """One depth's line; what plain decoding is compared with is itself, so it has no ratios."""
+    yield str(cell.depth)
+    yield number(cell.tokens_per_s, ".1f")
+    if cell.depth and cell.speed_up:
+        yield Text(f"×{cell.speed_up.median:.2f}", "green" if cell.speed_up.median > 1 else "yellow")
+        yield f"{cell.speed_up.low:.2f}–{cell.speed_up.high:.2f}"
+    else:
+        yield "plain" if cell.depth == 0 else "?"
+        yield ""
+    yield f"{cell.tokens_per_round:.2f}" if cell.tokens_per_round is not None else "?"
+    yield f"{cell.acceptance_rate:.0%}" if cell.acceptance_rate is not None else ""
+    yield number(cell.pass_ratio, ".2f") if cell.depth else ""
+    yield f"×{cell.predicted.median:.2f}" if cell.predicted else ""
+    yield number(cell.engine_s, ".2f", 1000.0)
+    yield number(cell.first_token_s, ".0f", 1000.0)
+
+
+def number(spread: Spread | None, form: str, scale: float = 1.0) -> str:
+    """A median, or a question mark where there is none."""
+    return format(scale * spread.median, form) if spread else "?"
+
+
+def group_lines(report: Report, figures: GroupFigures) -> Iterator[Text]:
+    """What holds for a whole group: acceptance by depth, repetition in the text, the limit, the same tokens."""
+    deepest = figures.cells[-1]
+    if deepest.acceptance_at_depth:
+        rates = " ".join(f"{rate:.2f}" for rate in deepest.acceptance_at_depth)
+        yield Text(f"kept at depth 1, 2, …: {rates}", "dim")
+    if figures.distinct_ngrams is not None:
+        yield Text(f"{figures.distinct_ngrams:.0%} of the 8-grams in the answers are distinct", "dim")
+    if (share := report.limit_share(figures)) is not None:
+        took = f"{1000 * (figures.plain_pass_s or 0):.1f} ms"
+        yield Text(f"a plain pass takes {took}; reading its weights alone would take {share:.0%} of that", "dim")
+    if figures.same_tokens:
+        yield Text("same tokens: yes")
+    else:
+        yield Text(f"same tokens: NO ({len(figures.differences)} answers)", "bold red")
+    for difference in figures.differences[:MOST_SHOWN]:
+        place = report.place(figures, difference)
+        yield Text(f"  depth {difference.depth}, repetition {difference.repetition + 1}: {place}", "red")
+
+
+def facts(report: Report) -> Table:
+    """What lies behind the tables, as two columns."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    models, machine, settings = (report.about[name] for name in ("models", "machine", "settings"))
+    grid.add_row("target", f"{models['target']} ({models['format']})")
+    grid.add_row("drafter", models["draft"])
+    threads = f"{machine['num_threads']} thread{'s' * (machine['num_threads'] > 1)}"
+    grid.add_row("machine", f"{machine['processor']}, {threads}, {models['kernels']}")
+    grid.add_row("software", f"forerun {report.about['forerun']}, torch {machine['torch']}, python {machine['python']}")
+    start, end = size(round(report.bandwidth.start)), size(round(report.bandwidth.end))
+    grid.add_row("bandwidth", f"{start}/s before the runs, {end}/s after; a pass reads {size(report.pass_bytes)}")
+    if report.peak_bytes is not None:
+        grid.add_row("peak memory", size(report.peak_bytes))
+    repeats = settings["repeats"]
+    how = f"medians of {repeats} repetition{'s' * (repeats > 1)}, depths by turns"
+    grid.add_row("runs", f"{how}; answers of {settings['num_tokens']} tokens where they are not replayed")
+    return grid
+
+
+def verdict(report: Report) -> Text:
+    """The one line that counts."""
+    if report.same_tokens:
+        return Text("Every depth gave the same tokens as plain decoding.", "bold green")
+    return Text("FAULT: tokens differ from plain decoding's. That must not be: please report it.", "bold red")

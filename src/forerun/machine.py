@@ -1,0 +1,81 @@
+"""The machine: what a measurement must say of where it was made.
+
+Decides how a processor is named, how memory bandwidth and the most memory held are measured. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+CPUINFO = Path("/proc/cpuinfo")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+BANDWIDTH_ELEMENTS = 250_000_000  # 1 GB of float32: no cache holds it
+BANDWIDTH_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a measurement was made."""
+
+    processor: str
+    num_threads: int
+    torch: str
+    python: str
+    system: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This one, with torch's present number of threads."""
+        return cls(
+            processor=processor(),
+            num_threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            python=platform.python_version(),
+            system=f"{platform.system()} {platform.machine()}",
+        )
+
+
+def processor(cpuinfo: Path = CPUINFO) -> str:
+    """The processor's own name where the system tells it."""
+    if cpuinfo.exists():
+        fields = (line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines())
+        for name, _, value in fields:
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def bandwidth_bytes_per_s(num_elements: int = BANDWIDTH_ELEMENTS) -> float:
+    """How fast memory is read: the best of several sums of a float32 tensor, with torch's present threads."""
+    tensor = torch.ones(num_elements)
+    best_s = float("inf")
+    for _ in range(BANDWIDTH_TRIES):
+        started_s = time.perf_counter()
+        tensor.sum()
+        best_s = min(best_s, time.perf_counter() - started_s)
+    return tensor.numel() * tensor.itemsize / best_s
+
+
+def peak_rss_bytes() -> int | None:
+    """The most memory this process has held; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def forget_peak_rss() -> bool:
+    """Let `peak_rss_bytes` begin anew from what is held now, and say whether this system can."""
+    try:
+        CLEAR_REFS.write_text("5\n")  # see proc(5): 5 resets the peak
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,143 @@
+// Attention of some queries over the cached keys of one path, in blocks of 16 keys, read where they lie.
+//
+// A query visits its own keys in their order and no others, so its bits depend neither on other queries nor on what
+// else is in the cache. The keys of a path are those of the sequence, one slot after the other, and from some key on
+// the slots that a list names: so the guesses of a tree are read as a chain without being copied. Knows nothing of
+// layers.
+#pragma once
+#include <cmath>
+#include <vector>
+
+#include "vectors.hpp"
+
+namespace forerun {
+
+constexpr int MAX_HEAD = 512;      // numbers of a head
+constexpr int CHUNK_QUERIES = 32;  // queries times heads of a group that share what is read
+
+struct Path {
+  int64_t first_slot, num_plain;  // the slot of key 0; keys from num_plain on lie where `slots` says
+  const int64_t* slots;
+  int64_t slot(int64_t key) const { return key < num_plain ? first_slot + key : slots[key - num_plain]; }
+};
+
+struct Query {
+  const float* q;    // scaled
+  float* out;
+  int64_t position;  // its last key
+};
+
+// 16 keys (or values) as float32, numbers beyond a head and keys from `end` on as zeros.
+template <typename T>
+inline void load_block(const T* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width,
+                       float* block) {
+  for (int k = 0; k < LANES; k++) {
+    float* to = block + k * width;
+    if (first + k >= end) {
+      memset(to, 0, width * sizeof(float));
+      continue;
+    }
+    const T* from = cache + path.slot(first + k) * head_dim;
+    int64_t i = 0;
+    for (; i + LANES <= head_dim; i += LANES) store(to + i, widened(from + i));
+    if (i < head_dim) {
+      T rest[LANES] = {};
+      memcpy(rest, from + i, (head_dim - i) * sizeof(T));
+      store(to + i, widened(rest));
+    }
+  }
+}
+
+__attribute__((noinline)) inline Floats scores_of(const float* q, const float* block, int64_t width) {
+  Floats dots[LANES] = {};
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats a = load(q + i);
+    for (int k = 0; k < LANES; k++) dots[k] = fma(a, load(block + k * width + i), dots[k]);
+  }
+  return sums(dots);
+}
+
+// Scores to weights that add up to `total`; the first of them belongs to key `first`, those outside get 0.
+__attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64_t seen_from, int64_t position) {
+  const int64_t count = position + 1 - first;
+  const float never = -INFINITY;
+  for (int64_t k = 0; k < seen_from - first; k++) scores[k] = never;
+  const int64_t end = (count + LANES - 1) / LANES * LANES;
+  for (int64_t k = count; k < end; k++) scores[k] = never;
+  Floats top = all(never), total{};
+  for (int64_t k = 0; k < end; k += LANES) top = larger(load(scores + k), top);
+  const Floats most = all(largest(top));
+  for (int64_t k = 0; k < end; k += LANES) {
+    const Floats score = load(scores + k), weight = exponential(score - most);
+    const Floats kept = score == all(never) ? Floats{} : weight;
+    store(scores + k, kept);
+    total += kept;
+  }
+  return sum(total);
+}
+
+// G queries at one position: each value is read once for all of them. Every sum goes along the keys, one by one.
+template <int G>
+inline void add_values(float (*out)[MAX_HEAD], const float* weights, int64_t stride, const float* block, int from, int end,
+                       int64_t width) {
+  for (int64_t i = 0; i < width; i += WIDTH) {
+    Floats sums[G][4];
+    const int count = std::min<int64_t>(4, (width - i) / LANES);
+    for (int g = 0; g < G; g++)
+      for (int j = 0; j < 4; j++) sums[g][j] = load(out[g] + i + j * LANES);
+    for (int k = from; k < end; k++)
+      for (int j = 0; j < count; j++) {
+        const Floats value = load(block + k * width + i + j * LANES);
+        for (int g = 0; g < G; g++) sums[g][j] = fma(all(weights[g * stride + k]), value, sums[g][j]);
+      }
+    for (int g = 0; g < G; g++)
+      for (int j = 0; j < count; j++) store(out[g] + i + j * LANES, sums[g][j]);
+  }
+}
+
+// Queries that share a key head, in ascending positions; `window` 0 means all keys. `scores` is a thread's own.
+template <typename T>
+void attend(const std::vector<Query>& queries, const Path& path, const T* keys, const T* values, int64_t head_dim,
+            int64_t window, std::vector<float>& scores) {
+  const int64_t width = (head_dim + LANES - 1) / LANES * LANES;
+  const auto seen_from = [&](const Query& q) { return window && q.position >= window ? q.position + 1 - window : 0; };
+  const int64_t first = seen_from(queries.front()) / LANES * LANES, end = queries.back().position + 1;
+  const int64_t stride = (end - first + LANES - 1) / LANES * LANES;
+  alignas(64) float block[LANES * MAX_HEAD], q[CHUNK_QUERIES][MAX_HEAD], sums[CHUNK_QUERIES][MAX_HEAD];
+  float totals[CHUNK_QUERIES];
+  scores.resize(queries.size() * stride);
+  for (size_t i = 0; i < queries.size(); i++) {
+    memset(q[i], 0, width * sizeof(float)), memset(sums[i], 0, width * sizeof(float));
+    memcpy(q[i], queries[i].q, head_dim * sizeof(float));
+  }
+  const auto meets = [&](const Query& query, int64_t key) {  // whether the query sees some key of this block
+    return key <= query.position && key + LANES > seen_from(query);
+  };
+  for (int64_t key = first; key < end; key += LANES) {
+    load_block(keys, path, key, end, head_dim, width, block);
+    for (size_t i = 0; i < queries.size(); i++)
+      if (meets(queries[i], key)) store(&scores[i * stride + key - first], scores_of(q[i], block, width));
+  }
+  for (size_t i = 0; i < queries.size(); i++) {
+    const int64_t own = seen_from(queries[i]) / LANES * LANES;  // where this query's own blocks begin
+    totals[i] = weigh(&scores[i * stride + own - first], own, seen_from(queries[i]), queries[i].position);
+  }
+  for (int64_t key = first; key < end; key += LANES) {
+    load_block(values, path, key, end, head_dim, width, block);
+    for (size_t i = 0, same; i < queries.size(); i += same) {
+      for (same = 1; same < 4 && i + same < queries.size() && queries[i + same].position == queries[i].position;) same++;
+      if (!meets(queries[i], key)) continue;
+      const int from = std::max<int64_t>(0, seen_from(queries[i]) - key);
+      const int to = std::min<int64_t>(LANES, queries[i].position + 1 - key);
+      const float* weights = &scores[i * stride + key - first];
+      if (same == 4) add_values<4>(sums + i, weights, stride, block, from, to, width);
+      else if (same == 3) add_values<3>(sums + i, weights, stride, block, from, to, width);
+      else if (same == 2) add_values<2>(sums + i, weights, stride, block, from, to, width);
+      else add_values<1>(sums + i, weights, stride, block, from, to, width);
+    }
+  }
+  for (size_t i = 0; i < queries.size(); i++)
+    for (int64_t d = 0; d < head_dim; d++) queries[i].out[d] = sums[i][d] / totals[i];
+}
+
+}  // namespace forerun

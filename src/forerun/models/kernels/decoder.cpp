@@ -1,0 +1,284 @@
+// The decoder's layers over packed tokens, in one parallel region per pass; called from Python through plain C.
+//
+// Decides what each thread does between two barriers: rows are shared out where they are computed one by one, outputs
+// where weights are read, queries where keys are. Who shares what never changes a result. The residual stream is
+// float32. Knows nothing of sequences: a token comes with its position, its cache slot and the path that it sees.
+#include <omp.h>
+
+#include <memory>
+
+#include "attention.hpp"
+#include "linear.hpp"
+#include "rows.hpp"
+
+namespace forerun {
+
+struct Shape {
+  int64_t hidden, heads, kv_heads, head_dim, intermediate, cache_format;  // Format of keys and values
+  float norm_eps;
+};
+
+struct Layer {
+  const Linear *qkv, *out, *gate_up, *down;
+  const float *attention_norm, *mlp_norm;  // padded with zeros
+  const float* qk_norm;                    // gains of each query head, then of each key head; or null
+  int64_t window;                          // 0: sees everything
+};
+
+struct Pass {
+  int64_t num_tokens, num_paths, first_layer, end_layer, num_threads;
+  float* x;  // [num_tokens, hidden], in and out
+  const int64_t *positions, *slots, *path_of, *last_key;         // of each token
+  const int64_t *first_slots, *num_plain, *source_ends, *sources;  // of each path; `sources` lies packed
+  void *keys, *values;                                           // [layers, kv_heads, slots, head_dim]
+  int64_t num_slots;
+  const float *cos, *sin;  // [positions, head_dim]
+};
+
+struct Task {  // some queries of one path: numbers of token times group + head of the group
+  int64_t path, kv_head;
+  std::vector<int64_t> queries;
+};
+
+struct Scratch {  // grows with the largest pass
+  int64_t num_tokens = 0;
+  std::unique_ptr<Memory> memory;
+  float *x, *normed, *wide, *mixed, *scales;  // `wide` takes every product
+  char* rows;
+};
+
+struct Decoder {
+  Shape shape;
+  std::vector<Layer> layers;
+  Scratch scratch;
+
+  int64_t q_size() const { return shape.heads * shape.head_dim; }
+
+  Scratch& room(int64_t num_tokens) {
+    Scratch& s = scratch;
+    if (num_tokens <= s.num_tokens) return s;
+    const int64_t rows = (num_tokens + 2 * TILE - 1) / (2 * TILE) * (2 * TILE);
+    const int64_t hidden = padded(shape.hidden), mixed = padded(q_size()), inner = padded(shape.intermediate);
+    const int64_t qkv = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
+    const int64_t wide = std::max({hidden, qkv, padded(2 * shape.intermediate)}), deep = std::max({hidden, mixed, inner});
+    s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + wide + mixed + 1 + deep) + 7 * 64);
+    char* at = s.memory->data;
+    const auto take = [&](int64_t floats) {
+      char* const taken = at;
+      at += (4 * floats + 63) / 64 * 64;
+      return reinterpret_cast<float*>(taken);
+    };
+    s.x = take(rows * hidden), s.normed = take(rows * deep), s.wide = take(rows * wide), s.mixed = take(rows * mixed);
+    s.scales = take(rows), s.rows = reinterpret_cast<char*>(take(rows * deep));
+    s.num_tokens = rows;
+    return s;
+  }
+};
+
+std::vector<Task> share_out(const Shape& shape, const Pass& pass) {
+  const int64_t group = shape.heads / shape.kv_heads, fair = pass.num_tokens * shape.heads / pass.num_threads;
+  const size_t chunk = std::min<int64_t>(CHUNK_QUERIES, std::max<int64_t>(1, fair));
+  std::vector<std::vector<int64_t>> queries(pass.num_paths);
+  for (int64_t token = 0; token < pass.num_tokens; token++)
+    for (int64_t g = 0; g < group; g++) queries[pass.path_of[token]].push_back(token * group + g);
+  std::vector<Task> tasks;
+  for (int64_t path = 0; path < pass.num_paths; path++)
+    for (size_t i = 0; i < queries[path].size(); i += chunk)
+      for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+        const auto from = queries[path].begin() + i, to = queries[path].begin() + std::min(i + chunk, queries[path].size());
+        tasks.push_back({path, kv_head, std::vector<int64_t>(from, to)});
+      }
+  return tasks;
+}
+
+template <typename T>
+class Worker {  // one thread's part of a pass
+ public:
+  Worker(const Decoder& decoder, const Pass& pass, const std::vector<Task>& tasks, const Scratch& scratch, int thread,
+         int num_threads)
+      : d(decoder), c(decoder.shape), pass(pass), tasks(tasks), s(scratch), thread(thread), num_threads(num_threads) {}
+
+  void run() {
+    const int64_t hidden = padded(c.hidden);
+    each_row([&](int64_t r) {
+      memcpy(s.x + r * hidden, pass.x + r * c.hidden, c.hidden * sizeof(float));
+      memset(s.x + r * hidden + c.hidden, 0, (hidden - c.hidden) * sizeof(float));
+    });
+    for (int64_t i = pass.first_layer; i < pass.end_layer; i++) layer(d.layers[i], i);
+    each_row([&](int64_t r) { memcpy(pass.x + r * c.hidden, s.x + r * hidden, c.hidden * sizeof(float)); });
+  }
+
+ private:
+  void layer(const Layer& l, int64_t index) {
+    const int64_t hidden = padded(c.hidden), mixed = padded(d.q_size()), inner = padded(c.intermediate);
+    const Rows rows{s.rows, s.scales};
+    const int64_t cache = index * c.kv_heads * pass.num_slots * c.head_dim;
+    T *keys = static_cast<T*>(pass.keys) + cache, *values = static_cast<T*>(pass.values) + cache;
+    each_row([&](int64_t r) {
+      norm_row(s.x + r * hidden, l.attention_norm, c.norm_eps, c.hidden, s.normed + r * hidden);
+      prepare_row(*l.qkv, s.normed + r * hidden, rows, r);
+    });
+    product(*l.qkv, rows);
+    store_heads(l, keys, values);
+    wait();
+    for (size_t i = thread; i < tasks.size(); i += num_threads) attend_task(tasks[i], l, keys, values);
+    wait();
+    each_row([&](int64_t r) { prepare_row(*l.out, s.mixed + r * mixed, rows, r); });
+    product(*l.out, rows);
+    each_row([&](int64_t r) {
+      add(r);
+      norm_row(s.x + r * hidden, l.mlp_norm, c.norm_eps, c.hidden, s.normed + r * hidden);
+      prepare_row(*l.gate_up, s.normed + r * hidden, rows, r);
+    });
+    product(*l.gate_up, rows);
+    each_row([&](int64_t r) {
+      activate_row(s.wide + r * l.gate_up->width, c.intermediate, s.normed + r * inner);
+      prepare_row(*l.down, s.normed + r * inner, rows, r);
+    });
+    product(*l.down, rows);
+    each_row([&](int64_t r) { add(r); });
+  }
+
+  void product(const Linear& linear, Rows rows) {
+    wait();
+    multiply(linear, rows, pass.num_tokens, s.wide, thread, num_threads);
+    wait();
+  }
+
+  void add(int64_t row) {
+    const int64_t width = padded(c.hidden);
+    float* x = s.x + row * width;
+    for (int64_t i = 0; i < width; i += LANES) store(x + i, load(x + i) + load(s.wide + row * width + i));
+  }
+
+  // Queries and keys are normed and rotated; keys and values go to their slots.
+  void store_heads(const Layer& l, T* keys, T* values) {
+    const int64_t num_heads = c.heads + 2 * c.kv_heads, count = pass.num_tokens * num_heads;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
+    for (int64_t i = count * thread / num_threads; i < count * (thread + 1) / num_threads; i++) {
+      const int64_t token = i / num_heads, head = i % num_heads, turn = pass.positions[token] * c.head_dim;
+      float* x = s.wide + token * l.qkv->width + head * c.head_dim;
+      if (head < c.heads + c.kv_heads) {
+        const float* gain = l.qk_norm ? l.qk_norm + head * c.head_dim : nullptr;
+        rotate_head(x, c.head_dim, gain, c.norm_eps, pass.cos + turn, pass.sin + turn);
+      }
+      if (head < c.heads) {
+        for (int64_t j = 0; j < c.head_dim; j++) x[j] *= scale;
+      } else {
+        const int64_t kv = (head - c.heads) % c.kv_heads;
+        T* to = head < c.heads + c.kv_heads ? keys : values;
+        put(to + (kv * pass.num_slots + pass.slots[token]) * c.head_dim, x, c.head_dim);
+      }
+    }
+  }
+
+  void attend_task(const Task& task, const Layer& l, const T* keys, const T* values) {
+    const int64_t group = c.heads / c.kv_heads, offset = task.kv_head * pass.num_slots * c.head_dim;
+    queries.clear();
+    for (int64_t number : task.queries) {
+      const int64_t token = number / group, head = task.kv_head * group + number % group;
+      queries.push_back({s.wide + token * l.qkv->width + head * c.head_dim,
+                         s.mixed + token * padded(d.q_size()) + head * c.head_dim, pass.last_key[token]});
+    }
+    const int64_t* sources = pass.sources + (task.path ? pass.source_ends[task.path - 1] : 0);
+    const Path path{pass.first_slots[task.path], pass.num_plain[task.path], sources};
+    attend(queries, path, keys + offset, values + offset, c.head_dim, l.window, scores);
+  }
+
+  template <typename F>
+  void each_row(F f) {
+    for (int64_t r = pass.num_tokens * thread / num_threads; r < pass.num_tokens * (thread + 1) / num_threads; r++) f(r);
+  }
+
+  void wait() {
+#pragma omp barrier
+  }
+
+  const Decoder& d;
+  const Shape& c;
+  const Pass& pass;
+  const std::vector<Task>& tasks;
+  const Scratch& s;
+  const int thread, num_threads;
+  std::vector<Query> queries;
+  std::vector<float> scores;
+};
+
+}  // namespace forerun
+
+using namespace forerun;
+
+extern "C" {
+
+// Which instructions the products use.
+const char* forerun_instructions() {
+#if defined(FORERUN_AMX)
+  if (has_amx()) return "AMX";
+#endif
+#if defined(__AVX512BF16__)
+  return "AVX-512 BF16";
+#elif defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#else
+  return "vectors";
+#endif
+}
+
+Linear* forerun_linear(int64_t format, int64_t outputs, int64_t inputs, const void* weight, const float* scales,
+                       const float* bias) {
+  auto* linear = new Linear(static_cast<Format>(format), outputs, inputs, weight, scales, bias);
+  if (linear->panels.data) return linear;
+  delete linear;
+  return nullptr;
+}
+
+void forerun_free_linear(Linear* linear) { delete linear; }
+
+// x is [num_rows, inputs], out [num_rows, outputs padded to whole panels]; norm may be null.
+void forerun_multiply(const Linear* linear, const float* x, int64_t num_rows, const float* norm, float eps, float* out,
+                      int64_t num_threads) {
+  const int64_t space = (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE);
+  const int64_t bytes = space * (linear->row_bytes() + 64 + linear->depth * 4);
+  thread_local std::unique_ptr<Memory> memory;  // of the caller, kept for its next call
+  if (!memory || memory->bytes < bytes) memory = std::make_unique<Memory>(bytes);
+  char* const data = memory->data;
+  memset(data, 0, bytes);
+  float* const scales = reinterpret_cast<float*>(data + space * linear->row_bytes());
+  float* const wide = scales + space * 16;
+  const Rows rows{data, scales};
+#pragma omp parallel num_threads(num_threads)
+  {
+    const int thread = omp_get_thread_num(), num = omp_get_num_threads();
+    for (int64_t r = num_rows * thread / num; r < num_rows * (thread + 1) / num; r++) {
+      float* const row = wide + r * linear->depth;
+      memcpy(row, x + r * linear->inputs, linear->inputs * sizeof(float));
+      if (norm) norm_row(row, norm, eps, linear->inputs, row);
+      prepare_row(*linear, row, rows, r);
+    }
+#pragma omp barrier
+    multiply(*linear, rows, num_rows, out, thread, num);
+  }
+}
+
+Decoder* forerun_decoder(const Shape* shape, const Layer* layers, int64_t num_layers) {
+  return new Decoder{*shape, std::vector<Layer>(layers, layers + num_layers), {}};
+}
+
+void forerun_free_decoder(Decoder* decoder) { delete decoder; }
+
+// Not for two threads at once.
+void forerun_forward(Decoder* decoder, const Pass* pass) {
+  const Scratch& scratch = decoder->room(pass->num_tokens);
+  const std::vector<Task> tasks = share_out(decoder->shape, *pass);
+#pragma omp parallel num_threads(pass->num_threads)
+  {
+    const int thread = omp_get_thread_num(), num = omp_get_num_threads();
+    if (decoder->shape.cache_format == BFLOAT16)
+      Worker<bfloat16>(*decoder, *pass, tasks, scratch, thread, num).run();
+    else
+      Worker<float>(*decoder, *pass, tasks, scratch, thread, num).run();
+  }
+}
+}

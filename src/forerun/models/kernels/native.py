@@ -1,0 +1,266 @@
+"""The compiled kernels as Python sees them: linear layers, and a decoder's layers in one call.
+
+Decides how tensors become pointers and who keeps what alive. Results are those of `models/decoder.py` up to rounding:
+the residual stream stays in float32, and each row has bits of its own in any company, by construction. Knows nothing
+of sequences, and of checkpoints only their shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from array import array
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.cache.paged import PagedCache
+from forerun.config import KernelChoice
+from forerun.errors import UnsupportedModel
+from forerun.models.invariance import cancelling_product
+from forerun.models.kernels.build import NoKernels, Progress, library
+from forerun.models.quantized import quantize_rows
+
+if TYPE_CHECKING:
+    from forerun.models.config import ModelConfig
+    from forerun.models.decoder import Layer, TokenBatch
+    from forerun.models.linear import Linear
+    from forerun.models.rope import RopeTables
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+WIDTH = 64  # rows are padded to a multiple of this
+
+
+class CShape(Structure):
+    """`Shape` in decoder.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "cache_format")),
+        ("norm_eps", c_float),
+    ]
+
+
+class CLayer(Structure):
+    """`Layer` in decoder.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down", "attention_norm", "mlp_norm", "qk_norm")),
+        ("window", c_int64),
+    ]
+
+
+class CPass(Structure):
+    """`Pass` in decoder.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("num_tokens", "num_paths", "first_layer", "end_layer", "num_threads")),
+        *((name, c_void_p) for name in ("x", "positions", "slots", "path_of", "last_key")),
+        *((name, c_void_p) for name in ("first_slots", "num_plain", "source_ends", "sources", "keys", "values")),
+        ("num_slots", c_int64),
+        *((name, c_void_p) for name in ("cos", "sin")),
+    ]
+
+
+class Kernels:
+    """The library, opened and found to compute what it should on this machine."""
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self.lib = lib
+        lib.forerun_instructions.restype = ctypes.c_char_p
+        lib.forerun_linear.restype = lib.forerun_decoder.restype = c_void_p
+        lib.forerun_linear.argtypes = [c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p]
+        lib.forerun_multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64]
+        lib.forerun_decoder.argtypes = [POINTER(CShape), POINTER(CLayer), c_int64]
+        lib.forerun_forward.argtypes = [c_void_p, POINTER(CPass)]
+        lib.forerun_free_linear.argtypes = lib.forerun_free_decoder.argtypes = [c_void_p]
+        self.instructions = lib.forerun_instructions().decode()
+
+    def linear(
+        self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, quantize: bool = False
+    ) -> NativeLinear:
+        """A packed layer; of 8 bits with `quantize`, else in the weight's own format, float32 or bfloat16."""
+        return NativeLinear(self, weight, bias, quantize)
+
+    def decoder(
+        self, config: ModelConfig, layers: Sequence[Layer], norm: Float[Tensor, " hidden"], head: Linear
+    ) -> NativeDecoder:
+        """These layers as one call, over a cache in the norms' format. All linear layers are this library's."""
+        return NativeDecoder(self, config, layers, norm, head)
+
+
+def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: Progress | None = None) -> Kernels | None:
+    """The kernels, compiled if need be; None where torch's operators are to be used, or are all there is.
+
+    Raises UnsupportedModel where kernels are insisted on and there are none.
+    """
+    if choice == "torch" or (choice == "auto" and dtype not in FORMATS):
+        return None
+    try:
+        if dtype not in FORMATS:
+            raise NoKernels(f"they know float32 and bfloat16, not {dtype}")
+        return checked(library(progress))
+    except NoKernels as error:
+        if choice == "native":
+            raise UnsupportedModel(
+                f"kernels: 'native' is not possible here: {error}. Use 'auto' or 'torch'."
+            ) from error
+        return None
+
+
+def kernels_name(choice: KernelChoice, dtype: torch.dtype) -> str:
+    """What computes, for a reader: "AMX kernels", or "torch, AVX512"."""
+    kernels = find_kernels(choice, dtype)
+    return f"{kernels.instructions} kernels" if kernels else f"torch, {torch.backends.cpu.get_cpu_capability()}"
+
+
+@cache
+def checked(lib: ctypes.CDLL) -> Kernels:
+    """The library if it computes what it should: close to float64, and each row as if it were alone."""
+    kernels = Kernels(lib)
+    outputs, inputs, rows = 72, 200, 40
+    for dtype, quantize in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        x, weight = cancelling_product(rows, outputs, inputs, dtype)
+        layer = kernels.linear(weight, None, quantize)
+        alone = torch.cat([layer(row[None]) for row in x])
+        exact = torch.eye(inputs)[:rows] * 64
+        close = torch.allclose(layer(exact).double(), exact.double() @ weight.double().T, rtol=0.02, atol=1.0)
+        if not (close and torch.equal(layer(x), alone)):
+            raise NoKernels(f"compiled for {kernels.instructions}, they compute wrong results on this machine")
+    return kernels
+
+
+class NativeLinear:
+    """A weight packed for the kernels; any number of rows, each with bits of its own. The plain weight is not kept."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, quantize: bool) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.lib = kernels.lib
+        scales = None
+        if quantize:
+            weight, scales = quantize_rows(weight)
+        weight, bias = weight.contiguous(), None if bias is None else bias.float().contiguous()
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (weight, scales, bias))
+        self.pointer = self.lib.forerun_linear(FORMATS[weight.dtype], self.outputs, self.inputs, *pointers)
+        if not self.pointer:
+            raise MemoryError(f"no memory for a layer of {self.outputs} x {self.inputs} weights")
+        weakref.finalize(self, self.lib.forerun_free_linear, self.pointer)
+
+    def __call__(
+        self, x: Float[Tensor, "rows inputs"], norm: Float[Tensor, " padded"] | None = None, eps: float = 0.0
+    ) -> Float[Tensor, "rows outputs"]:
+        """`x @ weight.T + bias`, computed from and to float32; of the rows' norm, if its padded gains are given."""
+        rows = x.float().contiguous()
+        out = torch.empty(len(x), padded(self.outputs))
+        gains = None if norm is None else norm.data_ptr()
+        threads = torch.get_num_threads()
+        self.lib.forerun_multiply(self.pointer, rows.data_ptr(), len(x), gains, eps, out.data_ptr(), threads)
+        return out[:, : self.outputs].to(x.dtype)
+
+
+class NativeDecoder:
+    """A decoder's layers; one pass at a time."""
+
+    def __init__(
+        self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], norm: Tensor, head: Linear
+    ) -> None:
+        self.lib = kernels.lib
+        self.norm, self.head, self.norm_eps = padded_gains(norm), native(head), config.norm_eps
+        self.kept: list[object] = [layers]  # what the library points at
+        shape = CShape(
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            intermediate=native(layers[0].down).inputs,
+            cache_format=FORMATS[norm.dtype],
+            norm_eps=config.norm_eps,
+        )
+        self.pointer = self.lib.forerun_decoder(shape, (CLayer * len(layers))(*map(self.layer, layers)), len(layers))
+        weakref.finalize(self, self.lib.forerun_free_decoder, self.pointer)
+
+    def layer(self, layer: Layer) -> CLayer:
+        """A layer's pointers."""
+        return CLayer(
+            qkv=native(layer.qkv).pointer,
+            out=native(layer.out).pointer,
+            gate_up=native(layer.gate_up).pointer,
+            down=native(layer.down).pointer,
+            attention_norm=self.keep(padded_gains(layer.attention_norm)),
+            mlp_norm=self.keep(padded_gains(layer.mlp_norm)),
+            qk_norm=None if layer.qk_norm is None else self.keep(layer.qk_norm.float().contiguous()),
+            window=layer.window or 0,
+        )
+
+    def keep(self, tensor: Tensor) -> int:
+        """Its address, for as long as this lives."""
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+    def forward(
+        self, x: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache, rope: RopeTables, layers: range
+    ) -> None:
+        """Read the batch through `layers`, from and to the residual stream `x`, which is of float32."""
+        path_of, last_key = (array("q", [0]) * len(x) for _ in range(2))
+        for number, path in enumerate(batch.paths):
+            for query, position in zip(path.queries, path.positions, strict=True):
+                path_of[query], last_key[query] = number, position
+            assert path.holds(path.positions[-1], cache.keys.shape[2]), f"{path} ends before its last query's key"
+        copies = [path.copy for path in batch.paths]
+        tables = [
+            path_of,
+            last_key,
+            array("q", [path.first_slot for path in batch.paths]),
+            array("q", [1 << 62 if p.copy is None else p.copy.first - p.first_slot for p in batch.paths]),
+            array("q", itertools.accumulate(0 if copy is None else len(copy.source) for copy in copies)),
+            array("q", [slot for copy in copies if copy is not None for slot in copy.source] or [0]),
+        ]
+        addresses = [table.buffer_info()[0] for table in tables]
+        each_path = dict(zip(("first_slots", "num_plain", "source_ends", "sources"), addresses[2:], strict=True))
+        self.lib.forerun_forward(
+            self.pointer,
+            CPass(
+                num_tokens=len(x),
+                num_paths=len(batch.paths),
+                first_layer=layers.start,
+                end_layer=layers.stop,
+                num_threads=torch.get_num_threads(),
+                x=x.data_ptr(),
+                positions=batch.positions.data_ptr(),
+                slots=batch.slots.data_ptr(),
+                path_of=addresses[0],
+                last_key=addresses[1],
+                **each_path,
+                keys=cache.keys.data_ptr(),
+                values=cache.values.data_ptr(),
+                num_slots=cache.keys.shape[2],
+                cos=rope.cos.data_ptr(),
+                sin=rope.sin.data_ptr(),
+            ),
+        )
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """The head's, in float32, of normed rows."""
+        return self.head(hidden.float(), self.norm, self.norm_eps)
+
+
+def native(linear: Linear) -> NativeLinear:
+    """A layer that this library packed."""
+    assert isinstance(linear, NativeLinear), f"a decoder is compiled as a whole; {linear} is not one of its layers"
+    return linear
+
+
+def padded(size: int) -> int:
+    """How wide a row of this size is to the kernels."""
+    return -(-size // WIDTH) * WIDTH
+
+
+def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
+    """A norm's gains in float32, zeros behind them."""
+    return functional.pad(gain.float(), (0, padded(len(gain)) - len(gain)))

@@ -1,0 +1,64 @@
+// What is done to one row at a time: norm, rotation, activation. A row knows nothing of the others.
+#pragma once
+#include <cmath>
+
+#include "vectors.hpp"
+
+namespace forerun {
+
+// out = x / rms(x) * gain, in float32. Widths are padded with zeros; `size` is the true one.
+__attribute__((noinline)) inline void norm_row(const float* x, const float* gain, float eps, int64_t size, float* out) {
+  Floats squares[4] = {};
+  for (int64_t i = 0; i < padded(size); i += WIDTH)
+    for (int j = 0; j < 4; j++) squares[j] = fma(load(x + i + j * LANES), load(x + i + j * LANES), squares[j]);
+  const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(size);
+  const float factor = 1.0f / std::sqrt(mean + eps);
+  for (int64_t i = 0; i < padded(size); i += LANES) store(out + i, load(x + i) * factor * load(gain + i));
+}
+
+// silu(gate) * up, of `size` numbers; what lies behind up to the padded size becomes zero.
+__attribute__((noinline)) inline void activate_row(const float* gate_up, int64_t size, float* out) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) {
+    const Floats gate = load(gate_up + i);
+    store(out + i, gate / (exponential(-gate) + 1.0f) * load(gate_up + size + i));
+  }
+  float gate[LANES] = {}, up[LANES] = {};
+  memcpy(gate, gate_up + i, (size - i) * sizeof(float));
+  memcpy(up, gate_up + size + i, (size - i) * sizeof(float));
+  for (; i < padded(size); i += LANES) {
+    store(out + i, load(gate) / (exponential(-load(gate)) + 1.0f) * load(up));
+    memset(gate, 0, sizeof gate), memset(up, 0, sizeof up);
+  }
+}
+
+// One head: normed if it has gains, then rotated by halves, in place.
+__attribute__((noinline)) inline void rotate_head(float* x, int64_t head_dim, const float* gain, float eps,
+                                                  const float* cos, const float* sin) {
+  const int64_t half = head_dim / 2;
+  if (gain) {
+    float squares = 0;
+    for (int64_t i = 0; i < head_dim; i++) squares += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(squares / static_cast<float>(head_dim) + eps);
+    for (int64_t i = 0; i < head_dim; i++) x[i] = x[i] * factor * gain[i];
+  }
+  for (int64_t i = 0; i < half; i++) {
+    const float first = x[i], second = x[i + half];
+    x[i] = first * cos[i] - second * sin[i];
+    x[i + half] = second * cos[i + half] + first * sin[i + half];
+  }
+}
+
+// `size` floats into a cache of another format.
+template <typename T>
+inline void put(T* to, const float* from, int64_t size) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) narrow(to + i, load(from + i));
+  float rest[LANES] = {};
+  T narrowed[LANES];
+  memcpy(rest, from + i, (size - i) * sizeof(float));
+  narrow(narrowed, load(rest));
+  memcpy(to + i, narrowed, (size - i) * sizeof(T));
+}
+
+}  // namespace forerun

@@ -1,0 +1,57 @@
+"""Recorded: draws that say what was said before, so that a text can be replayed through an engine.
+
+Decides that a recorded sequence's token is the one that its text has at that position, whatever was guessed. Passes,
+guesses and sampling happen as ever and cost what they cost; only the target's choice is not its own. For coupled
+verification, which compares choices; the rules that judge by laws never ask for one. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from forerun.sampling.draws import Draws, PathState, RowSampling
+from forerun.sampling.transforms import Logits
+
+
+class Recorded(Draws):
+    """A round's draws in which the sequences of `texts` choose their recorded tokens.
+
+    `texts[seq_id]` is a whole text, prompt and answer. Other sequences, and positions behind a text's end, choose for
+    themselves. Nodes that are not on the recorded path are given its token too: nothing leads to them.
+    """
+
+    def __init__(
+        self, rows: Sequence[RowSampling], vocab: int, texts: Mapping[int, Sequence[int]], **options: Any
+    ) -> None:
+        super().__init__(rows, vocab, **options)
+        assert not self.rejection, "a recorded choice is compared with guesses; rejection asks for no choice"
+        self.texts = texts
+
+    def draw(self, logits: Logits, at: PathState) -> Int[Tensor, " nodes"]:
+        """The recorded token at each node's position."""
+        drawn = super().draw(logits, at)
+        said = [self.said(row, position) for row, position in zip(at.row.tolist(), at.position.tolist(), strict=True)]
+        recorded = torch.tensor(said, dtype=drawn.dtype, device=drawn.device)
+        return torch.where(recorded >= 0, recorded, drawn)
+
+    def said(self, row: int, position: int) -> int:
+        """What the text of a row has at a position; -1 where nothing is recorded."""
+        text = self.texts.get(self.seq_ids[row], ())
+        return text[position] if position < len(text) else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Makes an engine's draws: those of the sequences entered in `texts` are recorded."""
+
+    texts: dict[int, Sequence[int]] = field(default_factory=dict)
+
+    def __call__(self, rows: Sequence[RowSampling], vocab: int, **options: Any) -> Recorded:
+        """A round's draws; the arguments are those of Draws."""
+        return Recorded(rows, vocab, self.texts, **options)

@@ -1,0 +1,253 @@
+"""`forerun bench` from end to end, on the stories pair: card, JSON, picture, exit status, and what it refuses."""
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from bench.synthetic import GROUP, even, taped
+from forerun import cli
+from forerun.bench.figures import Difference, GroupFigures, group_figures
+from forerun.bench.plan import Turn
+from forerun.bench.report import Bandwidth, Report
+from forerun.bench.run import Stage
+from forerun.bench.show import bench_card
+from forerun.commands import bench as command
+from forerun.sampling.recorded import Recorded
+from unchecked import unchecked
+
+QUICK = ["--tokens", "12", "--repeats", "2", "--num-prompts", "2", "--depth", "2,3"]
+STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with prompts, and with recorded answers to them."""
+    (tmp_path / "tales.txt").write_text("\n".join(STORIES) + "\n")
+    entries = [{"prompt": story, "answer": f" {story}. {story}, {story}"} for story in STORIES]
+    (tmp_path / "told.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return tmp_path
+
+
+@pytest.fixture
+def run(target_dir: Path, draft_dir: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command on the stories pair, its cache in the files' folder, with a bandwidth that takes no time."""
+    monkeypatch.setattr(command, "bandwidth_bytes_per_s", lambda: 1e9)
+    models = ["--model", str(target_dir), "--draft", f"model:{draft_dir}"]
+
+    def invoke(*arguments: str) -> Result:
+        with unchecked():
+            env = {"COLUMNS": "80", "XDG_CACHE_HOME": str(files / "cache")}
+            return CliRunner().invoke(cli.app, ["bench", *models, *QUICK, *arguments], env=env)
+
+    return invoke
+
+
+def numbers_of(value: object) -> list[float]:
+    """All numbers of a JSON value."""
+    if isinstance(value, dict):
+        return [n for each in value.values() for n in numbers_of(each)]
+    if isinstance(value, list):
+        return [n for each in value for n in numbers_of(each)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_one_line_of_json_has_every_cell(run: Callable[..., Result], files: Path) -> None:
+    result = run("--prompts", str(files / "tales.txt"), "--batch", "1,3", "--temperature", "0,0.8")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    told = json.loads(result.stdout)
+    assert {"forerun", "models", "settings", "machine", "workloads", "bandwidth_bytes_per_s"} <= set(told)
+    cells = {(c["workload"], c["batch"], c["temperature"], c["depth"]): c for c in told["cells"]}
+    assert set(cells) == {("tales", b, t, d) for b in (1, 3) for t in (0.0, 0.8) for d in (0, 2, 3)}
+    assert len(told["cells"]) == len(cells)
+    assert all(math.isfinite(number) for number in numbers_of(told))
+    assert told["same_tokens"]
+    for cell in told["cells"]:
+        assert cell["tokens_per_s"]["low"] <= cell["tokens_per_s"]["median"] <= cell["tokens_per_s"]["high"]
+        assert cell["engine_s"]["median"] > 0
+        if cell["depth"]:
+            assert len(cell["acceptance_at_depth"]) <= cell["depth"]
+            assert 1 <= cell["tokens_per_round"] <= 1 + cell["depth"]
+            assert cell["predicted"]["median"] > 0
+        else:
+            assert cell["speed_up"]["median"] == cell["pass_ratio"]["median"] == cell["tokens_per_round"] == 1
+            assert cell["acceptance_rate"] is None
+    for group in told["groups"]:
+        assert group["same_tokens"]
+        assert 0 < group["distinct_8grams"] <= 1
+        assert group["memory_limit_share"] == pytest.approx(
+            told["weights_bytes_per_pass"] / 1e9 / group["plain_pass_s"]
+        )
+
+
+def test_a_replay_runs_once_whatever_the_temperatures(run: Callable[..., Result], files: Path) -> None:
+    goal = files / "out.json"
+    result = run("--replay", str(files / "told.jsonl"), "--draft", "ngram", "--json", str(goal))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    told = json.loads(goal.read_text())
+    assert [c["temperature"] for c in told["cells"]] == [0.0] * 3
+    assert told["cells"][-1]["tokens_per_round"] > 1.5  # it repeats itself
+    assert "told, batch 1, temperature 0" in result.stderr
+
+
+def test_a_token_that_is_not_the_recorded_one_fails_the_command(
+    run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Recorded.said
+
+    def wrong(self: Recorded, row: int, position: int) -> int:
+        return real(self, row, position) ^ (position == 15)
+
+    monkeypatch.setattr(Recorded, "said", wrong)
+    result = run("--replay", str(files / "told.jsonl"))
+    assert result.exit_code == 1
+    told = json.loads(result.stdout)
+    assert not told["same_tokens"]
+    (group,) = told["groups"]
+    assert {d["prompt"] for d in group["differences"]} == {f"{files}/told.jsonl:{i}" for i in (1, 2)}
+    assert len(group["differences"]) == 2 * 3 * 2  # prompts, depths, repetitions
+    assert "same tokens: NO" in result.stderr
+    assert "FAULT" in result.stderr
+    assert f"{files}/told.jsonl:" in "".join(result.stderr.split())
+
+
+def test_interrupted_it_says_how_to_go_on_and_does(
+    run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = Stage.run, []
+
+    def counting(self: Stage, *what: object) -> object:
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(what)
+        return real(self, *what)  # type: ignore[arg-type]
+
+    arguments = ["--prompts", str(files / "tales.txt"), "--temperature", "0"]
+    monkeypatch.setattr(Stage, "run", counting)
+    stopped = run(*arguments)
+    assert stopped.exit_code == 130
+    assert stopped.stdout == ""
+    (state,) = (files / "cache/forerun/bench").iterdir()
+    assert "goes on behind 2 finished runs" in stopped.stderr
+    assert str(state) in stopped.stderr
+    made[:] = [None] * -4  # none so far, and never two
+    monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
+    ended = run(*arguments)
+    assert ended.exit_code == 0, ended.output
+    assert len(made) == 2 * 3 - 2
+    again = run(*arguments)
+    assert len(made) == 4
+    assert json.loads(again.stdout)["cells"] == json.loads(ended.stdout)["cells"]
+    assert run(*arguments, "--fresh").exit_code == 0
+    assert len(made) == 4 + 6
+
+
+def test_a_state_of_other_settings_is_refused(run: Callable[..., Result], files: Path) -> None:
+    arguments = ["--prompts", str(files / "tales.txt"), "--temperature", "0", "--state", str(files / "mine.jsonl")]
+    assert run(*arguments).exit_code == 0
+    result = run(*arguments, "--seed", "5")
+    assert result.exit_code == 2
+    assert "settings.seed" in result.stderr
+    assert run(*arguments, "--seed", "5", "--fresh").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch", "1,x"], "batch: '1,x' must be numbers"),
+        (["--batch", "0"], "batch: 0 must be"),
+        (["--depth", "2,2"], "depth: (2, 2) must be values that differ"),
+        (["--workload", "novels"], "workload: 'novels' does not ship"),
+        (["--workload", "code", "--replay", "a.jsonl"], "replay: it says what to run, and so does --workload"),
+        (["--replay", "none.jsonl"], "none.jsonl: it cannot be read"),
+        (["--widen"], "widen: "),
+        (["--tokens", "5000"], "5004 tokens of a context of 512"),
+        (["--picture", "out.svg"], "picture: out.svg must be a .png"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    run: Callable[..., Result], files: Path, arguments: list[str], said: str
+) -> None:
+    given = (
+        arguments if {"--workload", "--replay"} & set(arguments) else ["--prompts", f"{files}/tales.txt", *arguments]
+    )
+    result = run(*given)
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_too_little_memory_is_said(run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.cache.plan.available_bytes", lambda: 8_000_000)
+    result = run("--prompts", str(files / "tales.txt"), "--batch", "64", "--tokens", "200")
+    assert result.exit_code == 2
+    assert "batch 64 does not fit" in result.stderr
+
+
+def test_the_picture_is_a_png_and_without_matplotlib_the_extra_is_named(
+    run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--prompts", str(files / "tales.txt"), "--batch", "1,2", "--picture", str(files / "out.png")]
+    assert run(*arguments).exit_code == 0
+    assert (files / "out.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "pip install 'forerun[bench]'" in " ".join(result.stderr.split())
+
+
+def made_report(figures: GroupFigures) -> Report:
+    about = {
+        "forerun": "0",
+        "models": {"target": "a-target-of-a-long-name " * 4, "draft": "model:b", "format": "bfloat16", "kernels": "I"},
+        "machine": {"processor": "P", "num_threads": 2, "torch": "2", "python": "3"},
+        "settings": {"repeats": 3, "num_tokens": 48},
+    }
+    return Report(about, Bandwidth(1e10, 2e10), 2 * 10**9, {"code": ["a.py", "b.py"]}, (figures,))
+
+
+def test_the_card_fits_80_columns_and_says_what_the_figures_say() -> None:
+    """At the sizes that numbers can have, without a colour."""
+    runs = [
+        taped(even(depth, 6, depth, 1024.0 if depth else 512.0, 64.0, rest_s=8.0), GROUP, Turn(r, depth), [[1] * 9])
+        for r in range(3)
+        for depth in (0, 12)
+    ]
+    figures = group_figures(GROUP, runs)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(bench_card(made_report(figures)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in text
+    assert "…" not in text.replace("1, 2, …", "")
+    cell = figures.cells[1]
+    assert cell.speed_up is not None
+    assert cell.predicted is not None
+    line = next(line.split() for line in text.splitlines() if line.strip().startswith("12 "))
+    assert f"×{cell.speed_up.median:.2f}" in line
+    assert f"×{cell.predicted.median:.2f}" in line
+    assert "2.00" in line  # v(k)
+    assert "13.00" in line  # tokens per round
+    assert "100%" in line
+    assert "50% of the 8-grams" in text
+    assert "same tokens: yes" in text
+    assert "before the runs, 20.0 GB/s after" in text
+
+
+def test_a_difference_is_told_with_its_prompt() -> None:
+    plain, drafted = (taped(even(d, 2, 0, 1.0, 0.0), GROUP, Turn(0, d), [[1], [d]]) for d in (0, 3))
+    report = made_report(group_figures(GROUP, [plain, drafted]))
+    assert report.groups[0].differences == (Difference(3, 0, 1),)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(bench_card(report))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "same tokens: NO (1 answers)" in text
+    assert "depth 3, repetition 1: b.py" in text
+    assert "FAULT" in text

@@ -1,0 +1,76 @@
+"""What decides a benchmark's result is in its key, and models are loaded for the texts that they will meet."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from forerun.bench.material import Passage
+from forerun.bench.plan import Selection
+from forerun.bench.setup import Models, about, set_up
+from forerun.commands import bench as command
+from forerun.commands.bench import BenchOptions
+from forerun.errors import InvalidRequest
+from forerun.models.bundled import BUNDLED
+from forerun.models.loading import Blueprint
+
+SELECTION = Selection(batches=(3,), depths=(2,), num_tokens=20)
+PASSAGES = {"own": [Passage("Once upon a time", None, "a:1"), Passage([1, 5, 6], [7, 8, 9], "b:1")][:1]}
+
+
+@pytest.fixture
+def models(target_dir: Path, draft_dir: Path, tmp_path: Path) -> Models:
+    """The stories pair, its drafter a copy that may be changed."""
+    shutil.copytree(draft_dir, tmp_path / "draft")
+    return Models(str(target_dir), f"model:{tmp_path / 'draft'}")
+
+
+def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) -> None:
+    stage = set_up(models, PASSAGES, SELECTION)
+    first = about(models, stage, SELECTION)
+    assert json.loads(json.dumps(first)) == json.loads(json.dumps(about(models, stage, SELECTION)))
+    other = set_up(models, {"own": [Passage("Once upon a day", None, "a:1")]}, SELECTION)
+    assert about(models, other, SELECTION)["workloads"] != first["workloads"]
+    (weights,) = (tmp_path / "draft").glob("*.safetensors")
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    save_file(tensors, weights, metadata)
+    changed = about(models, stage, SELECTION)["models"]
+    assert changed["draft_fingerprint"] != first["models"]["draft_fingerprint"]
+    assert changed["fingerprint"] == first["models"]["fingerprint"]
+    assert Models(models.target, "ngram").draft_fingerprint() == ""
+
+
+def test_memory_is_planned_for_the_longest_text_and_the_largest_batch(models: Models) -> None:
+    stage = set_up(models, PASSAGES, SELECTION)
+    assert stage.llm.plan.max_len == stage.workloads["own"].longest(SELECTION.num_tokens)
+    assert stage.llm.plan.num_sequences_speculative == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["stories260k", *BUNDLED])
+def test_a_pass_reads_all_weights_but_rows_that_are_looked_up(name: str, dtype: str, target_dir: Path) -> None:
+    folder = BUNDLED.get(name, target_dir)
+    blueprint = Blueprint.of(str(folder), dtype)
+    tensors = load_file(next(folder.glob("*.safetensors")))
+    tied = "lm_head.weight" not in tensors
+    sizes = [t.numel() for key, t in tensors.items() if tied or "embed_tokens" not in key]
+    assert blueprint.pass_bytes == sum(sizes) * blueprint.dtype.itemsize
+    assert Blueprint.of(str(folder), dtype, "int8").pass_bytes == sum(sizes)
+
+
+def test_widening_is_for_bundled_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "widen", lambda name, size, _progress: f"{name}@{size}")
+    wide = BenchOptions(widen=True).models(lambda _what, _done: None)
+    assert (wide.target, wide.draft) == ("stdlib@500000000", "model:stdlib-draft@21000000")
+    lookup = BenchOptions(widen=True, draft="ngram").models(lambda _what, _done: None)
+    assert (lookup.target, lookup.draft) == ("stdlib@500000000", "ngram")
+    assert BenchOptions().models(lambda _what, _done: None).target == "stdlib"
+    for options in (BenchOptions("some/model", widen=True), BenchOptions(draft="model:a/b", widen=True)):
+        with pytest.raises(InvalidRequest, match="widen"):
+            options.models(lambda _what, _done: None)

@@ -1,0 +1,114 @@
+"""A replay says what was recorded, to the token, whatever is guessed; its passes leave in caches what they must."""
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.oracles import Oracle
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Drafter
+from forerun.draft.model import ModelDrafter
+from forerun.draft.ngram import NgramDrafter
+from forerun.engine.engine import Engine
+from forerun.engine.request import Requests
+from forerun.engine.sequence import Sequence
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read, Runner
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.recorded import Recorded, Recording
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+VOCAB = 512
+TEXTS = 4
+DRAFTERS = ["none", "ngram", "model", "oracle"]
+
+
+@cache
+def weights(name: str) -> Runner:
+    return Blueprint.of(str(DATA / name), "float32").load(64)
+
+
+def runner() -> Runner:
+    return Runner.of(weights("stories260k").decoder, 2048, 16)
+
+
+def edited(seed: int) -> tuple[list[int], list[int]]:
+    """A random text, and the same with one in twelve tokens changed: what it becomes."""
+    rng = random.Random(seed)
+    old = [rng.randrange(3, VOCAB) for _ in range(40 + seed)]
+    return [1, *old], [rng.randrange(3, VOCAB) if rng.random() < 1 / 12 else token for token in old]
+
+
+def drafter(name: str) -> Drafter | None:
+    if name == "model":
+        return ModelDrafter(Runner.of(weights("stories280k").decoder, 2048, 16), VOCAB)
+    return {"none": None, "ngram": NgramDrafter(), "oracle": Oracle(errs=lambda place: place % 5 == 3)}[name]
+
+
+def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> tuple[Engine, list[Sequence]]:
+    """An engine with the edited texts submitted, to be replayed."""
+    recording = Recording()
+    engine = Engine(runner(), drafter(name), options=EngineOptions(batch, 32), draws=recording)
+    requests = Requests(None, VOCAB, 128, eos_ids=(2,), default=wish)
+    sequences = []
+    for seed in range(TEXTS):
+        prompt, answer = edited(seed)
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=len(answer), ignore_eos=True)
+        (sequence,) = requests.sequences(prompt, params)
+        recording.texts[sequence.id] = [*prompt, *answer]
+        if isinstance(engine.drafter, Oracle):
+            engine.drafter.answers[id(params), tuple(prompt), 0] = answer
+        engine.submit(sequence)
+        sequences.append(sequence)
+    return engine, sequences
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("wish", [*map(Speculation, (0, 1, 2, 3, 5, 8)), Speculation(3, 2)], ids=str)
+@pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (0.9, 3)])
+def test_what_is_said_is_what_was_recorded(name: str, wish: Speculation, temperature: float, batch: int) -> None:
+    engine, sequences = replaying(name, wish, temperature, batch)
+    while engine.has_work:
+        engine.step()
+    assert [s.tokens for s in sequences] == [[*p, *a] for p, a in map(edited, range(TEXTS))]
+    if name == "ngram" and wish.depth >= 2:
+        assert engine.stats.tokens_per_round is not None
+        assert engine.stats.tokens_per_round > 1.5  # edits are what n-grams are good for
+    assert (engine.stats.num_drafted > 0) == (name != "none" and wish.depth > 0)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("wish", [Speculation(4), Speculation(3, 2)], ids=str)
+def test_caches_hold_what_reading_the_text_leaves(name: str, wish: Speculation) -> None:
+    engine, sequences = replaying(name, wish, 0.0, TEXTS)
+    while all(s.num_output < 20 for s in sequences) or any(s.num_read < s.num_prompt for s in sequences):
+        engine.step()
+    for sequence in sequences:
+        plain = runner()
+        plain.read([Read(0, sequence.tokens[: sequence.num_read])])
+        plain.keep([0], [range(sequence.num_read)])
+        assert engine.runner.cache.length(sequence.id) == sequence.num_read
+        for replayed, read in zip(held(engine.runner, sequence.id), held(plain, 0), strict=True):
+            assert torch.equal(replayed, read)
+
+
+def held(runner: Runner, seq_id: int) -> list[torch.Tensor]:
+    """The keys and values of a sequence's committed tokens."""
+    start, length = runner.cache.start(seq_id), runner.cache.length(seq_id)
+    return [tensor[:, :, start : start + length] for tensor in (runner.cache.keys, runner.cache.values)]
+
+
+def test_only_recorded_texts_are_replayed_and_only_to_their_end() -> None:
+    rows = [RowSampling(i, SamplingParams(), 7 + i, 0, [1, 5, 6], 1, (2,)) for i in range(2)]
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    own = Draws(rows, VOCAB)
+    for length, said in ((4, True), (3, False), (0, False)):
+        text = [1, 5, 6, 9][:length]
+        drawn = Recorded(rows, VOCAB, {0: text}).draw(logits, own.roots())
+        expected = own.draw(logits, own.roots())
+        assert drawn[1] == expected[1]
+        assert drawn[0] == (9 if said else expected[0])

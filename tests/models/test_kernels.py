@@ -1,0 +1,222 @@
+"""The compiled kernels: right, each row and query with bits of its own, for lesser processors too, or not there."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.config import KernelChoice
+from forerun.errors import UnsupportedModel
+from forerun.models.invariance import cancelling_product
+from forerun.models.kernels import build
+from forerun.models.kernels.build import FLAGS, SOURCES, NoKernels
+from forerun.models.kernels.native import Kernels, checked, find_kernels, kernels_name
+from forerun.models.loading import Blueprint
+from forerun.models.quantized import QuantizedLinear
+from forerun.models.runner import Read, Runner
+
+SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
+COUNTS = [*range(1, 40), 47, 48, 49, 64, 65, 100, 129, 320]
+FORMATS = ["float32", "bfloat16", "int8"]
+LEVELS = ["native", "x86-64-v4", "x86-64-v3"]  # what the compiler may use: AMX, AVX-512, AVX2
+
+
+def has(level: str) -> bool:
+    """Whether this machine can run code for a level."""
+    if level == "native":
+        return True
+    if platform.machine() != "x86_64":
+        return False
+    return torch.backends.cpu.get_cpu_capability() in {"x86-64-v4": ("AVX512",), "x86-64-v3": ("AVX512", "AVX2")}[level]
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The library as compiled for a processor that can do less than this one, perhaps."""
+    if not has(request.param):
+        pytest.skip(f"this processor does not run {request.param} code")
+    try:
+        command = build.compiler()
+    except NoKernels as missing:
+        pytest.skip(str(missing))
+    path = tmp_path_factory.mktemp("kernels") / f"{request.param}.so"
+    flags = [flag.replace("native", request.param) for flag in FLAGS]
+    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    subprocess.run([command, *flags, "-Wall", "-Wextra", "-Werror", *sources, "-o", str(path)], check=True)
+    return checked(ctypes.CDLL(str(path)))
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def weight_of(numbers: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensor, bool]:
+    weight = torch.randn(shape, generator=dice)
+    return (weight.bfloat16() if numbers == "bfloat16" else weight), numbers == "int8"
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_right(kernels: Kernels, shape: tuple[int, int], numbers: str) -> None:
+    """8-bit ones are those of the plain definition, to the bit: whole numbers add up exactly in any order."""
+    dice = torch.Generator().manual_seed(0)
+    weight, quantize = weight_of(numbers, shape, dice)
+    for bias in (None, torch.randn(shape[0], generator=dice)):
+        layer = kernels.linear(weight, bias, quantize)
+        x = torch.randn(37, shape[1], generator=dice)
+        x[5], x[6], x[7, 0] = 0.0, 1e-30, 1e4
+        if quantize:
+            assert torch.equal(layer(x), QuantizedLinear(weight, bias, packed=False)(x))
+            continue
+        rounded = x.to(weight.dtype).double()
+        exact = rounded @ weight.double().T + (0 if bias is None else bias.double())
+        scale = rounded.abs() @ weight.double().abs().T + 1e-20
+        assert ((layer(x).double() - exact).abs() / scale).max() < 1e-5
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES[1:])
+@pytest.mark.usefixtures("threads")
+def test_a_row_has_bits_of_its_own(kernels: Kernels, shape: tuple[int, int], numbers: str) -> None:
+    """Sums that cancel, in any number of rows and by any number of threads, against the same rows alone."""
+    x, weight = cancelling_product(320, *shape, torch.bfloat16 if numbers == "bfloat16" else torch.float32)
+    layer = kernels.linear(weight, None, numbers == "int8")
+    alone = torch.cat([layer(row[None]) for row in x])
+    for count in COUNTS:
+        torch.set_num_threads(1 + count % 3)
+        assert torch.equal(layer(x[:count].contiguous()), alone[:count]), f"{count} rows"
+    torch.set_num_threads(1)
+    assert torch.equal(layer(x[100:107].contiguous()), alone[100:107]), "other neighbours"
+
+
+def test_not_a_number_stays_one(kernels: Kernels) -> None:
+    """It is seen in its own row and in no other."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer, x = kernels.linear(torch.randn(70, 90).to(dtype), None), torch.randn(5, 90)
+        clean = layer(x)
+        x[2, 3] = math.nan
+        found = layer(x)
+        assert found[2].isnan().all()
+        assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+def read_all(runner: Runner, tokens: list[int], sizes: list[int]) -> Tensor:
+    """The logits of a text read in pieces."""
+    logits, start = [], 0
+    for size in sizes:
+        logits.append(runner.read([Read(0, tokens[start : start + size], judged=range(size))]).logits)
+        runner.keep([0], [range(size)])
+        start += size
+    runner.release([0])
+    return torch.cat(logits)
+
+
+def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
+    quantize = "int8" if numbers == "int8" else None
+    return Blueprint.of(str(folder), "float32" if quantize else numbers, quantize, choice).load(2048)
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+@pytest.mark.usefixtures("threads")
+def test_a_text_in_any_pieces_by_any_threads(target_dir: Path, numbers: str) -> None:
+    """The decoder's logits, too, are a token's own, and near those of torch's operators."""
+    native = load(target_dir, numbers, "native")
+    rng = random.Random(numbers)
+    tokens = [rng.randrange(3, 512) for _ in range(400)]
+    alone = read_all(native, tokens, [1] * 400)
+    for num_threads, sizes in ((1, [400]), (2, [17, 3, 380]), (3, [33] * 12 + [4]), (2, [5] * 80)):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(read_all(native, tokens, sizes), alone), sizes
+    by_torch = read_all(load(target_dir, numbers, "torch"), tokens, [400])
+    bound = 1e-4 if numbers == "float32" else 0.05 if numbers == "bfloat16" else 0.1
+    assert (alone - by_torch).abs().max() < bound * by_torch.abs().max()
+
+
+def test_taps_and_parts_of_the_layers_are_those_of_a_whole_pass(target_dir: Path) -> None:
+    runner = load(target_dir, "float32", "native")
+    decoder, tokens = runner.decoder, [5, 9, 300, 7, 8]
+    num_layers = decoder.config.layers
+    states = runner.read([Read(0, tokens, judged=range(5))], taps=(0, 2, num_layers, -1))
+    assert states.taps is not None
+    assert torch.equal(states.taps[:, 0], decoder.embedding[torch.tensor(tokens)])
+    assert torch.equal(states.taps[:, 2], states.hidden)
+    runner.drop([0])
+    runner.cache.reserve([0], [5])
+    batch = runner.pack([Read(0, tokens)])
+    with torch.inference_mode():
+        lower = decoder.forward(batch, runner.cache, layers=range(2)).last
+        assert torch.equal(lower, states.taps[:, 1])
+        upper = decoder.forward(batch, runner.cache, layers=range(2, num_layers), inputs=lower).last
+    assert torch.equal(upper, states.hidden)
+    assert torch.equal(decoder.logits(upper), states.logits)
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A machine on which nothing was ever compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for known in (build.target, build.opened):
+        known.cache_clear()
+    yield tmp_path
+    for known in (build.target, build.opened):
+        known.cache_clear()
+
+
+def test_without_a_compiler_torch_computes(no_library: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert find_kernels("auto", torch.float32) is None
+    assert kernels_name("auto", torch.float32).startswith("torch, ")
+    assert Blueprint.of(str(target_dir)).load(64).decoder.native is None
+    with pytest.raises(UnsupportedModel, match=r"'native' is not possible here: no C\+\+ compiler found .*CXX"):
+        find_kernels("native", torch.float32)
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    false = shutil.which("false")
+    assert false
+    monkeypatch.setenv("CXX", false)
+    with pytest.raises(UnsupportedModel, match=r"false -O3 .* failed"):
+        find_kernels("native", torch.bfloat16)
+    assert not list((no_library / "forerun" / "kernels").iterdir())
+
+
+def test_compiled_once_and_told(no_library: Path) -> None:
+    told: list[str] = []
+    assert find_kernels("auto", torch.float32, lambda what, _: told.append(what)) is not None
+    assert find_kernels("auto", torch.float32, lambda what, _: told.append(what)) is not None
+    assert told == ["compiling kernels, once on this machine"]
+    assert len(list((no_library / "forerun" / "kernels").iterdir())) == 1
+
+
+def test_a_library_that_cannot_be_opened_says_what_to_do(no_library: Path) -> None:
+    path = build.target(build.compiler())
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"not a library")
+    assert find_kernels("auto", torch.float32) is None
+    with pytest.raises(UnsupportedModel, match="delete it, and it is compiled anew"):
+        find_kernels("native", torch.float32)
+
+
+def test_formats_that_they_do_not_know(target_dir: Path) -> None:
+    assert find_kernels("auto", torch.float64) is None
+    with pytest.raises(UnsupportedModel, match=r"know float32 and bfloat16, not torch\.float64"):
+        find_kernels("native", torch.float64)
+
+
+def test_kernels_and_torch_have_different_fingerprints(target_dir: Path) -> None:
+    """Their bits differ, so an answer must say which of them it is from."""
+    native, by_torch = (Blueprint.of(str(target_dir), kernels=choice) for choice in ("native", "torch"))
+    assert native.fingerprint() != by_torch.fingerprint()

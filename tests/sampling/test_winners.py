@@ -1,0 +1,134 @@
+"""Winners found by looking at few tokens, against all noise and an argmax: to the bit, for any logits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.noise import FAINTEST, QUIET, Purpose, absorb, gumbel, gumbel_at, hash_bits, loud_ids
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.winners import LEAST_VOCAB, RoundNoise, first_largest
+
+CPU = torch.device("cpu")
+VOCABS = st.sampled_from([LEAST_VOCAB - 1, LEAST_VOCAB, LEAST_VOCAB + 17, 40_001])
+SHAPES = ["steep", "flat", "tied", "bfloat16", "far", "tiny", "filtered", "NaN", "infinite", "nothing", "two"]
+WIDE = LEAST_VOCAB + 3
+
+
+def keys_of(seed: int, rows: int) -> Tensor:
+    return absorb(torch.full((rows,), seed), torch.arange(rows))
+
+
+def logits_of(shape: str, rows: int, vocab: int, seed: int) -> Tensor:
+    """Rows of one kind; the first is peaked whatever the kind, so that kinds meet in one batch."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, vocab, generator=random)
+    ranks = torch.stack([torch.randperm(vocab, generator=random) for _ in range(rows)])
+    steep = -1.5 * (ranks + 1.0).log()
+    made = {
+        "steep": steep,
+        "flat": x,
+        "tied": torch.zeros_like(x),
+        "bfloat16": (steep * 3).bfloat16().float(),
+        "far": steep * 1e6 + 1e8,
+        "tiny": x * 1e-30,
+        "filtered": steep.masked_fill(ranks > 40, -math.inf),
+        "NaN": steep.masked_fill(ranks == vocab // 2, math.nan),
+        "infinite": x.masked_fill(ranks < 3, math.inf),
+        "nothing": torch.full_like(x, -math.inf),
+        "two": torch.full_like(x, -3e38).masked_fill(ranks < 2, 3e38),
+    }[shape]
+    return torch.cat([steep[:1], made[1:]]) if rows > 1 else made
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(SHAPES), VOCABS, st.integers(1, 3), st.integers(0, 2**40), st.booleans())
+def test_winners_are_the_first_largest_of_all_scores(
+    shape: str, vocab: int, rows: int, seed: int, double: bool
+) -> None:
+    logits, keys = logits_of(shape, rows, vocab, seed), keys_of(seed, rows)
+    logits = logits.double() if double else logits
+    found = RoundNoise(vocab, CPU).winners(logits, keys)
+    assert torch.equal(found[:, 0], (logits + gumbel(keys, vocab)).argmax(1))
+
+
+def test_equal_scores_go_to_the_lowest_id() -> None:
+    """So large a logit that noise is rounded away: every token of the row scores the same."""
+    logits = torch.full((2, WIDE), 1e12)
+    assert RoundNoise(WIDE, CPU).winners(logits, keys_of(1, 2)).tolist() == [[0], [0]]
+
+
+def test_what_was_made_for_other_keys_and_calls_does_not_show() -> None:
+    noise, keys = RoundNoise(WIDE, CPU), keys_of(3, 6)
+    logits = logits_of("steep", 6, WIDE, 0)
+    wanted = (logits + gumbel(keys, WIDE)).argmax(1, keepdim=True)
+    for some in ([0], [2, 1], [1, 1, 2], [5, 4, 3, 2, 1, 0]):
+        assert torch.equal(noise.rows(keys[some]), gumbel(keys[some], WIDE))
+        assert torch.equal(noise.winners(logits[some], keys[some]), wanted[some])
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.sampled_from([1, 33, 40_001, 151_936]))
+@settings(max_examples=30, deadline=None)
+def test_only_the_loud_are_louder_than_quiet(key: int, vocab: int) -> None:
+    keys = torch.tensor([key])
+    bits, noise, loud = hash_bits(keys, vocab)[0], gumbel(keys, vocab)[0], loud_ids(key, vocab)
+    assert torch.equal(loud, ((bits >= 0) & (bits < 2**23)).nonzero()[:, 0])
+    others = torch.ones(vocab, dtype=torch.bool).index_fill_(0, loud, False)
+    assert (noise[others] < QUIET + 1e-3).all()
+    assert (noise[loud] > QUIET - 1e-3).all()
+    assert noise.min() > FAINTEST - 1e-3
+
+
+@given(st.integers(0, 70_000), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_noise_of_single_tokens_has_the_bits_of_the_whole_row(count: int, seed: int) -> None:
+    """Whatever their number: vector code and scalar tails round logarithms differently."""
+    random = torch.Generator().manual_seed(seed)
+    row = torch.randint(4, (count,), generator=random)
+    ids = torch.randint(WIDE, (count,), generator=random)
+    keys = keys_of(seed, 4)
+    assert torch.equal(gumbel_at(keys[row], ids, WIDE), gumbel(keys, WIDE)[row, ids])
+
+
+def rows_of(*params: dict[str, object]) -> list[RowSampling]:
+    return [RowSampling(i, SamplingParams(**p), 5 + i, 0, [7, 8, 9, 8], 1, (2,)) for i, p in enumerate(params)]
+
+
+MIXED: tuple[dict[str, object], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_p": 0.8, "top_k": 50},
+    {"temperature": 1.3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"min_p": 0.1, "logit_bias": {3: 4.0}, "banned_tokens": [1, 2]},
+)
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_draws_and_single_guesses_are_those_of_all_noise(shape: str, rejection: bool) -> None:
+    """Every kind of row in one batch, padding ids above the tokenizer's, the text's own tokens likely."""
+    rows = rows_of(*MIXED)
+    draws = Draws(rows, WIDE, num_ids=WIDE - 5, rejection=rejection)
+    logits = logits_of(shape, len(rows), WIDE, 1)
+    logits[:, 7:10] += 12.0
+    at = draws.roots()
+    assert torch.equal(draws.draw(logits, at), draws.scores(logits, at).argmax(1))
+    wide, narrow = draws.children(logits, at, 1), draws.children(logits, at, 1, survival=False)
+    assert narrow.survival is None
+    assert torch.equal(wide.tokens, narrow.tokens)
+    if wide.law is not None and narrow.law is not None:
+        assert torch.equal(wide.law, narrow.law)
+        law = draws.law(logits.nan_to_num(nan=0.0), at)
+        assert torch.equal(draws.recover(law, at), draws._perturb(law, at, Purpose.RECOVER).argmax(1))
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf]), min_size=9, max_size=9))
+)
+def test_first_largest_is_torchs_argmax(values: list[list[float]]) -> None:
+    x = torch.tensor(values).reshape(-1, 9)
+    assert torch.equal(first_largest(x)[:, 0], x.argmax(1))

@@ -1,0 +1,43 @@
+"""What a measurement says of its machine."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import machine
+from forerun.machine import Machine, bandwidth_bytes_per_s, forget_peak_rss, peak_rss_bytes, processor
+
+
+def test_the_processors_name_is_the_systems(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some: Chip 9\n\nprocessor\t: 1\nmodel name\t: Some: Chip 9\n")
+    assert processor(cpuinfo) == "Some: Chip 9"
+    cpuinfo.write_text("Processor : none of that name\n")
+    assert processor(cpuinfo) == processor(tmp_path / "missing")
+
+
+def test_threads_are_torchs_own() -> None:
+    assert Machine.here().num_threads == torch.get_num_threads()
+    assert Machine.here() == Machine.here()
+
+
+def test_bandwidth_is_the_bytes_over_the_best_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    took_s = [8.0, 2.0, 4.0, 2.5, 16.0]
+    looks = [0.0]
+    for each in took_s:
+        looks += [looks[-1] + each, looks[-1] + each]  # the end of one and the beginning of the next
+    monkeypatch.setattr(time, "perf_counter", iter(looks).__next__)
+    assert bandwidth_bytes_per_s(1000) == 4 * 1000 / 2.0
+
+
+def test_the_peak_forgets_what_is_given_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.ones(50_000_000)
+    high = peak_rss_bytes()
+    if forget_peak_rss() and high is not None:
+        low = peak_rss_bytes()
+        assert low is not None
+        assert low <= high - 150_000_000
+    monkeypatch.setattr(machine, "CLEAR_REFS", tmp_path / "no" / "such")
+    assert not forget_peak_rss()
