@@ -63,6 +63,16 @@ def test_8_bit_weights_are_refused_where_there_are_no_layers_for_them(target_dir
         Blueprint.of(str(target_dir), quantize="int8", placement=Placement(torch.device("cpu"), fixed=True))
 
 
+def test_compiled_kernels_are_for_plain_passes_on_cpus(target_dir: Path) -> None:
+    fixed = Placement(torch.device("cpu"), fixed=True)
+    with pytest.raises(InvalidRequest, match="kernels"):
+        Blueprint.of(str(target_dir), kernels="native", placement=fixed)
+    there, here = Blueprint.of(str(target_dir), placement=fixed), Blueprint.of(str(target_dir))
+    assert there.load(64).decoder.native is None
+    assert there.computed_by == f"torch, {fixed.label}"
+    assert there.fingerprint() != here.fingerprint()
+
+
 def test_numbers_go_there_and_back() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     there = upload([[1, 2], [3, 4]], torch.int64, device)

@@ -271,11 +271,11 @@ def test_a_draft_says_how_long_its_passes_took(blueprint: Blueprint, monkeypatch
     now_s, took_s = 0.0, []
 
     class SlowRunner(CountingRunner):
-        def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
+        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
             nonlocal now_s
             took_s.append(2.0 ** -len(took_s))
             now_s += took_s[-1]
-            return super().read(reads, taps)
+            return super().read(reads, taps, drawn)
 
     monkeypatch.setattr("forerun.draft.model.time.perf_counter", lambda: now_s)
     drafter = make(blueprint)
