@@ -12,6 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, barriers cost more than they win
 
+os.environ.setdefault("FORERUN_DEVICE", "cpu")  # what is promised to the bit is promised there; tests/gpu says cuda
+
 import pytest
 from jaxtyping import install_import_hook
 

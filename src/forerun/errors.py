@@ -16,6 +16,7 @@ Each message says the offending value and what to do about it. Broken invariants
     ├── DraftError
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
     │   └── VocabularyMismatch      the drafter's tokenizer is not the target's
+    ├── DeviceUnavailable           a device, or what is needed to use it, is not there
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
     ├── RequestFailed               a request's own code (a logits processor) raised; the cause says what
@@ -77,6 +78,10 @@ class UnknownDrafter(DraftError, ValueError):
 
 class VocabularyMismatch(DraftError):
     """The drafter's tokenizer differs from the target's."""
+
+
+class DeviceUnavailable(ForerunError):
+    """The device asked for is not there, or something that is needed to use it."""
 
 
 class NotEnoughMemory(ForerunError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from forerun.accept.outcome import Stats
-from forerun.cache.plan import MemoryPlan, plan_memory
+from forerun.cache.plan import BUDGET_SHARE, MemoryPlan, plan_memory
 from forerun.config import (
     DEFAULT_DEPTH,
     EngineOptions,
@@ -24,6 +24,7 @@ from forerun.config import (
     Verification,
     require_whole,
 )
+from forerun.device import Placement, free_bytes
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
@@ -33,7 +34,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
 from forerun.errors import InvalidRequest, NotEnoughMemory, UnknownDrafter
-from forerun.models.kernels.native import kernels_name
 from forerun.models.loading import Blueprint, Progress
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
@@ -77,7 +77,9 @@ class LLM:
     (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
     `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
     promises hold against it. `kernels` are compiled at first use where there is a C++ compiler ("auto"); "native"
-    insists on them, and "torch" does without: the same model, rounded differently.
+    insists on them, and "torch" does without: the same model, rounded differently. They are for CPUs alone. `device`
+    is "cpu", "cuda", or "auto": a GPU where there is one. `one_gemm` makes matrix products on a GPU the same for any
+    number of rows, and tokens the same to the bit; on CPUs they are anyway.
     """
 
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
@@ -97,6 +99,8 @@ class LLM:
         chunk_tokens: int = 512,
         memory_bytes: int | None = None,
         threads: int | None = None,
+        device: str | Placement = "auto",
+        one_gemm: bool = False,
         progress: Progress | None = None,
         controller: Controller | None = None,
     ) -> None:
@@ -105,17 +109,20 @@ class LLM:
         for name, value, least in (("threads", threads, 1), ("max_len", max_len, 2), ("memory_bytes", memory_bytes, 0)):
             if value is not None:
                 require_whole(name, value, least)
+        placement = Placement.of(device, one_gemm)
         if threads is not None:
             torch.set_num_threads(threads)
-        target = Blueprint.of(str(model), dtype, quantize, kernels)
+        target = Blueprint.of(str(model), dtype, quantize, kernels, placement)
         self.tokenizer: Tokenizer = target.tokenizer()
         drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize, kernels))
         self.name, self.draft_name = target.name, draft_label(draft)
+        if memory_bytes is None and placement.device.type == "cuda":
+            memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
         self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
         self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
         self.fingerprint, self.format = target.fingerprint(), target.format
-        self.kernels = kernels_name(kernels, target.dtype)
+        self.kernels = target.computed_by
         self.requests = Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,

@@ -20,6 +20,11 @@ from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED_NAMES
 from forerun.sampling.params import SamplingParams
 
+DeviceOption = Annotated[str, typer.Option(help="Where to run: cpu, cuda, or auto: a GPU where there is one.")]
+OneGemmOption = Annotated[
+    bool, typer.Option("--one-gemm", help="On a GPU: one matrix product for any number of rows; the same bits.")
+]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
@@ -44,6 +49,8 @@ class ModelOptions:
         None
     )
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+    device: DeviceOption = "auto"
+    one_gemm: OneGemmOption = False
 
 
 @dataclass(frozen=True, slots=True)

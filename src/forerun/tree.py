@@ -6,11 +6,14 @@ depths, positions, paths) is derived from them here. Knows nothing of models, ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from forerun.device import upload, upload_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,34 @@ class DraftLaw:
     probs: Float[Tensor, "rows support"]
     ids: Int[Tensor, "rows support"] | None = None
 
+    def to(self, device: torch.device) -> DraftLaw:
+        """The laws on a device."""
+        ids = None if self.ids is None else upload_tensor(self.ids, device)
+        return DraftLaw(upload_tensor(self.row, device), upload_tensor(self.probs, device), ids)
+
     def dense(self, vocab: int) -> Float[Tensor, "rows vocab"]:
         """The same laws over the whole vocabulary."""
         if self.ids is None:
             return self.probs
         return self.probs.new_zeros(len(self.probs), vocab).scatter_(1, self.ids, self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the host knows of a tree that lies on a device, so that it need not ask: which nodes are read.
+
+    `nodes[b]` are the columns of sequence b that the target reads, `parents[b]` the parent of each. `tokens[b]` are
+    their tokens; None where guesses were drawn on the device: then what is read may turn out to be padding.
+    """
+
+    nodes: Sequence[Sequence[int]]
+    parents: Sequence[Sequence[int]]
+    tokens: Sequence[Sequence[int]] | None = None
+
+    @classmethod
+    def chains(cls, counts: Sequence[int]) -> Known:
+        """Roots and so many guesses behind each, none of them seen yet."""
+        return cls([range(1 + n) for n in counts], [range(-1, n) for n in counts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +76,7 @@ class DraftTree:
     depth: int
     width: int = 1
     q: DraftLaw | None = None
+    known: Known | None = None
 
     @classmethod
     def bare(cls, roots: Int[Tensor, " batch"]) -> DraftTree:
@@ -111,6 +138,36 @@ class DraftTree:
         slot = torch.where(self.parents >= 0, self.parents * self.width + rank, nodes * self.width)
         table.scatter_(1, slot, torch.arange(nodes, device=table.device).expand(batch, nodes))
         return table[:, :-1].view(batch, nodes, self.width)
+
+    def host(self) -> Known:
+        """Which nodes are read, for the host; where that is not known yet and the tree is on a device, it waits."""
+        if self.known is not None:
+            return self.known
+        # numpy refuses tensors of a device: where the tree is on the CPU nothing can wait here unseen.
+        tokens, parents = (
+            t.numpy().tolist() if t.device.type == "cpu" else t.tolist() for t in (self.tokens, self.parents)
+        )
+        nodes = [[i for i, token in enumerate(row) if token >= 0] for row in tokens]
+        above, own = (
+            [[row[i] for i in keep] for row, keep in zip(rows, nodes, strict=True)] for rows in (parents, tokens)
+        )
+        return Known(nodes, above, own)
+
+    def to(self, device: torch.device) -> DraftTree:
+        """The tree on a device, with what the host knows of it."""
+        known = self.host()
+        if self.tokens.device == device:
+            return replace(self, known=known)
+        tokens, parents = (upload_tensor(t, device) for t in (self.tokens, self.parents))
+        return replace(self, tokens=tokens, parents=parents, q=self.q and self.q.to(device), known=known)
+
+    def read_nodes(self) -> Int[Tensor, " rows"]:
+        """The nodes that the target reads, in order, numbered through all sequences: the valid ones, unless known."""
+        if self.known is None:
+            return self.valid.flatten().nonzero()[:, 0]
+        columns = self.tokens.shape[1]
+        flat = [row * columns + node for row, nodes in enumerate(self.known.nodes) for node in nodes]
+        return upload(flat, torch.long, self.tokens.device)
 
     def without_law(self) -> DraftTree:
         """The same guesses, to be judged by `follow`: for trees pruned after their tokens were drawn."""

@@ -12,7 +12,7 @@ from draft.rounds import Row, committed, draws_of
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model import CHUNK_TOKENS, TAIL_TOKENS, ModelDrafter
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read, Runner, States
+from forerun.models.runner import Drawn, Read, Runner, States
 
 VOCAB = 512
 CONTEXT = 256
@@ -23,8 +23,8 @@ class CountingRunner(Runner):
 
     num_read = 0
 
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
-        states = super().read(reads, taps)
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+        states = super().read(reads, taps, drawn)
         self.num_read += sum(len(read.tokens) for read in reads)
         return states
 
@@ -271,11 +271,11 @@ def test_a_draft_says_how_long_its_passes_took(blueprint: Blueprint, monkeypatch
     now_s, took_s = 0.0, []
 
     class SlowRunner(CountingRunner):
-        def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
+        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
             nonlocal now_s
             took_s.append(2.0 ** -len(took_s))
             now_s += took_s[-1]
-            return super().read(reads, taps)
+            return super().read(reads, taps, drawn)
 
     monkeypatch.setattr("forerun.draft.model.time.perf_counter", lambda: now_s)
     drafter = make(blueprint)

@@ -80,7 +80,14 @@ class Hostile:
 def tree_of(tokens: Tensor, parents: Tensor, depth: int, width: int = 1, q: DraftLaw | None = None) -> DraftTree:
     """A DraftTree without the checks of its constructor."""
     tree = object.__new__(DraftTree)
-    for name, value in (("tokens", tokens), ("parents", parents), ("depth", depth), ("width", width), ("q", q)):
+    for name, value in (
+        ("tokens", tokens),
+        ("parents", parents),
+        ("depth", depth),
+        ("width", width),
+        ("q", q),
+        ("known", None),
+    ):
         object.__setattr__(tree, name, value)
     return tree
 

@@ -31,7 +31,7 @@ def loose(batch: int) -> list[Limit]:
 def hostile(tree: DraftTree, **fields: Any) -> DraftTree:
     """A copy with these fields, past all checks of types and shapes."""
     bad = object.__new__(DraftTree)
-    for name in ("tokens", "parents", "depth", "width", "q"):
+    for name in ("tokens", "parents", "depth", "width", "q", "known"):
         object.__setattr__(bad, name, fields.get(name, getattr(tree, name)))
     return bad
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from forerun.accept.outcome import RowOutcome
 from forerun.tree import DraftTree
@@ -19,11 +21,25 @@ from forerun.verify.rules import Verdict
 
 @dataclass(frozen=True, slots=True)
 class HostTree:
-    """One sequence's tree on the host: its valid nodes, renumbered without holes, in order."""
+    """One sequence's tree on the host: the nodes that are read, renumbered without holes, in order.
+
+    Where guesses were drawn on a device their tokens are -1 until they are `told`; some may turn out to be none.
+    """
 
     tokens: list[int]
     parents: list[int]
     number: dict[int, int]  # node of the DraftTree -> node here
+
+    def told(self, tokens: Sequence[int]) -> HostTree:
+        """The same nodes, their tokens known now, by column of the DraftTree; one without token is nobody's child."""
+        own = [tokens[node] for node in self.number]
+        parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, own, strict=True)]
+        return HostTree(own, parents, self.number)
+
+    @property
+    def num_guesses(self) -> int:
+        """Nodes that hold a guess."""
+        return sum(token >= 0 for token in self.tokens) - 1
 
     @property
     def branches(self) -> bool:
@@ -40,11 +56,11 @@ class HostTree:
 
 def host_trees(tree: DraftTree) -> list[HostTree]:
     """The trees of a batch, for planning slots and paths."""
-    trees = []
-    for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        valid = [i for i, token in enumerate(tokens) if token >= 0]
-        number = {node: i for i, node in enumerate(valid)}
-        trees.append(HostTree([tokens[i] for i in valid], [number.get(parents[i], -1) for i in valid], number))
+    known, trees = tree.host(), []
+    for row, (nodes, parents) in enumerate(zip(known.nodes, known.parents, strict=True)):
+        number = {node: i for i, node in enumerate(nodes)}
+        tokens = list(known.tokens[row]) if known.tokens is not None else [-1] * len(nodes)
+        trees.append(HostTree(tokens, [number.get(parent, -1) for parent in parents], number))
     return trees
 
 
@@ -67,13 +83,18 @@ class Accepted:
         return RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted)
 
 
-def accept(verdict: Verdict, trees: Sequence[HostTree]) -> list[Accepted]:
-    """Bring the verdict to the host: the round's one synchronisation."""
-    packed = torch.cat([verdict.path, verdict.length[:, None], verdict.next_token[:, None]], dim=1).tolist()
+def accept(
+    verdict: Verdict, trees: Sequence[HostTree], drawn: Int[Tensor, "batch nodes"] | None = None
+) -> list[Accepted]:
+    """Bring the verdict to the host: the round's one synchronisation. `drawn` are guesses that it has not seen yet."""
+    columns = [verdict.length[:, None], verdict.next_token[:, None], verdict.path]
+    packed = torch.cat(columns if drawn is None else [*columns, drawn], dim=1).tolist()
     runs = []
-    for (*path, length, next_token), tree in zip(packed, trees, strict=True):
-        nodes = [tree.number[node] for node in path[: length + 1]]
+    for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
+        path = rest[: length + 1]
+        tree = tree if drawn is None else tree.told(rest[verdict.path.shape[1] :])
+        nodes = [tree.number[node] for node in path]
         tokens = [tree.tokens[n] for n in nodes[1:]] + [next_token]
         rejected = nodes[-1] in tree.parents
-        runs.append(Accepted(nodes, tokens, len(tree.tokens) - 1, length + rejected))
+        runs.append(Accepted(nodes, tokens, tree.num_guesses, length + rejected))
     return runs

@@ -52,6 +52,7 @@ class Models:
             dtype=self.dtype,
             quantize=self.quantize,
             kernels=self.kernels,
+            device="cpu",  # whose bandwidth and name the result gives
             speculation=max(selection.depths),
             max_len=max_len,
             max_batch=batch,

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.cache.blocks import Blocks, Move, OutOfBlocks
+from forerun.device import upload
 
 
 @dataclass(slots=True)
@@ -233,8 +234,7 @@ class PagedCache:
     @torch.inference_mode()
     def _gather(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots. All are read before any is written, so their order does not matter."""
-        source = torch.tensor(sources, device=self.keys.device)
-        target = torch.tensor(targets, device=self.keys.device)
+        source, target = (upload(slots, torch.long, self.keys.device) for slots in (sources, targets))
         for tensor in (self.keys, self.values):
             tensor.index_copy_(2, target, tensor.index_select(2, source))
 

@@ -37,6 +37,8 @@ def build_llm(options: ModelOptions, console: Console) -> LLM:
             max_len=options.max_len,
             max_batch=1,
             threads=options.threads,
+            device=options.device,
+            one_gemm=options.one_gemm,
             progress=bar,
         )
 

@@ -18,7 +18,7 @@ from forerun.card import LoadingBar
 from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.options import with_options
+from forerun.options import DeviceOption, OneGemmOption, with_options
 from forerun.prove.prompts import FilePrompt, read_prompts
 from forerun.prove.proof import largest_shape
 from forerun.prove.proof import prove as run
@@ -51,6 +51,8 @@ class ProveOptions:
         None
     )
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+    device: DeviceOption = "auto"
+    one_gemm: OneGemmOption = False
 
     def workload(self) -> Workload:
         """The same as numbers to run."""
@@ -84,6 +86,8 @@ def prove(
             max_len=options.max_len,
             max_batch=2 * max(workload.batches),
             threads=options.threads,
+            device=options.device,
+            one_gemm=options.one_gemm,
             progress=bar,
         )
         check_lengths(llm, prompts)

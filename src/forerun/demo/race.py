@@ -19,7 +19,6 @@ from forerun.draft.ngram import NgramDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
-from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
 
 
@@ -71,5 +70,5 @@ class Track:
 
 def engine_beside(llm: LLM, drafter: Drafter | None) -> Engine:
     """Another engine over an LLM's weights, with a cache of its own."""
-    runner = Runner.of(llm.engine.runner.decoder, llm.plan.cache_tokens)
+    runner = type(llm.engine.runner).of(llm.engine.runner.decoder, llm.plan.cache_tokens)
     return Engine(runner, drafter, options=llm.engine.options, num_ids=llm.engine.num_ids)

@@ -83,7 +83,8 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
-    drafter, name = Blueprint.of(spec.argument, context.dtype, context.quantize, context.kernels), str(spec)
+    name, placement = str(spec), context.target.placement
+    drafter = Blueprint.of(spec.argument, context.dtype, context.quantize, context.kernels, placement)
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -20,9 +20,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.cache.blocks import OutOfBlocks
+from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.draft.chain_graph import ChainGraph
 from forerun.draft.expand import Growth, Place, expand
-from forerun.models.runner import Read, Runner, States
+from forerun.draft.loop import Pending, Start, draw_chains, possible
+from forerun.models.graphs import GraphRunner
+from forerun.models.runner import Drawn, Read, Runner, States
 from forerun.sampling.draws import Draws
 
 CHUNK_TOKENS = 512  # most tokens of committed text in one pass
@@ -41,10 +45,23 @@ class Following:
     root: int | None = None
     highest: int = 0  # the largest token id in the text
     tail: dict[tuple[int, int], int] = field(default_factory=dict)
+    pending: Pending | None = None  # guesses in the tail, behind all others, that the host has not seen
 
     def add(self, parent: int, token: int) -> int:
         """Number a tail node that is about to be read."""
         return self.tail.setdefault((parent, token), len(self.tail))
+
+    def settle(self) -> None:
+        """Number the tail nodes that were read unseen."""
+        if self.pending is not None:
+            for token in self.pending.tokens():
+                self.add(len(self.tail) - 1, token)
+        self.pending = None
+
+    def clear(self) -> None:
+        """Forget the tail."""
+        self.tail.clear()
+        self.pending = None
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """The tail's nodes that spell the longest possible beginning of `tokens`."""
@@ -80,6 +97,9 @@ class ModelDrafter:
         self.vocab_size = vocab_size
         self.sequences: dict[int, Following] = {}
         self.pass_s = 0.0  # in passes since the last call of `propose`
+        self.graph: ChainGraph | None = None
+        if isinstance(runner, GraphRunner):
+            self.graph = ChainGraph(runner, self.fit_vocabulary, vocab_size)
 
     def observe(self, news: Committed) -> None:
         """Remember what became final; guesses that it confirms stay read."""
@@ -90,10 +110,11 @@ class ModelDrafter:
             following.text.extend(tokens)
             following.root = root
             following.highest = max(following.highest, *tokens, root)
+            following.settle()
             if following.tail:
                 seq_ids.append(seq_id)
                 paths.append(following.path(self.unread(seq_id)))
-                following.tail.clear()
+                following.clear()
         if seq_ids:
             self.runner.keep(seq_ids, paths)
 
@@ -105,10 +126,34 @@ class ModelDrafter:
         self.forget_tails([wish.seq_id for wish in wishes])
         passed = self.read_roots(self.catch_up(wishes))
         granted = {wish.seq_id: wish.budget for wish in passed.wishes}
+        if granted and self.graph is not None and possible(draws, list(granted.values())):
+            return self.draw_unseen(self.graph, draws, granted, passed.logits)
         ends = {wish.seq_id: len(self.sequences[wish.seq_id].tail) - 1 for wish in passed.wishes}
         reader = LevelReader(self, draws.seq_ids, ends)
         draft = expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
         return replace(draft, pass_s=self.pass_s)
+
+    def draw_unseen(
+        self, graph: ChainGraph, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
+    ) -> Draft:
+        """Chains that are drawn and read on the device; the host learns of them with the round's verdict."""
+        rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
+        starts = [Start(rows[seq_id], seq_id, min(b.depth, b.nodes)) for seq_id, b in granted.items()]
+
+        def read_on(reads: Sequence[Read], drawn: Drawn) -> Tensor | None:
+            states = self.read(reads, granted, drawn)
+            return None if states is None else self.fit_vocabulary(states.logits)
+
+        started_s = time.perf_counter()
+        chains = graph.draw(draws, starts, logits)
+        if chains is not None:
+            self.pass_s += time.perf_counter() - started_s  # its draws are in the graph with its passes
+        else:
+            chains = draw_chains(draws, starts, logits, read_on)
+        download = Download(chains.guesses)
+        for seq_id, num_read in chains.num_read.items():
+            self.sequences[seq_id].pending = Pending(download, rows[seq_id], num_read)
+        return Draft(chains.tree(draws), pass_s=self.pass_s)
 
     def wishes(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[Wish]:
         """The sequences to be drafted, their depths cut to what the model's context and the cache allow."""
@@ -181,13 +226,13 @@ class ModelDrafter:
         left = [w for w in wishes if w.seq_id in active]
         return Passed([], left, torch.empty(0, self.vocab_size, device=self.runner.cache.keys.device))
 
-    def read(self, reads: Sequence[Read], active: Collection[int]) -> States | None:
+    def read(self, reads: Sequence[Read], active: Collection[int], drawn: Drawn | None = None) -> States | None:
         """One pass; None where there is no room even after all sequences outside `active` lost their K, V."""
         idle = [s for s in self.sequences if s not in active and s in self.runner.cache]
         while True:
             started_s = time.perf_counter()
             try:
-                return self.runner.read(reads)
+                return self.runner.read(reads, drawn=drawn)
             except OutOfBlocks:
                 if not idle:
                     return None
@@ -204,13 +249,13 @@ class ModelDrafter:
         """Forget guesses that were neither confirmed nor refuted: these sequences are drafted anew."""
         self.runner.drop(seq_ids)
         for seq_id in seq_ids:
-            self.sequences[seq_id].tail.clear()
+            self.sequences[seq_id].clear()
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Give up these sequences' K, V; their text stays known and is read again when they are drafted again."""
         self.runner.release(seq_ids)
         for seq_id in seq_ids:
-            self.sequences[seq_id].tail.clear()
+            self.sequences[seq_id].clear()
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """Text to be read before the next draft, and how far context and cache reach."""

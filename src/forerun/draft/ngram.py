@@ -87,8 +87,9 @@ class NgramDrafter:
             guesses.append([] if root is None or depth == 0 else self.copy(history, [*tokens, root], depth))
         deepest = max(map(len, guesses), default=0)
         padded = [guess + [-1] * (deepest - len(guess)) for guess in guesses]
-        chains = torch.tensor(padded, dtype=torch.long, device=draws.device).view(len(guesses), deepest)
-        return Draft(DraftTree.chains(draws.roots_tokens, chains))
+        chains = torch.tensor(padded, dtype=torch.long).view(len(guesses), deepest)
+        roots = torch.tensor([row.tokens[-1] for row in draws.rows], dtype=torch.long)
+        return Draft(DraftTree.chains(roots, chains))  # on the host, which knows it all
 
     def copy(self, history: History, late: list[int], depth: int) -> list[int]:
         """`depth` tokens copied from behind the match in text + `late`, whose last is the root; [] without one."""

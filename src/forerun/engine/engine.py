@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from forerun.accept.commit import HostTree, accept, host_trees
+from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Draft, Drafter
 from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.engine.delta import Delta, commit, score_prompt
-from forerun.engine.reading import Kept, Part, Reading
+from forerun.engine.reading import Kept, Part, Reading, drawn_tokens
 from forerun.engine.scheduler import RowPlan, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.errors import RequestFailed
@@ -122,7 +122,7 @@ class Engine:
         started = time.perf_counter()
         draft = self.draft(plan)  # draft
         drafted = time.perf_counter()
-        reading = self.read(plan, host_trees(draft.tree))  # one target pass
+        reading = self.read(plan, draft.tree)  # one target pass
         passed = time.perf_counter()
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
@@ -141,11 +141,17 @@ class Engine:
             self.runner.decoder.config.vocab_size,
             rejection=self.options.verification != "coupled",
             num_ids=self.num_ids,
+            device=self.runner.cache.keys.device,
         )
         return Round(rows, drawing, draws)
 
     def draft(self, plan: Round) -> Draft:
-        """Guesses for the drawing rows; their roots alone where none are wanted, possible or affordable."""
+        """Guesses for the drawing rows, on the device; their roots alone where none are wanted or affordable."""
+        draft = self.guess(plan)
+        return replace(draft, tree=draft.tree.to(plan.draws.device))
+
+    def guess(self, plan: Round) -> Draft:
+        """The same, on the host as long as the drafter works there: what it knows need not be asked for."""
         roots = torch.tensor([row.sequence.tokens[-1] for row in plan.drawing], dtype=torch.long)
         if self.drafter is None or not plan.drawing:
             return Draft(DraftTree.bare(roots))
@@ -161,22 +167,27 @@ class Engine:
         if not any(budget.depth for budget in budgets):
             return Draft(DraftTree.bare(roots))
         draft = self.drafter.propose(plan.draws, budgets)
+        if draft.tree.tokens.device != roots.device:
+            roots = plan.draws.roots_tokens
         safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size)
         tree = self.controller.admit(replace(draft, tree=safe), load)
         if tree is not safe:
             tree = tree.without_law()  # pruned after drawing: what is left has another law
         return replace(draft, tree=tree)
 
-    def read(self, plan: Round, trees: Seq[HostTree]) -> Reading:
+    def read(self, plan: Round, tree: DraftTree) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""
-        tree_of = {row.sequence.id: tree for row, tree in zip(plan.drawing, trees, strict=True)}
+        tree_of = {row.sequence.id: host for row, host in zip(plan.drawing, host_trees(tree), strict=True)}
         parts = [Part.of(row, tree_of.get(row.sequence.id)) for row in plan.rows]
         taps = self.drafter.taps if self.drafter else ()
-        return Reading(parts, self.runner.read([part.read() for part in parts], taps))
+        unseen = tree.known is not None and tree.known.tokens is None
+        drawn = drawn_tokens(parts, tree.tokens) if unseen else None
+        states = self.runner.read([part.read() for part in parts], taps, drawn)
+        return Reading(parts, states, tree.tokens if unseen else None)
 
     def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: tokens and stops to the sequences, K and V to the cache, the news to the drafter."""
-        runs = iter(accept(verdict, [part.tree for part in reading.parts if part.tree]))
+        runs = iter(accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn))
         deltas, outcomes, kept = [], [], []
         for part, logits in zip(reading.parts, reading.logits_by_part(), strict=True):
             sequence = part.row.sequence

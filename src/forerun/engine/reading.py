@@ -10,13 +10,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.accept.commit import Accepted, HostTree
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
-from forerun.models.runner import Read, States
+from forerun.models.runner import Drawn, Read, States
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,25 @@ class Kept:
         return [*range(num_chunk), *(num_chunk + node for node in (self.run.nodes if self.run else []))]
 
 
+def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> Drawn:
+    """Where the guesses among the tokens of all parts lie in the trees of those that have one."""
+    source: list[int] = []
+    first = 0
+    for part in parts:
+        source += [-1] * part.row.num_chunk
+        if part.tree is not None:
+            source += [first + node for node in part.tree.number]
+            first += tokens.shape[1]
+    return Drawn(tokens, source)
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A pass that was made: its parts, in order, and what came of it."""
 
     parts: Seq[Part]
     states: States
+    drawn: Int[Tensor, "batch nodes"] | None = None  # the trees' tokens, where the host has not seen them
 
     def logits_by_part(self) -> Seq[Float[Tensor, "judged vocab"]]:
         """For each part the logits of its scored prompt tokens, then of its nodes."""

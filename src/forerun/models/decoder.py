@@ -26,6 +26,7 @@ from forerun.models.linear import Linear, make_linear, padded_rows
 from forerun.models.rope import rope_tables
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
+MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 
 SERIAL_ELEMENTS = 32_767  # torch splits larger SiLUs over threads, at any element
 LANES = 32  # widths are padded to a multiple of this, so that vector code covers whole rows
@@ -69,6 +70,8 @@ class Decoder:
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers and the head are 8-bit ones; embedding, norms and attention are of `dtype`.
+    `make` turns weight and bias into a layer where that is not this machine's CPU's business; it excludes `kernels`,
+    and attention is the reader's business then.
     """
 
     def __init__(
@@ -78,17 +81,18 @@ class Decoder:
         dtype: torch.dtype,
         quantize: bool = False,
         kernels: Kernels | None = None,
+        make: MakeLinear | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.make = partial(make_linear, quantize=quantize, kernels=kernels)
-        self.query_rule = EACH_ALONE if kernels else self.ask_query_rule()
+        self.make = make or partial(make_linear, quantize=quantize, kernels=kernels)
+        self.query_rule = EACH_ALONE if kernels or make else self.ask_query_rule()
         self.embedding = take("model.embed_tokens.weight", (config.vocab_size, config.hidden)).to(dtype)
         self.layers = [self.load_layer(take, i) for i in range(config.layers)]
         self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)
         head = self.embedding if config.tied else take("lm_head.weight", (config.vocab_size, config.hidden))
         self.head = self.make(head.to(dtype))
-        self.rope = rope_tables(config)
+        self.rope = rope_tables(config).to(self.embedding.device)
         self.native = kernels.decoder(config, self.layers, self.norm, self.head) if kernels else None
 
     def ask_query_rule(self) -> QueryRule:

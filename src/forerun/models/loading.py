@@ -16,9 +16,12 @@ from torch import Tensor
 
 from forerun.cache.paged import PagedCache
 from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
+from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
 from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
 from forerun.models.decoder import Decoder
+from forerun.models.device_linear import device_linears
+from forerun.models.graphs import GraphRunner
 from forerun.models.kernels.native import find_kernels, kernels_name
 from forerun.models.runner import Runner
 from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype
@@ -48,31 +51,50 @@ class Blueprint:
     num_bytes: int
     quantize: Quantization | None = None
     kernels: KernelChoice = "auto"
+    placement: Placement = CPU
 
     @classmethod
     def of(
-        cls, model: str, dtype: str = "auto", quantize: Quantization | None = None, kernels: KernelChoice = "auto"
+        cls,
+        model: str,
+        dtype: str = "auto",
+        quantize: Quantization | None = None,
+        kernels: KernelChoice = "auto",
+        placement: Placement = CPU,
     ) -> Blueprint:
         """Find a folder or hub id and read its configuration; every tensor is checked to be there.
 
-        Raises InvalidRequest for a quantization or kernels that do not exist, ModelError for an unusable checkpoint.
+        Raises InvalidRequest for a quantization or kernels that do not exist or that are not for the device,
+        ModelError for an unusable checkpoint.
         """
         if quantize not in (None, *QUANTIZATIONS):
             raise InvalidRequest("quantize", f"{quantize!r} is not known: use None or {' or '.join(QUANTIZATIONS)}")
         if kernels not in KERNEL_CHOICES:
             raise InvalidRequest("kernels", f"{kernels!r} must be one of {', '.join(KERNEL_CHOICES)}.")
+        for name, value, asked in (
+            ("quantize", quantize, quantize is not None),
+            ("kernels", kernels, kernels == "native"),
+        ):
+            if asked and placement.fixed:
+                raise InvalidRequest(name, f"{value!r} is for CPUs: leave it out, or use device cpu.")
         folder = find_checkpoint(model)
         config = read_config(folder)
-        resolved = resolve_dtype(dtype, config)
+        resolved = resolve_dtype(dtype, config, placement.device)
         checkpoint = Checkpoint(folder, resolved)
         name = config.widened or model
-        return cls(name, folder, check_weights(config, checkpoint), resolved, checkpoint.num_bytes, quantize, kernels)
+        num_bytes, config = checkpoint.num_bytes, check_weights(config, checkpoint)
+        return cls(name, folder, config, resolved, num_bytes, quantize, kernels, placement)
 
     @property
     def format(self) -> str:
         """The number format for a reader: "bfloat16", or "bfloat16, int8 weights"."""
         name = str(self.dtype).removeprefix("torch.")
         return f"{name}, {self.quantize} weights" if self.quantize else name
+
+    @property
+    def computed_by(self) -> str:
+        """What computes, for a reader: "AMX kernels", "torch, AVX512", or "torch, " and a GPU's name."""
+        return f"torch, {self.placement.label}" if self.placement.fixed else kernels_name(self.kernels, self.dtype)
 
     @property
     def weights_bytes(self) -> int:
@@ -101,7 +123,12 @@ class Blueprint:
         """The checkpoint's tokenizer."""
         return Tokenizer.load(self.folder)
 
-    def load(self, num_tokens: int, progress: Progress | None = None, max_len: int | None = None) -> Runner:
+    def load(
+        self,
+        num_tokens: int,
+        progress: Progress | None = None,
+        max_len: int | None = None,
+    ) -> Runner:
         """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told)."""
         c = replace(self.config, max_positions=min(max_len or self.config.max_positions, self.config.max_positions))
         checkpoint, done = Checkpoint(self.folder, self.dtype), 0
@@ -112,8 +139,11 @@ class Blueprint:
             done += tensor.numel() * tensor.element_size()
             if progress is not None:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
-            return tensor
+            return tensor.to(self.placement.device)
 
+        if self.placement.fixed:
+            make = device_linears(self.placement)
+            return GraphRunner.of(Decoder(c, take, self.dtype, make=make), num_tokens)
         kernels = find_kernels(self.kernels, self.dtype, progress)
         return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8", kernels), num_tokens)
 
@@ -123,7 +153,7 @@ class Blueprint:
         Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
         """
         digest = sha256(f"{torch.__version__} {self.dtype}".encode())
-        digest.update(kernels_name(self.kernels, self.dtype).encode())
+        digest.update(self.computed_by.encode())
         if self.quantize is not None:
             digest.update(self.quantize.encode())
         for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"]):

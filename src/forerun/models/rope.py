@@ -28,6 +28,10 @@ class RopeTables:
     cos: Float[Tensor, "positions head_dim"]
     sin: Float[Tensor, "positions head_dim"]
 
+    def to(self, device: torch.device) -> RopeTables:
+        """The same on a device; computed on the CPU, so that angles have the same bits everywhere."""
+        return RopeTables(self.cos.to(device), self.sin.to(device))
+
 
 def rope_tables(config: ModelConfig) -> RopeTables:
     """Tables for positions 0 to max_positions - 1, float32; yarn's attention factor is multiplied in."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
@@ -38,6 +38,30 @@ class Read:
     parents: Sequence[int] | None = None
     judged: Sequence[int] = ()
     scratch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that only the device knows yet: guesses that a drafter drew there.
+
+    `source[i]` is the place in `tokens` (flattened) of the i-th token of all reads, packed; -1 where the read's own
+    token holds. -1 in `tokens` stands for no token: what is read there is never used.
+    """
+
+    tokens: Int[Tensor, "batch nodes"]
+    source: Sequence[int]
+
+    def resolve(self, reads: Sequence[Read]) -> list[Read]:
+        """The same reads with all tokens known to the host, which waits for them."""
+        known, source = self.tokens.flatten().tolist(), iter(self.source)
+        found = [
+            [
+                token if at < 0 else max(0, known[at])
+                for token, at in zip(r.tokens, itertools.islice(source, len(r.tokens)), strict=True)
+            ]
+            for r in reads
+        ]
+        return [replace(read, tokens=tokens) for read, tokens in zip(reads, found, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +117,7 @@ class Runner:
             head_dim=c.head_dim,
             num_tokens=num_tokens,
             dtype=decoder.dtype,
+            device=decoder.embedding.device,
             block_size=block_size,
         )
         return cls(decoder, cache)
@@ -102,8 +127,9 @@ class Runner:
         return self.cache.length(seq_id) if seq_id in self.cache else 0
 
     @torch.inference_mode()
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
         """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room."""
+        reads = reads if drawn is None else drawn.resolve(reads)
         counts = [len(r.tokens) + (0 if r.seq_id in self.tails else r.scratch) for r in reads]
         self.cache.reserve([r.seq_id for r in reads], counts)
         batch = self.pack(reads)

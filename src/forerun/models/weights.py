@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from forerun.device import CPU
 from forerun.errors import InvalidRequest, MissingWeights, ModelNotFound, UnsupportedModel, WrongShape
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.config import ModelConfig
@@ -92,18 +93,18 @@ def fetch(model: str) -> Path:
     return folder
 
 
-def resolve_dtype(requested: str, config: ModelConfig) -> torch.dtype:
+def resolve_dtype(requested: str, config: ModelConfig, device: torch.device = CPU.device) -> torch.dtype:
     """The number format to hold the weights in: "float32", "bfloat16" (also "fp32", "bf16"), or "auto".
 
-    "auto" keeps the checkpoint's own, with float16 held as bfloat16 and float64 as float32; 16 bits need a CPU with
-    bfloat16 linears, and become float32 elsewhere. Raises InvalidRequest.
+    "auto" keeps the checkpoint's own, with float16 held as bfloat16 and float64 as float32; 16 bits need a
+    GPU or a CPU with bfloat16 linears, and become float32 elsewhere. Raises InvalidRequest.
     """
     if requested in DTYPE_NAMES:
         return DTYPE_NAMES[requested]
     if requested != "auto":
         raise InvalidRequest("dtype", f"{requested!r} is not known: use auto, {', '.join(DTYPE_NAMES)}")
     half = config.dtype in (torch.float16, torch.bfloat16)
-    return torch.bfloat16 if half and has_bfloat16_linears() else torch.float32
+    return torch.bfloat16 if half and (device.type == "cuda" or has_bfloat16_linears()) else torch.float32
 
 
 def has_bfloat16_linears() -> bool:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from forerun.device import upload
 from forerun.sampling.noise import Purpose, absorb, mix, signed, uniform
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms, largest
 from forerun.sampling.winners import RoundNoise, first_largest
@@ -90,13 +91,14 @@ class Draws:
         return PathState(row, row.new_empty(len(self.rows), 0), self.root_positions + 1)
 
     def nodes(self, tree: DraftTree) -> PathState:
-        """Every valid node of `tree`, batch-major, then in node order."""
+        """Every node of `tree` that is read, batch-major, then in node order."""
         batch, nodes = tree.tokens.shape
         assert batch == len(self.rows), f"a tree for {batch} sequences in a round of {len(self.rows)}"
         if nodes == 1:
             return self.roots()
-        row, node = tree.valid.nonzero(as_tuple=True)
-        drawn = tree.path_tokens()[row, node]
+        read = tree.read_nodes()
+        row = read // nodes
+        drawn = tree.path_tokens().flatten(0, 1)[read]
         return PathState(row, drawn, self.root_positions[row] + 1 + (drawn >= 0).sum(1))
 
     def advance(self, at: PathState, parents: Int[Tensor, " new"], tokens: Int[Tensor, " new"]) -> PathState:
@@ -112,7 +114,7 @@ class Draws:
         if not self.transforms.all_greedy:
             position = (self.root_positions[:, None] + torch.arange(1, levels + 1, device=self.device)).flatten()
             row = torch.arange(len(self.rows), device=self.device).repeat_interleave(levels)
-            self._noise.prepare(absorb(self._row_keys(purpose)[row], position))
+            self._noise.prepare(absorb(self.row_keys(purpose)[row], position))
 
     def law(self, logits: Logits, at: PathState) -> Logits:
         """The log-law of the token after each node, all transforms applied; float32, or float64 for float64.
@@ -208,10 +210,10 @@ class Draws:
 
     def _keys_at(self, at: PathState, purpose: Purpose) -> Int[Tensor, " nodes"]:
         """The key of each node's noise: that of its row, and the node's position."""
-        return absorb(self._row_keys(purpose)[at.row], at.position)
+        return absorb(self.row_keys(purpose)[at.row], at.position)
 
-    def _row_keys(self, purpose: Purpose) -> Int[Tensor, " batch"]:
-        """(seed, sample, purpose, level, round) of each row, absorbed once on the host."""
+    def row_keys(self, purpose: Purpose) -> Int[Tensor, " batch"]:
+        """Each row's (seed, sample, purpose, level, round), absorbed once on the host; positions are still to be."""
         if purpose not in self._keys:
             keys = [self._row_key(row, purpose, root) for row, root in zip(self.rows, self._roots, strict=True)]
             self._keys[purpose] = self._column([signed(key) for key in keys])
@@ -231,11 +233,11 @@ class Draws:
         return logits + self._noise.rows(self._keys_at(at, purpose))
 
     def _column(self, values: Sequence[int]) -> Int[Tensor, " batch"]:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload(values, torch.int64, self.device)
 
 
 def tamed(logits: Logits) -> Logits:
     """With NaN as -inf and infinity as the largest number, so that nothing but -inf is out of the question."""
-    if logits.amax(1).isfinite().all():
+    if logits.device.type == "cpu" and logits.amax(1).isfinite().all().numpy():  # elsewhere it would be waited for
         return logits
     return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ def _finalise(x: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
     return _keyed_round(x.clone(), torch.zeros((), dtype=torch.int32, device=x.device))
 
 
-@lru_cache(maxsize=8)
+@cache  # never forgotten: captured graphs read it where it lies
 def _scrambled_ids(vocab: int, device: str) -> Int[Tensor, " vocab"]:
     """The first, unkeyed round of every token id. A constant table: cached, since every row of every round reads it."""
     return _finalise(torch.arange(vocab, dtype=torch.int32, device=device))

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from forerun.device import upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.winners import first_largest
@@ -198,7 +199,7 @@ class Transforms:
             if len(own):
                 ids[row], counts[row] = own[0], times[0]
                 ids[row, : len(own)], counts[row, : len(own)] = own, times
-        return torch.from_numpy(ids).to(self.device), torch.from_numpy(counts).to(self.device)
+        return upload_tensor(torch.from_numpy(ids), self.device), upload_tensor(torch.from_numpy(counts), self.device)
 
     def _table(self, name: str, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if name not in self._tables:
@@ -206,7 +207,7 @@ class Transforms:
         return self._tables[name]
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return upload(values, dtype, self.device)
 
 
 def _run_processors(

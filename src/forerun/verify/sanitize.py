@@ -25,7 +25,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from forerun.tree import DraftLaw, DraftTree
+from forerun.device import upload
+from forerun.tree import DraftLaw, DraftTree, Known
 
 MASS_TOLERANCE = 1e-3  # float32 sums over 150 000 tokens stay well inside
 
@@ -61,17 +62,30 @@ def sanitize(tree: DraftTree, roots: Int[Tensor, " batch"], limits: Sequence[Lim
     depth, width = min(tree.depth, deepest, columns - 1), max(1, min(tree.width, widest, columns - 1))
     if depth <= 0:
         return DraftTree.bare(roots)
+    known = _known(tree, len(roots), columns)
     tokens = torch.cat([roots[:, None], tree.tokens[:, 1:columns]], dim=1)
     parents = tree.parents[:, :columns]
     sound = _sound(tokens, parents, vocab)
-    keep, late = _within(sound, parents, torch.tensor(bounds, device=tokens.device), depth, width)
+    if known is not None:  # these are read as the chains they are said to be, so they must be that
+        bounds = [(d, w, min(n, len(read) - 1)) for (d, w, n), read in zip(bounds, known.nodes, strict=True)]
+        sound &= parents == torch.arange(columns, device=parents.device) - 1
+    keep, late = _within(sound, parents, upload(bounds, torch.long, tokens.device), depth, width)
     doubted = (tree.tokens[:, 0] != roots) | (~sound & ((tokens != -1) | (parents != -1)))[:, 1:].any(1)
     if width > 1:
         doubted = doubted | late.any(1) | (tree.tokens[:, columns:] >= 0).any(1)
     tokens = torch.where(keep, tokens, -1)
     parents = torch.where(keep & sound, parents, -1)
     q = None if tree.q is None else _believed(tree.q, parents, doubted, vocab)
-    return DraftTree(tokens, parents, depth, width, q)
+    return DraftTree(tokens, parents, depth, width, q, known)
+
+
+def _known(tree: DraftTree, batch: int, columns: int) -> Known | None:
+    """What the host is told of guesses it has not seen: so many in each chain. Anything else it looks up itself."""
+    known = tree.known
+    if known is None or known.tokens is not None or len(known.nodes) != batch or tree.width != 1:
+        return None
+    counts = [len(nodes) for nodes in known.nodes]
+    return Known.chains([min(n, columns) - 1 for n in counts]) if min(counts) > 0 else None
 
 
 def _well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:

@@ -22,14 +22,19 @@ Rule = Literal["coupled", "token", "block"]
 def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, rule: Rule) -> Verdict:
     """Which guesses become final, and the token after them.
 
-    `logits` has one row per valid node, batch-major, in node order. Guesses without a law (`tree.q` None) are judged
-    by `follow` under every rule. `block` judges chains; on trees it is `token`. For `token` and `block` the draws must
-    have been made for rejection, since the drafter must not share the noise of its judge.
+    `logits` has one row per node that is read, batch-major, in node order. Guesses without a law (`tree.q` None) are
+    judged by `follow` under every rule. `block` judges chains; on trees it is `token`. For `token` and `block` the
+    draws must have been made for rejection, since the drafter must not share the noise of its judge.
     """
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
     valid = tree.valid
-    row = torch.where(valid, valid.flatten().long().cumsum(0).view_as(tree.tokens) - 1, 0)
+    if tree.known is None or tree.known.tokens is not None:  # what is read are the valid nodes
+        row = torch.where(valid, valid.flatten().long().cumsum(0).view_as(tree.tokens) - 1, 0)
+    else:
+        read = tree.read_nodes()
+        place = torch.arange(len(logits), device=read.device)
+        row = torch.zeros_like(tree.tokens).flatten().index_copy_(0, read, place).view_as(tree.tokens)
     if rule == "coupled" or tree.q is None:
         return follow(tree, torch.where(valid, draws.draw(logits, at)[row], -1))
     assert draws.rejection, f"the {rule} rule needs draws made for rejection: coupled noise would be used twice"

@@ -1,0 +1,250 @@
+"""What a GPU does with passes of fixed shape: step time against bandwidth, v(k), gaps between launches, one_gemm.
+
+    python benchmarks/gpu.py            # all of it, on the first GPU; Markdown, then one line of JSON
+    python benchmarks/gpu.py --dry-run  # tiny shapes on a CPU: shows that it runs, measures nothing
+
+Random weights of the shape of Llama 3 8B in bfloat16, one sequence with 512 tokens of context; then the bundled
+family, its target widened to 2 B parameters (the same function at a larger cost), plain against drafted. Bandwidth is
+that of a copy on the same card in the same run, bytes read and written. Times are medians.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun import LLM, SamplingParams
+from forerun.device import Placement
+from forerun.models.bundled import BUNDLED
+from forerun.models.config import ModelConfig, read_config
+from forerun.models.decoder import Decoder
+from forerun.models.device_linear import device_linears
+from forerun.models.graphs import GraphRunner, Graphs
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read
+from forerun.models.widen import Wider, cached_widened
+
+COUNTS = (1, 2, 4, 5, 8, 16)
+CONTEXT = 512
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0, "max_position_embeddings": 8192, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}  # fmt: skip
+TINY = LLAMA_8B | {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 1024,
+}  # fmt: skip
+PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push(self, ", "import os\nimport sys\n\ndef main(")
+
+
+@dataclass
+class Report:
+    """Everything measured, by name."""
+
+    card: str
+    torch: str
+    bandwidth_gb_s: float = 0.0
+    weights_gb: float = 0.0
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    gaps: dict[str, float] = field(default_factory=dict)
+    widened: list[dict[str, Any]] = field(default_factory=list)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_ms(body: Callable[[], object], device: torch.device, runs: int) -> float:
+    """Median time of `body` between two events on the device; on a CPU, by the clock."""
+    times = []
+    for _ in range(runs + 3):
+        if device.type == "cpu":
+            started = time.perf_counter()
+            body()
+            times.append((time.perf_counter() - started) * 1e3)
+            continue
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        body()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return statistics.median(times[3:])
+
+
+def bandwidth(device: torch.device, num_bytes: int) -> float:
+    """GB/s of a copy, bytes read and written."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / device_ms(lambda: target.copy_(source), device, 20) / 1e6
+
+
+def random_runner(fields: dict[str, Any], placement: Placement) -> GraphRunner:
+    """A decoder of this shape with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        config = read_config(Path(folder))
+    dice = torch.Generator(placement.device).manual_seed(0)
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=torch.bfloat16, device=placement.device)
+        return torch.randn(shape, generator=dice, dtype=torch.bfloat16, device=placement.device) * 0.02
+
+    decoder = Decoder(config, take, torch.bfloat16, make=device_linears(placement))
+    return GraphRunner.of(decoder, config.max_positions)
+
+
+def weight_bytes(c: ModelConfig) -> int:
+    """What a pass reads of the weights: all layers and the head, not the embedding."""
+    attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    return 2 * (c.layers * (attention + 3 * c.hidden * c.intermediate) + c.vocab_size * c.hidden)
+
+
+def steps(fields: dict[str, Any], placement: Placement, report: Report, runs: int) -> None:
+    """v(k) and the share of bandwidth, for one way to multiply."""
+    runner, device = random_runner(fields, placement), placement.device
+    report.weights_gb = weight_bytes(runner.decoder.config) / 1e9
+    context = min(CONTEXT, runner.decoder.config.max_positions // 2)
+    runner.read([Read(0, [7] * context)])
+    runner.keep([0], [range(context)])
+    single = 0.0
+    for count in COUNTS:
+        read = Read(0, [5] * count, judged=range(count))
+
+        def whole(read: Read = read) -> None:
+            runner.read([read])
+            runner.drop([0])
+
+        whole()
+        alone = replays(runner)
+        pass_ms = device_ms(alone or whole, device, runs)
+        wait(device)
+        started = time.perf_counter()
+        for _ in range(runs):
+            whole()
+        wait(device)
+        round_ms = (time.perf_counter() - started) / runs * 1e3
+        single = single or pass_ms
+        share = weight_bytes(runner.decoder.config) / pass_ms / 1e6 / report.bandwidth_gb_s
+        report.steps.append(
+            {"one_gemm": placement.one_gemm, "tokens": count, "pass_ms": pass_ms, "v": pass_ms / single,
+             "share_of_bandwidth": share, "with_host_ms": round_ms}
+        )  # fmt: skip
+    gaps(runner, report, runs)
+
+
+def replays(runner: GraphRunner) -> Callable[[], object] | None:
+    """Replaying the graph that was used last, and nothing else; None where nothing is captured."""
+    if not runner.graphs.captured:
+        return None
+    graph, _ = list(runner.graphs.captured.values())[-1]
+    return graph.replay
+
+
+def gaps(runner: GraphRunner, report: Report, runs: int) -> None:
+    """The device's idle time between two passes of one token, by events around the replays. GPUs only."""
+    if not runner.graphs.enabled:
+        return
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    replay = Graphs.replay
+
+    def timed(self: Graphs, key: Any, body: Any) -> Any:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        result = replay(self, key, body)
+        last.record()
+        events.append((first, last))
+        return result
+
+    Graphs.replay = timed  # type: ignore[method-assign]
+    try:
+        for _ in range(runs):
+            logits = runner.read([Read(0, [5], judged=[0])]).logits
+            runner.drop([0])
+            logits.argmax(1).tolist()  # what a round waits for
+    finally:
+        Graphs.replay = replay  # type: ignore[method-assign]
+    idle = [before[1].elapsed_time(after[0]) * 1e3 for before, after in itertools.pairwise(events)]
+    report.gaps["one_gemm" if report.steps[-1]["one_gemm"] else "library"] = statistics.median(idle)
+
+
+def widened(placement: Placement, report: Report, dry: bool) -> None:
+    """Tokens per second of the bundled family: the target widened, plain and drafted, one and eight at a time."""
+    source = str(BUNDLED["stdlib"])
+    wider = Wider.of(Blueprint.of(source).config, 2_000_000_000)
+    target = source if dry else str(cached_widened(source, wider))
+    for draft, depth in ((None, 0), ("model:stdlib-draft", 3), ("model:stdlib-draft", 5), ("ngram", 4)):
+        for temperature in (0.0,) if dry else (0.0, 1.0):
+            for batch in (2,) if dry else (1, 8):
+                llm = LLM(target, draft, device=placement, dtype="float32" if dry else "bfloat16",
+                          speculation=depth or False, max_len=512, max_batch=batch)  # fmt: skip
+                params = SamplingParams(temperature=temperature, seed=1, max_tokens=8 if dry else 128, ignore_eos=True)
+                prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
+                llm.generate(prompts, params)  # captures and compiles
+                wait(placement.device)
+                started = time.perf_counter()
+                results = llm.generate(prompts, params)
+                spent = time.perf_counter() - started
+                tokens = sum(len(c.token_ids) for r in results for c in r.completions)
+                report.widened.append(
+                    {"draft": draft or "plain", "depth": depth, "temperature": temperature, "batch": batch,
+                     "tokens_per_s": tokens / spent, "tokens_per_round": llm.stats.tokens_per_round}
+                )  # fmt: skip
+                del llm
+
+
+def markdown(report: Report) -> str:
+    """The report for a reader."""
+    lines = [f"{report.card}, torch {report.torch}; a copy moves {report.bandwidth_gb_s:,.0f} GB/s; "
+             f"a pass reads {report.weights_gb:.1f} GB of weights", "",
+             "| product | tokens | pass, ms | v | share of bandwidth | with the host, ms |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for s in report.steps:
+        product = "one_gemm" if s["one_gemm"] else "library"
+        lines.append(f"| {product} | {s['tokens']} | {s['pass_ms']:.2f} | {s['v']:.2f} | "
+                     f"{s['share_of_bandwidth']:.0%} | {s['with_host_ms']:.2f} |")  # fmt: skip
+    lines += ["", *(f"idle between passes, {name}: {gap:.0f} µs" for name, gap in report.gaps.items()), ""]
+    lines += ["| draft | depth | temperature | batch | tokens/s | tokens per round |", "|---|---|---|---|---|---|"]
+    for w in report.widened:
+        lines.append(f"| {w['draft']} | {w['depth']} | {w['temperature']} | {w['batch']} | "
+                     f"{w['tokens_per_s']:.0f} | {w['tokens_per_round']:.2f} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure passes of fixed shape on a GPU.")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU; measures nothing")
+    dry = parser.parse_args().dry_run
+    if not dry and not torch.cuda.is_available():
+        print("skipped: torch sees no GPU here (--dry-run runs tiny shapes on the CPU)")
+        sys.exit(0)
+    placement = Placement(torch.device("cpu"), fixed=True) if dry else Placement.of("cuda")
+    card = "dry run, no GPU" if dry else torch.cuda.get_device_name(placement.device)
+    report = Report(card, torch.__version__)
+    report.bandwidth_gb_s = bandwidth(placement.device, 1 << 20 if dry else 4 << 30)
+    for one_gemm in (False,) if dry else (False, True):
+        steps(TINY if dry else LLAMA_8B, replace(placement, one_gemm=one_gemm), report, 2 if dry else 30)
+        if not dry:
+            torch.cuda.empty_cache()
+    widened(placement, report, dry)
+    print(markdown(report))
+    print(json.dumps(asdict(report)))
+
+
+if __name__ == "__main__":
+    main()

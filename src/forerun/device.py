@@ -1,0 +1,123 @@
+"""Devices: where tensors live, what is free there, and how host numbers get there without waiting.
+
+Decides what "auto" means and which device can be had. On a CPU all of this is trivial; on a GPU a copy from ordinary
+memory, or one back that is awaited, would stop the host until the device is done, so copies go through pinned memory
+and are not awaited. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import DeviceUnavailable, InvalidRequest
+
+DEVICES = ("auto", "cpu", "cuda")
+DEVICE_VARIABLE = "FORERUN_DEVICE"  # what "auto" means, where it is set
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model runs, and how.
+
+    `fixed`: passes have fixed shapes, which GPUs want since they can be captured as graphs; CPUs can run them too,
+    slower. `one_gemm`: one configuration of the matrix product for any number of rows, so that a row's bits depend on
+    the row alone. On CPUs they do anyway.
+    """
+
+    device: torch.device
+    fixed: bool = False
+    one_gemm: bool = False
+
+    @classmethod
+    def of(cls, name: str | Placement, one_gemm: bool = False) -> Placement:
+        """The device called "cpu", "cuda", "cuda:1", ... or the best there is ("auto").
+
+        Raises InvalidRequest for a name that means nothing, DeviceUnavailable for a device that is not there.
+        """
+        if isinstance(name, Placement):
+            return name
+        if name == "auto":
+            name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+        kind, _, index = name.partition(":")
+        if kind not in DEVICES[1:] or (index and not (kind == "cuda" and index.isdecimal())):
+            raise InvalidRequest("device", f"{name!r} is not known: use {', '.join(DEVICES)}, or cuda:1 and so on.")
+        if kind == "cpu":
+            return cls(torch.device("cpu"))
+        require_cuda(name, int(index or 0))
+        return cls(torch.device(kind, int(index or 0)), fixed=True, one_gemm=one_gemm)
+
+    @property
+    def graphs(self) -> bool:
+        """Whether passes can be captured and replayed."""
+        return self.device.type == "cuda"
+
+    @property
+    def label(self) -> str:
+        """What results depend on beside weights and versions: the processor, and how sums are made."""
+        if self.device.type == "cpu":
+            return torch.backends.cpu.get_cpu_capability() + ", fixed shapes" * self.fixed
+        return torch.cuda.get_device_name(self.device) + ", one gemm" * self.one_gemm
+
+
+CPU = Placement(torch.device("cpu"))
+
+
+def require_cuda(name: str, index: int) -> None:
+    """Raise DeviceUnavailable, with the reason, unless this GPU is there."""
+    if not torch.backends.cuda.is_built():
+        raise DeviceUnavailable(
+            f"device {name!r}: this torch ({torch.__version__}) was built without CUDA; install a CUDA build of torch, "
+            "or use --device cpu"
+        )
+    if index >= torch.cuda.device_count():
+        raise DeviceUnavailable(
+            f"device {name!r}: torch sees {torch.cuda.device_count()} GPUs; check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that nobody holds."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host numbers as a tensor on the device; the host does not wait for the copy."""
+    if device.type == "cpu" or not values:
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on the device; the host does not wait for the copy."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Download:
+    """A tensor on its way to the host. `values` waits only if the device has not got that far: after the round's one
+    synchronisation it has."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cpu":
+            self.host = tensor.clone()
+            return
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.host.copy_(tensor, non_blocking=True)
+        self.arrived = torch.cuda.Event()
+        self.arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def values(self) -> list[Any]:
+        """The tensor's numbers, nested as its dimensions are."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found: list[Any] = self.host.numpy().tolist()
+        return found

@@ -1,0 +1,150 @@
+"""The whole of a draft model's chains as one graph: draw, read, draw, ... with no launch in between.
+
+Decides for which rounds that is possible: chains of one depth, drawn from plain or tempered logits under coupled
+noise. A graph does the same for every round, so nothing in it may hang on a request: temperatures, keys and positions
+are tensors, and what filters or penalties would add is left to `loop`, step by step. Off a GPU the same functions
+simply run. Knows nothing of verification.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from forerun.cache.blocks import OutOfBlocks
+from forerun.device import upload
+from forerun.draft.loop import Chains, Start
+from forerun.models.fixed import Inputs, Shape, run_pass
+from forerun.models.graphs import GraphRunner
+from forerun.models.ops import power_of_two
+from forerun.models.runner import Read
+from forerun.sampling.draws import Draws
+from forerun.sampling.noise import Purpose, absorb, gumbel
+from forerun.sampling.params import SamplingParams
+
+FitVocabulary = Callable[[Tensor], Tensor]
+PLAIN = SamplingParams()
+FILTERS = ("logit_bias", "banned_tokens", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
+           "presence_penalty", "frequency_penalty", "logits_processors")  # fmt: skip
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether draws need nothing of a request but its temperature and its noise."""
+    return all(getattr(params, name) == getattr(PLAIN, name) for name in FILTERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What one graph refers to: the logits to begin with, each row's noise and temperature, and every step's tables."""
+
+    logits: Float[Tensor, "rows vocab"]
+    keys: Int[Tensor, " rows"]
+    positions: Int[Tensor, " rows"]
+    temperatures: Float[Tensor, "rows 1"]  # 0: greedy
+    steps: Sequence[Inputs]
+
+
+class ChainGraph:
+    """Draws chains with a model, one graph for each number of rows (a power of two) and depth."""
+
+    def __init__(self, runner: GraphRunner, fit: FitVocabulary, vocab_size: int) -> None:
+        self.runner = runner
+        self.fit = fit
+        self.vocab_size = vocab_size
+        self.buffers: dict[tuple[int, int], Buffers] = {}
+
+    def draw(self, draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"]) -> Chains | None:
+        """The chains; None, with nothing changed, where this round is not one of the graph's or has no room."""
+        depth = starts[0].depth
+        drawn = [draws.rows[start.row] for start in starts]
+        uniform = all(start.depth == depth for start in starts) and all(is_plain(row.params) for row in drawn)
+        if draws.rejection or type(draws) is not Draws or not uniform:
+            return None
+        try:
+            self.runner.cache.reserve([s.seq_id for s in starts], [depth - 1] * len(starts))
+        except OutOfBlocks:
+            return None
+        buffers = self.fill(draws, starts, logits, depth)
+        key = ("chains", len(buffers.keys), depth, draws.num_ids)
+        guesses = self.runner.graphs.run(key, lambda: self.body(buffers, draws.num_ids))
+        return self.spread(draws, starts, guesses)
+
+    def fill(self, draws: Draws, starts: Sequence[Start], logits: Tensor, depth: int) -> Buffers:
+        """Set the tables of all steps: where tokens lie is known before they are."""
+        rows, device = power_of_two(len(starts)), draws.device
+        buffers = self.buffers_of(rows, depth)
+        buffers.logits[: len(starts)] = logits
+        index = upload([start.row for start in starts], torch.long, device)
+        buffers.keys[: len(starts)] = draws.row_keys(Purpose.COUPLED)[index]
+        buffers.positions[: len(starts)] = draws.root_positions[index] + 1
+        params = [draws.rows[start.row].params for start in starts]
+        heat = [[0.0 if p.greedy else p.temperature] for p in params]
+        buffers.temperatures[: len(starts)] = upload(heat, torch.float32, device)
+        reads = [Read(start.seq_id, [0], judged=[0]) for start in starts]
+        for step in buffers.steps:
+            layout, judged = self.runner.lay_out(reads)
+            step.fill(layout, judged, self.runner.cache.blocks.block_size, self.runner.spare_slot)
+        return buffers
+
+    def buffers_of(self, rows: int, depth: int) -> Buffers:
+        """The buffers for this many rows and steps, always the same."""
+        if (rows, depth) not in self.buffers:
+            device = self.runner.device
+            shape = Shape(rows, 0, rows, self.runner.most_keys)
+            self.buffers[rows, depth] = Buffers(
+                logits=torch.zeros(rows, self.vocab_size, device=device),
+                keys=torch.zeros(rows, dtype=torch.long, device=device),
+                positions=torch.zeros(rows, dtype=torch.long, device=device),
+                temperatures=torch.zeros(rows, 1, device=device),
+                steps=[Inputs(shape, device) for _ in range(depth - 1)],
+            )
+        return self.buffers[rows, depth]
+
+    def body(self, buffers: Buffers, num_ids: int) -> Int[Tensor, "rows depth"]:
+        """All steps. Tensor code alone."""
+        logits, columns = buffers.logits, []
+        for level in range(len(buffers.steps) + 1):
+            tokens = draw_coupled(logits, buffers, level, num_ids)
+            columns.append(tokens)
+            if level < len(buffers.steps):
+                step = buffers.steps[level]
+                step.columns["tokens"].copy_(tokens.clamp_min(0))
+                found = run_pass(self.runner.decoder, self.runner.ops, step, self.runner.cache).logits
+                assert found is not None, "every row of a step is judged"
+                logits = self.fit(found)
+        return torch.stack(columns, dim=1)
+
+    def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:
+        """The rows of the graph as rows of the round."""
+        batch, depth = len(draws.rows), guesses.shape[1]
+        index = upload([start.row for start in starts], torch.long, draws.device)
+        chains = Chains(
+            guesses=torch.full((batch, depth), -1, dtype=torch.long, device=draws.device),
+            counts=[0] * batch,
+            num_read={start.seq_id: depth - 1 for start in starts if depth > 1},
+        )
+        chains.guesses[index] = guesses[: len(starts)]
+        for start in starts:
+            chains.counts[start.row] = depth
+        return chains
+
+
+def draw_coupled(
+    logits: Float[Tensor, "rows vocab"], buffers: Buffers, level: int, num_ids: int
+) -> Int[Tensor, " rows"]:
+    """The guesses that `Draws.children` gives at a width of 1, for rows without filters."""
+    vocab = logits.shape[1]
+    shaped = logits.masked_fill(torch.arange(vocab, device=logits.device) >= num_ids, -math.inf)
+    greedy = buffers.temperatures == 0
+    noise = gumbel(absorb(buffers.keys, buffers.positions + level), vocab)
+    heated = shaped / torch.where(greedy, 1.0, buffers.temperatures) + noise
+    scores = torch.where(greedy, shaped, heated)
+    scores = scores.nan_to_num(nan=-math.inf, posinf=torch.finfo(scores.dtype).max, neginf=-math.inf)
+    tokens = scores.argmax(1, keepdim=True)
+    offered = scores.gather(1, tokens) > -math.inf
+    return torch.where(offered, tokens, -1)[:, 0]

@@ -1,0 +1,187 @@
+"""A pass of fixed shape: what is read lies in tables of a few sizes, so that the pass can be captured and replayed.
+
+Decides how reads become tables (`Layout`, on the host), where the tables live on the device (`Inputs`: one buffer,
+one copy per pass), and in which order a decoder's parts run over them (`run_pass`). Padding rows write to a slot that
+no sequence owns. One pass serves prompts, chains and trees: a row's keys are found by its own path. Knows nothing of
+graphs, sampling or who reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.cache.paged import PagedCache
+from forerun.models.decoder import Decoder
+from forerun.models.ops import SPLIT, TILE_ROWS, Heads, KeyMap, Ops
+
+ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
+LEAST_PATH = 16
+ALIGNED = 4  # numbers of a column, so that the next one begins where a kernel likes it, for any number of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a pass: rows, the longest path away from a sequence's run, rows judged, keys of a row."""
+
+    rows: int
+    path: int
+    judged: int
+    keys: int
+
+
+@dataclass(slots=True)
+class Layout:
+    """The rows of one pass as host numbers, a column each; `starts` and the tile columns have an entry per tile."""
+
+    tile: int  # most rows of a tile
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
+    homes: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)
+
+    def add(
+        self, tokens: Sequence[int], paths: Sequence[Sequence[int]], first_node: int, run: int, length: int
+    ) -> None:
+        """Rows for the nodes of a tail from `first_node` on; each path leads from behind the committed text to itself.
+
+        The sequence's slots begin at `run`, `length` of them are committed, and node n lies in the n-th behind those.
+        """
+        begin = len(self.tokens)
+        for i, (token, path) in enumerate(zip(tokens, paths, strict=True)):
+            lead = sum(1 for _ in leading(path))
+            self.tokens.append(token)
+            self.positions.append(length + len(path) - 1)
+            self.slots.append(run + length + first_node + i)
+            self.prefixes.append(length + lead)
+            self.paths.append([run + length + node for node in path[lead:]])
+        for first in range(begin, len(self.tokens), self.tile):
+            self.add_tile(first, min(self.tile, len(self.tokens) - first), run)
+
+    def add_tile(self, first: int, count: int, run: int) -> None:
+        """Group rows of one sequence: what they see in the same slots is read once."""
+        rows = range(first, first + count)
+        together = all(not self.paths[row] for row in rows)
+        self.homes += [len(self.firsts)] * count
+        self.starts.append(run)
+        self.firsts.append(first)
+        self.counts.append(count)
+        self.shared.append(ALL_KEYS if together else min(self.prefixes[row] for row in rows) // SPLIT * SPLIT)
+
+    @property
+    def longest_path(self) -> int:
+        """Most nodes of a row that lie away from where a chain's would."""
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the longest row."""
+        return max(self.positions) + 1
+
+
+def leading(path: Sequence[int]) -> range:
+    """The beginning of a path that lies where a chain's nodes would."""
+    end = next((i for i, node in enumerate(path) if node != i), len(path))
+    return range(end)
+
+
+class Inputs:
+    """The tables of a pass on the device: views of one buffer, which `fill` sets in one copy."""
+
+    COLUMNS = ("tokens", "positions", "slots", "prefixes", "homes", "starts", "firsts", "counts", "shared")
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape = shape
+        rows, sizes = shape.rows, [max(ALIGNED, shape.rows)] * len(self.COLUMNS)
+        self.flat = torch.zeros(sum(sizes) + shape.judged + rows * shape.path, dtype=torch.int32, device=device)
+        *columns, judged, paths = self.flat.split([*sizes, shape.judged, rows * shape.path])
+        self.columns = {name: column[:rows] for name, column in zip(self.COLUMNS, columns, strict=True)}
+        self.judged = judged
+        self.paths = paths.view(rows, shape.path)
+
+    def fill(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> None:
+        """Set all tables to a pass's rows, and padding behind them."""
+        rows, width = self.shape.rows, max(ALIGNED, self.shape.rows)
+        starts = [run // block_size for run in layout.starts]
+        padding = {"tokens": 0, "positions": -1, "slots": spare_slot}
+        values: list[int] = []
+        for name in self.COLUMNS:
+            column = starts if name == "starts" else getattr(layout, name)
+            values += [*column, *[padding.get(name, 0)] * (width - len(column))]
+        values += [*judged, *[0] * (self.shape.judged - len(judged))]
+        if self.shape.path:
+            for path in layout.paths:
+                values += [*path, *[0] * (self.shape.path - len(path))]
+            values += [0] * ((rows - len(layout.paths)) * self.shape.path)
+        pinned = self.flat.device.type == "cuda"
+        self.flat.copy_(torch.tensor(values, dtype=torch.int32, pin_memory=pinned), non_blocking=True)
+
+    def key_map(self, block_size: int) -> KeyMap:
+        """Where rows find their keys; each tile's sequence is one run of blocks."""
+        c = self.columns
+        num_blocks = -(-self.shape.keys // block_size)
+        blocks = torch.arange(num_blocks, dtype=torch.int32, device=self.flat.device)
+        return KeyMap(
+            positions=c["positions"],
+            prefixes=c["prefixes"],
+            homes=c["homes"],
+            firsts=c["firsts"],
+            counts=c["counts"],
+            shared=c["shared"],
+            tables=c["starts"][:, None] + blocks,
+            paths=self.paths,
+            block_size=block_size,
+            num_keys=self.shape.keys,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a pass leaves; padding rows are garbage. `logits` None where nothing is judged."""
+
+    logits: Float[Tensor, "judged vocab"] | None
+    hidden: Float[Tensor, "rows hidden"]
+    taps: Float[Tensor, "rows taps hidden"] | None
+
+
+def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps: Sequence[int] = ()) -> Outputs:
+    """One pass of the decoder over the tables. Tensor code alone: nothing here looks at a value."""
+    c, columns = decoder.config, inputs.columns
+    shape = Heads(c.heads, c.kv_heads, c.head_dim, c.norm_eps)
+    where = inputs.key_map(cache.blocks.block_size)
+    turns, at = (decoder.rope.cos, decoder.rope.sin), (columns["positions"], columns["slots"])
+    x, delta = decoder.embedding[columns["tokens"]], None
+    kept: dict[int, Tensor] = {}
+    for i, layer in enumerate(decoder.layers):
+        x, normed = ops.add_norm(x, delta, layer.attention_norm, c.norm_eps)
+        if i in taps:
+            kept[i] = x
+        store = (cache.keys[i], cache.values[i])
+        query = ops.rotate_store(layer.qkv(normed), turns, at, layer.qk_norm, shape, store)
+        mixed = ops.attend(query, *store, where, layer.window)
+        x, normed = ops.add_norm(x, layer.out(mixed), layer.mlp_norm, c.norm_eps)
+        delta = layer.down(ops.silu_mul(layer.gate_up(normed)))
+    x, normed = ops.add_norm(x, delta, decoder.norm, c.norm_eps)
+    kept |= {len(decoder.layers): x, -1: normed}
+    judged = normed[inputs.judged]
+    return Outputs(
+        logits=decoder.head(judged).float() if inputs.shape.judged else None,
+        hidden=x,
+        taps=torch.stack([kept[t] for t in taps], dim=1) if taps else None,
+    )
+
+
+def tile_rows(heads: int, kv_heads: int) -> int:
+    """Rows that one tile of the attention kernel holds, with all heads that share a key head."""
+    group = heads // kv_heads
+    return max(1, TILE_ROWS // group)

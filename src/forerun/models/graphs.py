@@ -1,0 +1,151 @@
+"""GraphRunner: a runner whose passes have fixed shapes; on a GPU each shape is captured once as a graph and replayed.
+
+Decides which shapes there are, and when one is captured. A replay costs the host one copy of small tables and one
+launch, instead of a launch for every kernel. Without a GPU the same functions simply run. A tree is one pass over its
+nodes, each with its own path; `keep` moves the accepted nodes' keys and values together. Prompt chunks, whose sizes
+vary and whose cost is arithmetic, run without capture. Knows nothing of sampling or verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from forerun.cache.paged import PagedCache
+from forerun.device import upload
+from forerun.models.decoder import Decoder
+from forerun.models.fixed import LEAST_PATH, Inputs, Layout, Outputs, Shape, run_pass, tile_rows
+from forerun.models.ops import SPLIT, ops_for, power_of_two
+from forerun.models.runner import Drawn, Read, Runner, States, Tail
+
+Result = TypeVar("Result")
+CAPTURED_ROWS = 128  # larger passes are prompts
+LARGE_STEP = 128  # the rows of larger passes are multiples of this
+WARM_UPS = 2  # runs before a capture, in which libraries choose and compile what they will launch
+
+
+class Graphs:
+    """Functions of static buffers, captured at first use and then replayed; where capture is off they just run."""
+
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self.device = device
+        self.enabled = enabled and device.type == "cuda"
+        self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self.pool: Any = None
+        self.num_replays = 0
+
+    def run(self, key: Hashable | None, body: Callable[[], Result]) -> Result:
+        """What `body` gives; with a key the same tensors every time, which hold until anything else is run here."""
+        if self.device.type == "cpu":
+            return body()
+        with torch.cuda.device(self.device):  # kernels are launched on the current one
+            return self.replay(key, body) if self.enabled and key is not None else body()
+
+    def replay(self, key: Hashable, body: Callable[[], Result]) -> Result:
+        """Replay what was captured under this key, now if it was not."""
+        if key not in self.captured:
+            self.captured[key] = self.capture(body)
+        graph, result = self.captured[key]
+        graph.replay()
+        self.num_replays += 1
+        same: Result = result
+        return same
+
+    def capture(self, body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Run on a side stream until everything is compiled, then record. All graphs share one pool of memory."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                body()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            result = body()
+        self.pool = self.pool or graph.pool()
+        return graph, result
+
+
+class GraphRunner(Runner):
+    """Reads as Runner does, with the decoder's matrix products as its loader made them for this device."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
+        super().__init__(decoder, cache)
+        self.device = cache.keys.device
+        self.ops = ops_for(self.device)
+        self.graphs = Graphs(self.device)
+        self.tables: dict[Shape, Inputs] = {}
+        c = decoder.config
+        self.tile = tile_rows(c.heads, c.kv_heads)
+        num_slots = cache.blocks.num_blocks * cache.blocks.block_size
+        self.spare_slot = num_slots  # behind all blocks, in the padding of the cache
+        self.most_keys = -(-min(c.max_positions, num_slots) // SPLIT) * SPLIT
+
+    @torch.inference_mode()
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+        """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room."""
+        self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
+        layout, judged = self.lay_out(reads)
+        shape = self.shape_of(layout, len(judged))
+        inputs = self.inputs_of(shape)
+        inputs.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
+        if drawn is not None:
+            place(drawn, inputs.columns["tokens"])
+        outputs = self.run(inputs, tuple(taps))
+        total = len(layout.tokens)
+        logits = outputs.hidden.new_empty(0, self.decoder.config.vocab_size, dtype=torch.float32)
+        return States(
+            logits=logits if outputs.logits is None else outputs.logits[: len(judged)].clone(),
+            hidden=outputs.hidden[:total].clone(),
+            taps=None if outputs.taps is None else outputs.taps[:total].clone(),
+        )
+
+    def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]:
+        """The reads as rows, and which of them are judged; their room is reserved already."""
+        layout, judged = Layout(self.tile), []
+        for read in reads:
+            judged += [len(layout.tokens) + i for i in read.judged]
+            tail = self.tails.setdefault(read.seq_id, Tail(0))
+            nodes = tail.grow(read.parents, len(read.tokens))
+            paths = [range(n + 1) if tail.depths[n] == n else tail.path(n) for n in nodes]
+            length = self.cache.length(read.seq_id)
+            layout.add(read.tokens, paths, nodes.start, self.cache.start(read.seq_id), length)
+        return layout, judged
+
+    def shape_of(self, layout: Layout, num_judged: int) -> Shape:
+        """The smallest shape that holds a pass: of few sizes where passes are captured."""
+        rows, longest = len(layout.tokens), layout.longest_path
+        path = max(LEAST_PATH, power_of_two(longest)) if longest else 0
+        if rows <= CAPTURED_ROWS:
+            size = power_of_two(rows)
+            keys = self.most_keys if self.graphs.enabled else -(-layout.num_keys // SPLIT) * SPLIT
+            return Shape(size, path, size if num_judged else 0, keys)
+        size = -(-rows // LARGE_STEP) * LARGE_STEP
+        return Shape(size, path, power_of_two(num_judged) if num_judged else 0, -(-layout.num_keys // SPLIT) * SPLIT)
+
+    def inputs_of(self, shape: Shape) -> Inputs:
+        """Tables of this shape: always the same ones where a graph refers to them."""
+        if shape.rows > CAPTURED_ROWS or not self.graphs.enabled:
+            return Inputs(shape, self.device)
+        if shape not in self.tables:
+            self.tables[shape] = Inputs(shape, self.device)
+        return self.tables[shape]
+
+    def run(self, inputs: Inputs, taps: tuple[int, ...]) -> Outputs:
+        """The pass over these tables, replayed where its shape is captured."""
+
+        def body() -> Outputs:
+            return run_pass(self.decoder, self.ops, inputs, self.cache, taps)
+
+        return self.graphs.run(None if inputs.shape.rows > CAPTURED_ROWS else (inputs.shape, taps), body)
+
+
+def place(drawn: Drawn, tokens: Tensor) -> None:
+    """Overwrite the tokens that only the device knows; one that is no token stands for any."""
+    source = upload(drawn.source, torch.long, tokens.device)
+    known = drawn.tokens.flatten()[source.clamp_min(0)].clamp_min(0).to(tokens.dtype)
+    own = tokens[: len(source)]
+    own.copy_(torch.where(source >= 0, known, own))

@@ -1,0 +1,232 @@
+"""What a pass of fixed shape does between its matrix products: one protocol, two makes.
+
+Decides nothing about the arithmetic, which both share: `TorchOps` is made of torch's own functions and runs anywhere,
+`TritonOps` of kernels that leave no gaps on a GPU. A row's result depends on that row alone in both. A row attends to
+its keys in the order of its own text, wherever they lie: so a node of a tree adds up the same numbers in the same
+order as plain decoding would. Knows nothing of layers, sequences or graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.errors import DeviceUnavailable
+from forerun.models.decoder import rms_norm, rotate
+
+SPLIT = 256  # keys of one partial sum: a row is cut at multiples of it, whatever its company
+TILE_ROWS = 32  # query heads that share a key head, times queries: one tile of the attention kernel
+WORKERS = 16  # programs among which the splits of a tile are dealt out
+SCRATCH_BYTES = 256 << 20  # of partial sums; beyond it heads are done in turns
+SILU_BLOCK = 1024
+
+Rows = Float[Tensor, "rows width"]
+Store = Float[Tensor, "kv_heads slots head_dim"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMap:
+    """Where each row's keys lie. A row without position (-1) is padding and sees nothing.
+
+    Key j of row i lies in block `tables[homes[i], j // block_size]` while j < `prefixes[i]`, and in slot
+    `paths[i, j - prefixes[i]]` from there up to the row's own position. Tile t is rows `firsts[t]` to
+    `firsts[t] + counts[t] - 1`; their keys lie in the same slots up to `shared[t]`, a multiple of SPLIT, or all of
+    them. `num_keys` bounds every position.
+    """
+
+    positions: Int[Tensor, " rows"]
+    prefixes: Int[Tensor, " rows"]
+    homes: Int[Tensor, " rows"]
+    firsts: Int[Tensor, " rows"]
+    counts: Int[Tensor, " rows"]
+    shared: Int[Tensor, " rows"]
+    tables: Int[Tensor, "rows blocks"]
+    paths: Int[Tensor, "rows path"]
+    block_size: int
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of attention, and the norms of queries and keys where the family has them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+
+@runtime_checkable
+class Ops(Protocol):
+    """Row-wise work of one layer; tensors are contiguous."""
+
+    def add_norm(self, x: Rows, delta: Rows | None, gain: Tensor, eps: float) -> tuple[Rows, Rows]:
+        """x + delta, and its norm."""
+        ...
+
+    def rotate_store(
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None, shape: Heads,
+        store: tuple[Store, Store],
+    ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
+        """Normed and rotated queries; keys and values are stored. `turns`: cosines, sines; `at`: positions, slots."""
+        ...
+
+    def attend(
+        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap, window: int | None
+    ) -> Rows:
+        """Each row's weighted sum of the values it sees."""
+        ...
+
+    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
+        """silu(gate) * up of rows that hold both, side by side."""
+        ...
+
+
+class TorchOps:
+    """By torch's own functions, on any device; attention looks up every key of every row."""
+
+    def add_norm(self, x: Rows, delta: Rows | None, gain: Tensor, eps: float) -> tuple[Rows, Rows]:
+        x = x if delta is None else x + delta
+        return x, rms_norm(x, gain, eps)
+
+    def rotate_store(
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None, shape: Heads,
+        store: tuple[Store, Store],
+    ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        rotated, value = heads[:, : shape.heads + shape.kv_heads], heads[:, shape.heads + shape.kv_heads :]
+        if gains is not None:
+            rotated = rms_norm(rotated, gains, shape.eps)
+        position, slot = at[0].long().clamp_min(0), at[1].long()
+        rotated = rotate(rotated, turns[0][position][:, None], turns[1][position][:, None])
+        store[0].index_copy_(1, slot, rotated[:, shape.heads :].transpose(0, 1))
+        store[1].index_copy_(1, slot, value.transpose(0, 1))
+        return rotated[:, : shape.heads].contiguous()
+
+    def attend(
+        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap, window: int | None
+    ) -> Rows:
+        rows, heads, head_dim = query.shape
+        slots = key_slots(where)
+        key = torch.arange(where.num_keys, device=query.device)
+        seen = key <= where.positions[:, None]
+        if window is not None:
+            seen &= key > where.positions[:, None] - window
+        grouped = query.view(rows, len(keys), -1, head_dim).float()
+        scores = torch.einsum("rhgd,hrkd->rhgk", grouped, keys[:, slots].float()) / math.sqrt(head_dim)
+        weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0)
+        mixed = torch.einsum("rhgk,hrkd->rhgd", weights, values[:, slots].float())
+        return mixed.reshape(rows, heads * head_dim).to(query.dtype)
+
+    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
+        gate, up = gate_up.chunk(2, dim=1)
+        return functional.silu(gate) * up
+
+
+def key_slots(where: KeyMap) -> Int[Tensor, "rows keys"]:
+    """The slot of every key of every row; slot 0 beyond the row's own position."""
+    key = torch.arange(where.num_keys, device=where.positions.device)
+    block = where.tables[where.homes.long()][:, key // where.block_size].long()
+    slots = block * where.block_size + key % where.block_size
+    if where.paths.shape[1]:
+        behind = key - where.prefixes.long()[:, None]
+        astray = where.paths.long().gather(1, behind.clamp(0, where.paths.shape[1] - 1))
+        slots = torch.where(behind >= 0, astray, slots)
+    return torch.where(key <= where.positions[:, None], slots, 0)
+
+
+class TritonOps:
+    """By the kernels of triton_kernels.py."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+
+    def add_norm(self, x: Rows, delta: Rows | None, gain: Tensor, eps: float) -> tuple[Rows, Rows]:
+        rows, hidden = x.shape
+        added = x if delta is None else torch.empty_like(x)
+        normed = torch.empty_like(x)
+        self.kernels.add_norm[(rows,)](
+            x, x if delta is None else delta, gain, added, normed, eps,
+            HIDDEN=hidden, WIDTH=power_of_two(hidden), ADDS=delta is not None, num_warps=8,
+        )  # fmt: skip
+        return added, normed
+
+    def rotate_store(
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None, shape: Heads,
+        store: tuple[Store, Store],
+    ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
+        rows = len(qkv)
+        query = qkv.new_empty(rows, shape.heads, shape.head_dim)
+        keys, values = store
+        self.kernels.rotate_store[(rows, shape.heads + 2 * shape.kv_heads)](
+            qkv, *turns, *at, qkv if gains is None else gains, query, keys, values,
+            shape.eps, keys.stride(0), keys.stride(1),
+            HEADS=shape.heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
+            HALF=power_of_two(shape.head_dim // 2), NORMS=gains is not None, num_warps=1,
+        )  # fmt: skip
+        return query
+
+    def attend(
+        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap, window: int | None
+    ) -> Rows:
+        rows, heads, head_dim = query.shape
+        kv_heads, group = len(keys), heads // len(keys)
+        num_splits = -(-where.num_keys // SPLIT)
+        at_once = max(1, min(kv_heads, SCRATCH_BYTES // (rows * group * num_splits * (head_dim + 2) * 4)))
+        largest, total = (query.new_empty(rows * at_once * group * num_splits, dtype=torch.float32) for _ in range(2))
+        mixed = query.new_empty(rows * at_once * group * num_splits * head_dim, dtype=torch.float32)
+        out = query.new_empty(rows, heads * head_dim)
+        tile, width = max(TILE_ROWS, power_of_two(group)), max(16, power_of_two(head_dim))
+        for first in range(0, kv_heads, at_once):
+            part = min(at_once, kv_heads - first)
+            shape = {"HEADS": heads, "PART_HEADS": part * group, "HEAD_DIM": head_dim, "WIDTH": width}
+            shape |= {"WINDOWED": window is not None, "SPLIT": SPLIT}
+            self.kernels.attend_splits[(rows, part, min(WORKERS, num_splits))](
+                query, keys[first:], values[first:], largest, total, mixed,
+                where.tables, where.positions, where.prefixes, where.paths,
+                where.homes, where.firsts, where.counts, where.shared,
+                math.log2(math.e) / math.sqrt(head_dim), keys.stride(0), keys.stride(1),
+                where.tables.shape[1], num_splits, min(WORKERS, num_splits), window or 0, first,
+                GROUP=group, TILE=tile, QUERIES=tile // group, BLOCK_SIZE=where.block_size, PATHS=where.paths.shape[1],
+                BLOCK_KEYS=self.kernels.BLOCK_KEYS, **shape, num_warps=4,
+            )  # fmt: skip
+            self.kernels.join_splits[(rows, part * group)](
+                largest, total, mixed, where.positions, out, num_splits, window or 0, first * group,
+                **shape, num_warps=1,
+            )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        grid = (rows, -(-width // SILU_BLOCK))
+        self.kernels.silu_mul[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK)
+        return out
+
+
+def ops_for(device: torch.device) -> Ops:
+    """Kernels on a GPU, torch's own functions on a CPU."""
+    return TorchOps() if device.type == "cpu" else TritonOps(load_kernels())
+
+
+def load_kernels() -> Any:
+    """The module with the kernels; raises DeviceUnavailable where triton is not installed."""
+    try:
+        from forerun.models import triton_kernels
+    except ImportError as error:
+        raise DeviceUnavailable(
+            f"device 'cuda': its kernels need triton, which is not here ({error}): "
+            "pip install triton, or use --device cpu"
+        ) from error
+    return triton_kernels
+
+
+def power_of_two(size: int) -> int:
+    """The smallest one that is not less."""
+    return 1 << max(0, size - 1).bit_length()

@@ -1,0 +1,260 @@
+"""Triton kernels: what a pass of fixed shape does between its matrix products, and one matrix product of its own.
+
+Decides how each is cut into tiles so that a row's bits depend on that row alone. Every tile has the same shape for
+any number of rows; sums run over keys, inputs or splits in one order, which is that of the row's own text. The only
+file that imports triton, which is optional: `ops.triton_ops` imports this one and says what is missing. Where
+TRITON_INTERPRET=1 was set before the import, the same code runs on a CPU. Knows nothing of sequences or trees beyond
+the tables that it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import triton
+import triton.language as tl
+
+BLOCK_KEYS = 64
+SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head")
+GEMM_ROWS, GEMM_OUTPUTS, GEMM_INPUTS = 16, 32, 128
+
+
+def kernel(function):
+    """triton.jit, of the bare function: a type checker's import hook may have wrapped it.
+
+    Sizes that differ from pass to pass do not make kernels of their own: each would be compiled anew, for seconds.
+    """
+    bare = inspect.unwrap(function)
+    return triton.jit(bare, do_not_specialize=[name for name in inspect.signature(bare).parameters if name in SIZES])
+
+
+@kernel
+def attend_splits(
+    query, keys, values, largest, total, mixed,
+    tables, positions, prefixes, paths, homes, firsts, counts, shared,
+    scale, kv_stride, slot_stride, num_blocks, num_splits, workers, window, first_kv_head,
+    HEADS: tl.constexpr, PART_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Partial attention of each row over each of its splits: largest score, sum of weights, weighted sum of values.
+
+    Program i does the splits that the rows of tile i share (their keys lie in the same slots), all its rows at once,
+    and those that row i has to itself; its worker takes one of `workers`. The partial results hold PART_HEADS heads,
+    from those of `first_kv_head` on, to which `keys` and `values` point.
+    """
+    i = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    home, first, count = tl.load(homes + i), tl.load(firsts + i), tl.load(counts + i)
+    position = tl.load(positions + i)
+    lanes = tl.arange(0, TILE)
+    lane_query, lane_head = lanes // GROUP, kv_head * GROUP + lanes % GROUP
+    in_tile = (lane_query < count) & (lane_query < QUERIES)
+    tile_positions = tl.load(positions + first + lane_query, mask=in_tile, other=-1)
+    tile_last = tl.max(tile_positions, 0)
+    tile_end = tl.minimum(tl.load(shared + i), tile_last + 1)
+    tile_low, own_low = 0 * count, tl.load(shared + home) // SPLIT
+    if WINDOWED:
+        earliest = tl.min(tl.where(in_tile, tile_positions, 2147483647), 0)
+        tile_low = tl.maximum(earliest - window + 1, 0) // SPLIT
+        own_low = tl.maximum(own_low, tl.maximum(position - window + 1, 0) // SPLIT)
+    num_tile = tl.maximum((tile_end + SPLIT - 1) // SPLIT - tile_low, 0)
+    num_own = tl.maximum((position + SPLIT) // SPLIT - own_low, 0)
+
+    work = tl.program_id(2) + 0 * count
+    while work < num_tile + num_own:
+        own = work >= num_tile
+        split = tl.where(own, own_low + work - num_tile, tile_low + work)
+        rows = tl.where(own, i, first) + lane_query
+        valid = (lane_query < tl.where(own, 1, count)) & (lane_query < QUERIES)
+        top, weight, acc = attend_split(
+            query + ((rows * HEADS + first_kv_head * GROUP + lane_head) * HEAD_DIM)[:, None],
+            keys + kv_head.to(tl.int64) * kv_stride, values + kv_head.to(tl.int64) * kv_stride,
+            tables + tl.where(own, home, i) * num_blocks, paths + i * PATHS,
+            tl.where(own, tl.load(prefixes + i), 2147483647),
+            split * SPLIT, tl.minimum((split + 1) * SPLIT, tl.where(own, position, tile_last) + 1),
+            tl.load(positions + rows, mask=valid, other=-1), valid, scale, slot_stride, window,
+            HEAD_DIM, WIDTH, TILE, BLOCK_SIZE, PATHS, WINDOWED, SPLIT, BLOCK_KEYS,
+        )  # fmt: skip
+        dims = tl.arange(0, WIDTH)
+        place = (rows * PART_HEADS + lane_head).to(tl.int64) * num_splits + split
+        tl.store(largest + place, top, mask=valid)
+        tl.store(total + place, weight, mask=valid)
+        tl.store(mixed + place[:, None] * HEAD_DIM + dims, acc, mask=valid[:, None] & (dims < HEAD_DIM)[None, :])
+        work += workers
+
+
+@kernel
+def attend_split(
+    query, keys, values, table, path, prefix, begin, end, positions, valid, scale, slot_stride, window,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """A tile's attention over the keys `begin` to `end - 1` of one split, blocks of keys in their order.
+
+    Key j lies in block `table[j // BLOCK_SIZE]` below `prefix`, and in slot `path[j - prefix]` from there on. A row
+    sees the keys up to its own position. A block of which it sees nothing leaves its sums as they were, to the bit.
+    """
+    dims = tl.arange(0, WIDTH)
+    inside = dims < HEAD_DIM
+    q = tl.load(query + dims[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    weight = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    for step in range(SPLIT // BLOCK_KEYS):
+        key = begin + step * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        here = key < end
+        block = tl.load(table + key // BLOCK_SIZE, mask=here, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        if PATHS > 0:
+            astray = here & (key >= prefix)
+            slot = tl.where(astray, tl.load(path + (key - prefix), mask=astray, other=0).to(tl.int64), slot)
+        at = slot * slot_stride
+        k = tl.load(keys + at[None, :] + dims[:, None], mask=here[None, :] & inside[:, None], other=0.0)
+        seen = valid[:, None] & (key[None, :] <= positions[:, None])
+        if WINDOWED:
+            seen = seen & (key[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p, shrink = tl.exp2(scores - floor[:, None]), tl.exp2(top - floor)
+        v = tl.load(values + at[:, None] + dims[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+        weight = weight * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    return top, weight, acc
+
+
+@kernel
+def join_splits(
+    largest, total, mixed, positions, out, num_splits, window, first_head,
+    HEADS: tl.constexpr, PART_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A row's partial sums of one head become its result, split after split; a row without position gets zeros."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    dims = tl.arange(0, WIDTH)
+    inside = dims < HEAD_DIM
+    position = tl.load(positions + row)
+    split = 0 * position
+    if WINDOWED:
+        split = tl.maximum(position - window + 1, 0) // SPLIT
+    first = (row * PART_HEADS + head).to(tl.int64) * num_splits
+    top = tl.full((1,), float("-inf"), tl.float32)
+    weight = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((WIDTH,), tl.float32)
+    while split < (position + SPLIT) // SPLIT:
+        place = first + split
+        here = tl.load(largest + place)
+        new_top = tl.maximum(top, here)
+        floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+        old, new = tl.exp2(top - floor), tl.exp2(here - floor)
+        weight = weight * old + tl.load(total + place) * new
+        part = tl.load(mixed + place * HEAD_DIM + dims, mask=inside, other=0.0)
+        acc = acc * old + part * new
+        top = new_top
+        split += 1
+    acc = acc / tl.where(weight > 0, weight, 1.0)
+    tl.store(out + (row * HEADS + first_head + head) * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def add_norm(
+    x, delta, gain, added, normed, eps,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """`added` = x + delta, and `normed` its root-mean-square norm, in float32 up to the gain."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, WIDTH)
+    inside = columns < HIDDEN
+    at = row.to(tl.int64) * HIDDEN + columns
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if ADDS:
+        value = (value.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        tl.store(added + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    norm = wide * tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
+    g = tl.load(gain + columns, mask=inside, other=0.0)
+    tl.store(normed + at, (norm.to(value.dtype).to(tl.float32) * g.to(tl.float32)).to(value.dtype), mask=inside)
+
+
+@kernel
+def rotate_store(
+    qkv, cos, sin, positions, slots, gains, query, keys, values, eps, kv_stride, slot_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: norm its query or key where the family does, rotate it, and put it where it belongs."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    dims = tl.arange(0, HALF)
+    inside = dims < HEAD_DIM // 2
+    source = qkv + (row.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
+    first = tl.load(source + dims, mask=inside, other=0.0)
+    second = tl.load(source + HEAD_DIM // 2 + dims, mask=inside, other=0.0)
+    slot = tl.load(slots + row).to(tl.int64)
+    if head < HEADS + KV_HEADS:
+        kind = first.dtype
+        if NORMS:
+            a, b = first.to(tl.float32), second.to(tl.float32)
+            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / HEAD_DIM + eps)
+            gain = gains + head * HEAD_DIM
+            g = tl.load(gain + dims, mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(gain + HEAD_DIM // 2 + dims, mask=inside, other=0.0).to(tl.float32)
+            first = ((a * scale).to(kind).to(tl.float32) * g).to(kind)
+            second = ((b * scale).to(kind).to(tl.float32) * h).to(kind)
+        position = tl.maximum(tl.load(positions + row), 0).to(tl.int64)
+        c = tl.load(cos + position * HEAD_DIM + dims, mask=inside, other=0.0)
+        s = tl.load(sin + position * HEAD_DIM + dims, mask=inside, other=0.0)
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        first, second = (a * c - b * s).to(kind), (b * c + a * s).to(kind)
+    if head < HEADS:
+        target = query + (row.to(tl.int64) * HEADS + head) * HEAD_DIM
+        tl.store(target + dims, first, mask=inside)
+        tl.store(target + HEAD_DIM // 2 + dims, second, mask=inside)
+    elif head < HEADS + KV_HEADS:
+        target = keys + (head - HEADS).to(tl.int64) * kv_stride + slot * slot_stride
+        tl.store(target + dims, first, mask=inside)
+        tl.store(target + HEAD_DIM // 2 + dims, second, mask=inside)
+    else:
+        target = values + (head - HEADS - KV_HEADS).to(tl.int64) * kv_stride + slot * slot_stride
+        tl.store(target + dims, first, mask=inside)
+        tl.store(target + HEAD_DIM // 2 + dims, second, mask=inside)
+
+
+@kernel
+def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(gate) * up, where a row holds its gate and behind it its up."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    product = activated.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * WIDTH + columns, product.to(gate.dtype), mask=inside)
+
+
+@kernel
+def one_gemm(
+    x, weight, bias, out, rows, outputs,
+    WIDTH: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """x @ weight.T + bias in tiles of one shape: the sum over inputs runs in one order for any number of rows."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    term = tl.arange(0, INPUTS)
+    x_at = x + row[:, None].to(tl.int64) * WIDTH + term[None, :]
+    weight_at = weight + column[None, :].to(tl.int64) * WIDTH + term[:, None]
+    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, WIDTH, INPUTS):
+        here = start + term < WIDTH
+        a = tl.load(x_at + start, mask=(row < rows)[:, None] & here[None, :], other=0.0)
+        b = tl.load(weight_at + start, mask=(column < outputs)[None, :] & here[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    if BIASED:
+        acc += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+    out_at = out + row[:, None].to(tl.int64) * outputs + column[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < outputs)[None, :])

@@ -1,0 +1,116 @@
+"""Chains drawn as one graph are the chains drawn step by step; what a graph cannot do is left to the steps."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.device import Placement
+from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.chain_graph import FILTERS, ChainGraph, is_plain
+from forerun.draft.loop import Start
+from forerun.draft.model import ModelDrafter
+from forerun.models.graphs import GraphRunner
+from forerun.models.loading import Blueprint
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+
+FIXED = Placement(torch.device("cpu"), fixed=True)
+VOCAB = 512
+TEXTS = ([1, 403, 407, 261, 378], [1, 5, 6], [1, 44, 9, 10, 400, 32, 7])
+PARAMS = (SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0.6, seed=2))
+
+
+@pytest.fixture(scope="module")
+def runner(draft_dir: Path) -> GraphRunner:
+    loaded = Blueprint.of(str(draft_dir), "float32", placement=FIXED).load(64)
+    assert isinstance(loaded, GraphRunner)
+    return loaded
+
+
+def make(runner: GraphRunner, num_tokens: int = 1024) -> ModelDrafter:
+    drafter = ModelDrafter(GraphRunner.of(runner.decoder, num_tokens, 16), VOCAB)
+    tokens = [t for text in TEXTS for t in text[:-1]]
+    offsets = [0]
+    for text in TEXTS:
+        offsets.append(offsets[-1] + len(text) - 1)
+    drafter.observe(Committed(range(len(TEXTS)), tokens, offsets, [text[-1] for text in TEXTS]))
+    return drafter
+
+
+def draws_of(params: tuple[SamplingParams, ...] = PARAMS, num_ids: int = VOCAB, rejection: bool = False) -> Draws:
+    rows = [RowSampling(i, p, i + 7, 0, text, len(text)) for i, (p, text) in enumerate(zip(params, TEXTS, strict=True))]
+    return Draws(rows, VOCAB, num_ids=num_ids, rejection=rejection)
+
+
+def both(runner: GraphRunner, draws: Draws, depths: tuple[int, ...]) -> list[Draft]:
+    """The draft as it is made, and as the steps make it."""
+    made = make(runner)
+    stepped = make(runner)
+    assert stepped.graph is not None
+    stepped.graph.draw = lambda *_: None  # type: ignore[method-assign,assignment]
+    return [drafter.propose(draws, [Budget(depth) for depth in depths]) for drafter in (made, stepped)]
+
+
+@pytest.mark.parametrize("num_ids", [VOCAB, 300])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_graph_draws_what_the_steps_draw(
+    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, depth: int, num_ids: int
+) -> None:
+    taken = []
+    body = ChainGraph.body
+    monkeypatch.setattr(ChainGraph, "body", lambda *a: taken.append(1) or body(*a))
+    one, other = both(runner, draws_of(num_ids=num_ids), (depth,) * 3)
+    assert taken
+    assert torch.equal(one.tree.tokens, other.tree.tokens)
+    assert torch.equal(one.tree.parents, other.tree.parents)
+    assert (one.tree.tokens[:, 1:] >= 0).all()
+    assert (one.tree.tokens[:, 1:] < num_ids).all()
+    assert one.survival is None, "a chain without a price tells none"
+    assert other.survival is None
+    assert one.pass_s > 0
+    assert other.pass_s > 0
+    assert [list(nodes) for nodes in one.tree.host().nodes] == [list(range(depth + 1))] * 3
+
+
+def test_confirmed_guesses_stay_read_though_the_host_saw_them_late(runner: GraphRunner) -> None:
+    drafter = make(runner)
+    tree = drafter.propose(draws_of(), [Budget(4)] * 3).tree
+    guesses = tree.tokens[:, 1:].tolist()
+    news = [[text[-1], *guess[:2]] for text, guess in zip(TEXTS, guesses, strict=True)]
+    drafter.observe(Committed(range(3), [t for new in news for t in new], [0, 3, 6, 9], [5, 6, 7]))
+    for seq_id, text in enumerate(TEXTS):
+        assert drafter.runner.length(seq_id) == len(text) + 2
+    drafter.runner.cache.check()
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_request_with_filters_is_not_plain(name: str) -> None:
+    values = {
+        "logit_bias": {3: 1.0}, "banned_tokens": (3,), "min_tokens": 2, "top_k": 5, "top_p": 0.9, "min_p": 0.1,
+        "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+        "logits_processors": (lambda _text, logits: logits,),
+    }  # fmt: skip
+    assert is_plain(SamplingParams(temperature=0.3, max_tokens=3))
+    assert not is_plain(replace(SamplingParams(), **{name: values[name]}))
+
+
+def test_every_field_that_shapes_a_law_is_known_to_the_graph() -> None:
+    """A new field of SamplingParams is either one of the filters or listed here as none of a graph's business."""
+    others = {"temperature", "seed", "n", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+              "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens"}  # fmt: skip
+    assert {*FILTERS} | others == {*SamplingParams.__dataclass_fields__}
+
+
+def test_what_a_graph_cannot_do_is_left_alone(runner: GraphRunner) -> None:
+    drafter = make(runner, num_tokens=32)
+    assert drafter.graph is not None
+    logits, starts = torch.zeros(2, VOCAB), [Start(0, 0, 2), Start(1, 1, 2)]
+    assert drafter.graph.draw(draws_of(rejection=True), starts, logits) is None
+    assert drafter.graph.draw(draws_of(), [starts[0], Start(1, 1, 3)], logits) is None
+    filtered = (replace(PARAMS[0], top_k=3), *PARAMS[1:])
+    assert drafter.graph.draw(draws_of(filtered), starts, logits) is None
+    assert drafter.graph.draw(draws_of(), [Start(0, 0, 90), Start(1, 1, 90)], logits) is None
+    drafter.runner.cache.check()
+    assert drafter.runner.cache.num_rows == 0

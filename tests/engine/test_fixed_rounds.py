@@ -1,0 +1,187 @@
+"""Engines over passes of fixed shape: the same tokens, one synchronisation per round, guesses unseen until then."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forerun import LLM, SamplingParams
+from forerun.config import Speculation
+from forerun.device import CPU, Placement
+from forerun.draft.model import ModelDrafter
+from forerun.llm import Result
+from forerun.models.graphs import GraphRunner
+from forerun.sampling.draws import Draws
+from forerun.sampling.noise import gumbel
+from forerun.sampling.params import LogitsProcessor
+from forerun.sampling.winners import RoundNoise
+
+FIXED = Placement(torch.device("cpu"), fixed=True)
+PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique"}
+
+
+def make(target: Path, draft: str | None, placement: Placement = FIXED, **options: object) -> LLM:
+    return LLM(str(target), draft, dtype="float32", device=placement, max_len=256, **options)  # type: ignore[arg-type]
+
+
+def tokens_of(results: Sequence[Result]) -> list[tuple[int, ...]]:
+    return [c.token_ids for r in results for c in r.completions]
+
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=1, seed=3, max_tokens=24),
+    SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, presence_penalty=0.2, max_tokens=24),
+    SamplingParams(temperature=1.2, seed=5, top_p=0.9, max_tokens=24, n=2),
+]
+
+
+@pytest.mark.parametrize("shape", [1, 4, Speculation(depth=3, width=2)])
+@pytest.mark.parametrize("drafter", ["model", "ngram", None])
+def test_the_same_tokens_as_on_the_cpu(
+    target_dir: Path, draft_dir: Path, shape: int | Speculation, drafter: str | None
+) -> None:
+    draft = f"model:{draft_dir}" if drafter == "model" else drafter
+    fixed = make(target_dir, draft, speculation=shape, chunk_tokens=7)
+    assert isinstance(fixed.engine.runner, GraphRunner)
+    plain = make(target_dir, None, CPU)
+    assert not isinstance(plain.engine.runner, GraphRunner)
+    assert tokens_of(fixed.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))
+    if drafter:
+        assert fixed.stats.num_accepted > 0
+    fixed.engine.runner.cache.check()
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rejection_modes_draw_from_declared_laws(target_dir: Path, draft_dir: Path, rule: str) -> None:
+    """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
+    texts = []
+    for placement in (FIXED, CPU):
+        llm = make(target_dir, f"model:{draft_dir}", placement, speculation=3, verification=rule)
+        texts.append(tokens_of(llm.generate(PROMPTS, PARAMS)))
+        assert 0 < llm.stats.num_accepted < llm.stats.num_drafted
+    assert texts[0] == texts[1]
+
+
+def test_requests_with_processors_are_drafted_level_by_level(target_dir: Path, draft_dir: Path) -> None:
+    def no_e(text: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[list(range(0, 512, 7))] -= 2.0
+        return logits
+
+    processor: LogitsProcessor = no_e
+    params = SamplingParams(temperature=0, max_tokens=20, logits_processors=(processor,))
+    fixed, plain = make(target_dir, f"model:{draft_dir}"), make(target_dir, None, CPU)
+    assert tokens_of(fixed.generate(PROMPTS, params)) == tokens_of(plain.generate(PROMPTS, params))
+    assert fixed.stats.num_accepted > 0
+
+
+def test_under_want_of_memory_the_tokens_stay(target_dir: Path, draft_dir: Path) -> None:
+    plain = make(target_dir, None, CPU)
+    fixed = make(target_dir, f"model:{draft_dir}", speculation=4)
+    drafter = fixed.drafter
+    assert isinstance(drafter, ModelDrafter)
+    small = GraphRunner.of(drafter.runner.decoder, 96, block_size=8)  # not even two sequences' worth
+    fixed.engine.drafter = ModelDrafter(small, drafter.vocab_size)
+    assert tokens_of(fixed.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))
+    small.cache.check()
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a device, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put_", "index_put") else []
+        if name in WAITS or any(i is not None and i.dtype == torch.bool for i in indices):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Reads(TorchFunctionMode):
+    """Counts the methods that hand numbers to the host; numpy() is none, since it refuses tensors of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "item", "cpu", "__bool__", "__int__", "__index__", "__float__"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    found: list[str] = []
+    with Reads() as reads, Waits() as waits:
+        yield found
+    found += reads.found + waits.found
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram", None])
+@pytest.mark.parametrize("params", PARAMS[:3], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("rule", ["coupled", "token"])
+def test_one_synchronisation_per_round(
+    target_dir: Path,
+    draft_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str | None,
+    params: SamplingParams,
+    rule: str,
+) -> None:
+    # What a device does: on CPUs a round's noise is kept in a dictionary, by keys that the host reads.
+    monkeypatch.setattr(RoundNoise, "rows", lambda noise, keys: gumbel(keys, noise.vocab))
+    draft = f"model:{draft_dir}" if drafter == "model" else drafter
+    llm = make(target_dir, draft, speculation=4, verification=rule)
+    for prompt in PROMPTS:
+        for sequence in llm.requests.sequences(prompt, params):
+            llm.engine.submit(sequence)
+    rounds = 0
+    while llm.engine.has_work:
+        with counted() as found:
+            llm.engine.step()
+        assert found == ["tolist"], f"round {rounds}"
+        rounds += 1
+    assert rounds > 5
+    if drafter:
+        assert llm.stats.num_accepted > 0
+
+
+def test_the_count_can_fail(target_dir: Path) -> None:
+    with counted() as found:
+        x = torch.ones(3)
+        x.tolist(), x[x > 0], x.nonzero(), bool(x[0])
+    assert len(found) >= 4
+
+
+def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape(target_dir: Path) -> None:
+    """A drafter that declares any shape harms nothing: the tokens are those of plain decoding."""
+    from forerun.draft.base import Budget, Committed, Draft
+    from forerun.draft.ngram import NgramDrafter
+    from forerun.tree import DraftTree, Known
+
+    dice = random.Random(0)
+
+    class Liar(NgramDrafter):
+        def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+            batch, columns = len(budgets), 4
+            tokens = torch.tensor([[dice.randrange(-1, 512) for _ in range(columns)] for _ in range(batch)])
+            tokens[:, 0] = draws.roots_tokens
+            parents = torch.tensor([[-1, 0, dice.choice([0, 1]), dice.choice([1, 2])] for _ in range(batch)])
+            counts = [dice.randrange(-1, 6) for _ in range(batch)]
+            return Draft(DraftTree(tokens, parents, depth=3, known=Known.chains(counts)))
+
+    plain = make(target_dir, None, CPU)
+    liar = LLM(str(target_dir), Liar(), dtype="float32", device=FIXED, max_len=256)
+    assert tokens_of(liar.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))

@@ -1,0 +1,140 @@
+"""Rounds on the GPU: the same tokens up to near ties, to the bit with one_gemm; graphs; one synchronisation."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.config import Speculation
+from forerun.llm import Result
+from forerun.models.graphs import GraphRunner, Graphs
+from forerun.models.runner import Read
+from forerun.prove.plain import last_logits
+
+PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
+NEAR_TIE = 1e-3  # of logits of size 10, in float32
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+SAMPLED = SamplingParams(temperature=1, seed=3, max_tokens=64)
+PENALISED = SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, max_tokens=64)
+SHAPES = [1, 4, Speculation(depth=3, width=2)]
+
+
+def make(target: Path, draft: str | None = None, **options: object) -> LLM:
+    settings: dict[str, object] = {"dtype": "float32", "device": "cuda", "max_len": 256} | options
+    return LLM(str(target), draft, **settings)  # type: ignore[arg-type]
+
+
+def texts_of(results: Sequence[Result]) -> list[list[int]]:
+    return [[*r.prompt_token_ids, *c.token_ids] for r in results for c in r.completions]
+
+
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_greedy_tokens_are_those_of_plain_decoding_up_to_near_ties(
+    target_dir: Path, draft_dir: Path, shape: int | Speculation, drafter: str
+) -> None:
+    plain = make(target_dir)
+    drafted = make(target_dir, f"model:{draft_dir}" if drafter == "model" else drafter, speculation=shape)
+    pairs = zip(*(texts_of(llm.generate(PROMPTS, GREEDY)) for llm in (plain, drafted)), strict=True)
+    for one, other in pairs:
+        at = first_difference(one, other)
+        if at is None:
+            assert one == other
+            continue
+        logits = last_logits(plain, [tuple(one[:at])])[0]
+        margin = float((logits[one[at]] - logits[other[at]]).abs())
+        print(f"a near tie at token {at}: {one[at]} and {other[at]}, {margin:.2g} apart")
+        assert margin <= NEAR_TIE
+    assert drafted.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_one_gemm_the_tokens_are_the_same(
+    target_dir: Path, draft_dir: Path, dtype: str, params: SamplingParams, shape: int | Speculation
+) -> None:
+    plain = make(target_dir, dtype=dtype, one_gemm=True, max_batch=1)
+    drafted = make(target_dir, f"model:{draft_dir}", dtype=dtype, one_gemm=True, speculation=shape, chunk_tokens=3)
+    alone = [texts_of(plain.generate(prompt, params))[0] for prompt in PROMPTS]
+    assert texts_of(drafted.generate(PROMPTS, params)) == alone
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_one_gemm_logits_are_the_same_bits_for_any_grouping(target_dir: Path, dtype: str) -> None:
+    runner = make(target_dir, dtype=dtype, one_gemm=True).engine.runner
+    text = [int(t) for t in torch.randint(3, 512, (150,), generator=torch.Generator().manual_seed(0))]
+    whole = runner.read([Read(0, text, judged=range(150))]).logits
+    for chunk in (1, 3, 16, 64):
+        for start in range(0, 150, chunk):
+            part = text[start : start + chunk]
+            logits = runner.read([Read(1, part, judged=range(len(part)))]).logits
+            assert torch.equal(logits, whole[start : start + len(part)]), f"chunks of {chunk}, token {start}"
+            runner.keep([1], [range(len(part))])
+        runner.release([1])
+    runner.drop([0])
+
+
+def test_passes_are_captured_once_and_replayed(target_dir: Path) -> None:
+    llm = make(target_dir, "ngram", speculation=4)
+    runner = llm.engine.runner
+    assert isinstance(runner, GraphRunner)
+    llm.generate(PROMPTS, GREEDY)
+    captured, replays = len(runner.graphs.captured), runner.graphs.num_replays
+    assert 0 < captured < replays
+    llm.generate(PROMPTS, GREEDY)
+    assert len(runner.graphs.captured) == captured
+    assert runner.graphs.num_replays > replays
+
+
+def test_a_replay_gives_what_the_kernels_give_one_by_one(target_dir: Path) -> None:
+    runner = make(target_dir).engine.runner
+    assert isinstance(runner, GraphRunner)
+    reads = [Read(0, [5, 6, 7, 8], [-1, 0, 0, 2], judged=range(4)), Read(1, [9, 10], judged=[1])]
+    found = [runner.read(reads).logits]
+    runner.release([0, 1])
+    found.append(runner.read(reads).logits)
+    runner.release([0, 1])
+    runner.graphs = Graphs(runner.device, enabled=False)
+    found.append(runner.read(reads).logits)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram", None])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("rule", ["coupled", "token"])
+def test_one_synchronisation_per_round(
+    target_dir: Path, draft_dir: Path, drafter: str | None, params: SamplingParams, rule: str
+) -> None:
+    draft = f"model:{draft_dir}" if drafter == "model" else drafter
+    llm = make(target_dir, draft, speculation=4, verification=rule)
+    llm.generate(PROMPTS, params)  # captures and compiles, which waits
+    for prompt in PROMPTS:
+        for sequence in llm.requests.sequences(prompt, params):
+            llm.engine.submit(sequence)
+    while llm.engine.has_work:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                llm.engine.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [str(w.message) for w in found if "synchroniz" in str(w.message)]
+        assert len(waits) == 1, waits
+
+
+def test_a_gpu_and_a_cpu_say_nearly_the_same(target_dir: Path) -> None:
+    on_gpu, on_cpu = make(target_dir), make(target_dir, device="cpu")
+    text = tuple(on_cpu.requests.prompt_tokens("Once upon a time, there was a little girl"))
+    found, wanted = last_logits(on_gpu, [text]).cpu(), last_logits(on_cpu, [text])
+    assert (found - wanted).abs().max() <= NEAR_TIE
+    assert on_gpu.fingerprint != on_cpu.fingerprint

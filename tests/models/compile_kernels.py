@@ -1,0 +1,57 @@
+"""Compiles every kernel for an H100, which needs no GPU: what the interpreter runs must also be accepted as a kernel.
+
+A program of its own, since the interpreter takes the kernels' place in a process where it is switched on.
+"""
+
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from forerun.models import triton_kernels as k
+
+HOPPER = GPUTarget("cuda", 90, 32)
+LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}
+KEYS = {"GROUP": 4, "WIDTH": 128, "TILE": 32, "QUERIES": 8, "BLOCK_SIZE": 64, "BLOCK_KEYS": k.BLOCK_KEYS}
+WHOLE = {"num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "kv_stride",
+         "slot_stride", "rows", "outputs"}  # fmt: skip
+REAL = {"scale", "eps"}
+TABLES = {"tables", "positions", "prefixes", "paths", "homes", "firsts", "counts", "shared", "slots"}
+FLOATS = {"largest", "total", "cos", "sin"}
+
+
+def check(function, dtype: str, **constants: object) -> None:
+    """Compile one variant, down to machine code."""
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in WHOLE:
+            return "i32"
+        if name in REAL:
+            return "fp32"
+        if name in TABLES:
+            return "*i32"
+        partial = name == "mixed" and function.__name__ in ("attend_splits", "join_splits")
+        return "*fp32" if name in FLOATS or partial else f"*{dtype}"
+
+    signature = {name: kind(name) for name in function.arg_names}
+    made = compile_kernel(ASTSource(fn=function, signature=signature, constexprs=constants), target=HOPPER)
+    assert made.asm["cubin"], function.__name__
+
+
+def main() -> None:
+    for paths, windowed in ((0, False), (16, True)):
+        shape = LLAMA_8B | {"PART_HEADS": 32, "WINDOWED": windowed, "SPLIT": 256}
+        check(k.attend_splits, "bf16", **shape, **KEYS, PATHS=paths)
+        check(k.join_splits, "bf16", **shape, WIDTH=128)
+    for dtype in ("bf16", "fp32"):
+        for extra in (True, False):
+            check(k.add_norm, dtype, HIDDEN=4096, WIDTH=4096, ADDS=extra)
+            check(k.rotate_store, dtype, **LLAMA_8B, KV_HEADS=8, HALF=64, NORMS=extra)
+        check(k.silu_mul, dtype, WIDTH=14336, BLOCK=1024)
+        check(k.one_gemm, dtype, WIDTH=4096, BIASED=True, ROWS=k.GEMM_ROWS, OUTPUTS=k.GEMM_OUTPUTS,
+              INPUTS=k.GEMM_INPUTS)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Passes of fixed shape read what Runner reads: chains, trees and prompt chunks side by side."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.cache.paged import OutOfBlocks
+from forerun.device import CPU, Placement
+from forerun.models.graphs import GraphRunner
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Drawn, Read, Runner
+
+FIXED = Placement(torch.device("cpu"), fixed=True)
+VOCAB = 512
+TOLERANCE = 1e-4  # logits are of size 10: sums in another order
+
+
+@pytest.fixture(scope="module")
+def pair(target_dir: Path) -> tuple[Runner, GraphRunner]:
+    # By torch: compiled kernels are told of a layer when it is loaded, and one test here changes layers later.
+    blueprints = [Blueprint.of(str(target_dir), "float32", kernels="torch", placement=p) for p in (CPU, FIXED)]
+    plain, fixed = (blueprint.load(64) for blueprint in blueprints)
+    return plain, fixed  # type: ignore[return-value]
+
+
+def fresh(pair: tuple[Runner, GraphRunner], num_tokens: int = 2048, block_size: int = 16) -> list[Runner]:
+    return [type(runner).of(runner.decoder, num_tokens, block_size) for runner in pair]
+
+
+def random_read(dice: random.Random, seq_id: int, kind: str) -> tuple[Read, list[int]]:
+    """A read of a kind, all of it judged, and a path of it to keep."""
+    count = {"chunk": dice.randint(20, 200), "chain": dice.randint(1, 9), "tree": dice.randint(2, 12)}[kind]
+    tokens = [dice.randrange(3, VOCAB) for _ in range(count)]
+    if kind != "tree":
+        return Read(seq_id, tokens, judged=range(count)), list(range(dice.randint(1, count)))
+    parents = [-1] + [dice.randrange(i) for i in range(1, count)]
+    path = [dice.randrange(count)]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return Read(seq_id, tokens, parents, range(count), scratch=max(depths) + 1), path[::-1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_logits_are_runners_for_any_reads_side_by_side(pair: tuple[Runner, GraphRunner], seed: int) -> None:
+    dice, (plain, fixed) = random.Random(seed), fresh(pair)
+    for _ in range(4):
+        ids = dice.sample(range(4), dice.randint(1, 4))
+        reads, paths = zip(
+            *(random_read(dice, i, dice.choice(["chain", "tree"] if plain.length(i) else ["chunk"])) for i in ids),
+            strict=True,
+        )
+        taps = dice.choice([(), (2, 5, -1)])
+        wanted, found = plain.read(reads, taps), fixed.read(reads, taps)
+        assert (wanted.logits - found.logits).abs().max() <= TOLERANCE
+        assert (wanted.hidden - found.hidden).abs().max() <= TOLERANCE
+        assert (found.taps is None) == (not taps)
+        if found.taps is not None and wanted.taps is not None:
+            assert (wanted.taps - found.taps).abs().max() <= TOLERANCE
+        for runner in (plain, fixed):
+            runner.keep(ids, paths)
+            runner.cache.check()
+        if dice.random() < 0.3:
+            for runner in (plain, fixed):
+                runner.release(ids[:1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kept_path_is_what_reading_it_alone_would_have_left(pair: tuple[Runner, GraphRunner], seed: int) -> None:
+    dice = random.Random(seed)
+    _, branched = fresh(pair)
+    _, straight = fresh(pair)
+    prompt = [dice.randrange(3, VOCAB) for _ in range(40)]
+    tree, path = random_read(dice, 0, "tree")
+    for runner in (branched, straight):
+        runner.read([Read(0, prompt)])
+        runner.keep([0], [range(40)])
+    branched.read([tree])
+    branched.keep([0], [path])
+    straight.read([Read(0, [tree.tokens[n] for n in path])])
+    straight.keep([0], [range(len(path))])
+    after = [runner.read([Read(0, [5], judged=[0])]).logits for runner in (branched, straight)]
+    assert (after[0] - after[1]).abs().max() <= TOLERANCE
+
+
+def test_a_tail_grows_over_several_reads(pair: tuple[Runner, GraphRunner]) -> None:
+    plain, fixed = fresh(pair)
+    for runner in (plain, fixed):
+        runner.read([Read(0, [5, 6, 7], scratch=6)])
+    for tokens, parents in (([8, 9], [2, 2]), ([10, 11, 12], [3, 4, 4])):
+        read = Read(0, tokens, parents, judged=range(len(tokens)))
+        wanted, found = plain.read([read]).logits, fixed.read([read]).logits
+        assert (wanted - found).abs().max() <= TOLERANCE
+
+
+def test_tokens_that_only_the_device_knows_are_read_in_their_places(pair: tuple[Runner, GraphRunner]) -> None:
+    tokens = torch.tensor([[-1, 7, 8], [9, -1, 4]])
+    drawn = Drawn(tokens, source=[-1, 1, 2, 3, -1, 5])
+    reads = [Read(0, [5, -1, -1], judged=range(3)), Read(1, [-1, 6, -1], judged=range(3))]
+    known = [Read(0, [5, 7, 8], judged=range(3)), Read(1, [9, 6, 4], judged=range(3))]
+    for runner, other in zip(fresh(pair), fresh(pair), strict=True):
+        assert torch.equal(runner.read(reads, drawn=drawn).logits, other.read(known).logits)
+
+
+def test_want_of_room_changes_nothing(pair: tuple[Runner, GraphRunner]) -> None:
+    _, fixed = fresh(pair, num_tokens=32)
+    fixed.read([Read(0, [5, 6, 7])])
+    with pytest.raises(OutOfBlocks):
+        fixed.read([Read(0, [8] * 40)])
+    assert fixed.cache.tail(0) == 3
+    fixed.drop([0])
+    assert fixed.cache.tail(0) == 0
+
+
+def test_padding_writes_nowhere_that_counts(pair: tuple[Runner, GraphRunner]) -> None:
+    _, fixed = fresh(pair)
+    fixed.read([Read(0, [5, 6, 7])])
+    before = fixed.cache.keys.clone()
+    fixed.read([Read(1, [5, 6, 7])])  # three rows in a pass of four
+    differs = (fixed.cache.keys != before).any(-1).any(0).any(0).nonzero()[:, 0].tolist()
+    start = fixed.cache.start(1)
+    assert set(differs) <= {start, start + 1, start + 2, fixed.spare_slot}
+    assert fixed.spare_slot >= fixed.cache.blocks.num_blocks * fixed.cache.blocks.block_size
+
+
+def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, GraphRunner]) -> None:
+    plain, fixed = fresh(pair)
+    noise = torch.Generator().manual_seed(0)
+    c = plain.decoder.config
+    gains: Tensor = 1 + 0.1 * torch.randn(c.heads + c.kv_heads, c.head_dim, generator=noise)
+    try:
+        for runner in (plain, fixed):
+            layers = runner.decoder.layers
+            windows = [9 if i % 2 else None for i in range(len(layers))]
+            runner.decoder.layers = [
+                replace(layer, window=window, qk_norm=gains) for layer, window in zip(layers, windows, strict=True)
+            ]
+        for tokens, parents in ((list(range(3, 40)), None), ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])):
+            read = Read(0, tokens, parents, range(len(tokens)), scratch=0 if parents is None else 3)
+            assert (plain.read([read]).logits - fixed.read([read]).logits).abs().max() <= TOLERANCE
+            for runner in (plain, fixed):
+                runner.keep([0], [range(len(tokens)) if parents is None else [0, 2, 4]])
+    finally:
+        for runner, kept in zip((plain, fixed), pair, strict=True):
+            runner.decoder.layers = [replace(each, window=None, qk_norm=None) for each in kept.decoder.layers]

@@ -1,0 +1,151 @@
+"""The kernels on a CPU, in Triton's interpreter: attention is torch's attention, and rows do not know each other."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("the kernels need triton, which is not installed", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu asks the same of the GPU itself", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are made
+
+import numpy as np
+import triton.language as tl
+from torch.nn import functional
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from forerun.device import Placement
+from forerun.models.device_linear import OneGemmLinear
+from forerun.models.graphs import GraphRunner
+from forerun.models.loading import Blueprint
+from forerun.models.ops import Ops, TorchOps, TritonOps, load_kernels
+from forerun.models.runner import Read
+from models.kernel_laws import (
+    check_attention,
+    check_row_work,
+    check_rows_are_strangers,
+    random_case,
+    scattered,
+)
+
+SHAPES = [
+    {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16},
+    {"heads": 3, "kv_heads": 3, "head_dim": 24, "block_size": 64, "window": 7},
+    {"heads": 7, "kv_heads": 1, "head_dim": 64, "block_size": 8, "window": 300, "lengths": (400, 3)},
+    {"heads": 8, "kv_heads": 2, "head_dim": 80, "lengths": (255, 256, 0)},
+    {"heads": 2, "kv_heads": 2, "head_dim": 128, "lengths": (513,), "most_nodes": 40},
+    {"heads": 4, "kv_heads": 1, "head_dim": 32, "lengths": (250, 600), "branching": 0.0, "most_nodes": 20},
+]
+
+
+@pytest.fixture(scope="module")
+def ops() -> TritonOps:
+    return TritonOps(load_kernels())
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as 16 bits of a float32, and multiplies these as whole numbers: widen them."""
+    product = InterpreterBuilder.create_dot
+
+    def widened(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, d, *rest):
+        return product(self, widened(a), widened(b), d, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("seed", range(len(SHAPES)))
+def test_attention_is_torchs_over_random_trees_in_ragged_batches(ops: TritonOps, seed: int) -> None:
+    case = random_case(seed, **SHAPES[seed])
+    for made in (ops, TorchOps()):
+        check_attention(made, case, 1e-5)
+        check_attention(made, scattered(case, seed), 1e-5)
+
+
+def test_attention_in_bfloat16_differs_by_its_rounding(ops: TritonOps) -> None:
+    check_attention(ops, random_case(5, head_dim=64, dtype=torch.bfloat16), 2e-2)
+
+
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (5, torch.bfloat16)])
+def test_a_node_of_a_tree_attends_to_the_bit_as_plain_decoding_would(
+    ops: TritonOps, seed: int, dtype: torch.dtype
+) -> None:
+    check_rows_are_strangers(ops, random_case(seed, dtype=dtype, **SHAPES[seed]))
+
+
+def test_the_law_of_strangers_can_fail(ops: TritonOps) -> None:
+    class Sociable(TritonOps):
+        """Adds what the first row holds, rounded away nearly everywhere."""
+
+        def attend(self, query, keys, values, where, window):
+            out = super().attend(query, keys, values, where, window)
+            return out + 1e-7 * out[:1]
+
+    with pytest.raises(AssertionError, match="row"):
+        check_rows_are_strangers(Sociable(ops.kernels), random_case(0, **SHAPES[0]))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
+def test_row_work_is_torchs(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
+    check_row_work(ops, "cpu", dtype, tolerance)
+
+
+def test_attention_in_turns_of_heads_gives_the_same_bits(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(3, **SHAPES[3])
+    at_once = case.attended(ops)
+    monkeypatch.setattr("forerun.models.ops.SCRATCH_BYTES", 1)
+    assert torch.equal(case.attended(ops), at_once)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 33])
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_gemm_is_a_linear_layer_whose_rows_are_strangers(rows: int, biased: bool) -> None:
+    noise = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 200, generator=noise), torch.randn(70, 200, generator=noise)
+    bias = torch.randn(70, generator=noise) if biased else None
+    layer = OneGemmLinear(load_kernels(), weight, bias)
+    together = layer(x)
+    assert (together - functional.linear(x, weight, bias)).abs().max() <= 1e-4
+    for i in range(rows):
+        assert torch.equal(layer(x[i : i + 1])[0], together[i])
+
+
+def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, target_dir: Path) -> None:
+    """A text token by token, at once, and as a path of a tree beside other sequences: with one product, one result."""
+    placement = Placement(torch.device("cpu"), fixed=True, one_gemm=True)
+    decoder = Blueprint.of(str(target_dir), "float32", placement=placement).load(64).decoder
+    decoder.layers = decoder.layers[:2]
+    text = [403, 407, 261, 378]
+
+    def fresh() -> GraphRunner:
+        runner = GraphRunner.of(decoder, 128, block_size=16)
+        runner.ops = ops
+        return runner
+
+    single, at_once, tree = fresh(), fresh(), fresh()
+    wanted = []
+    for token in text:
+        wanted.append(single.read([Read(0, [token], judged=[0])]).logits)
+        single.keep([0], [[0]])
+    assert torch.equal(at_once.read([Read(0, text, judged=range(4))]).logits, torch.cat(wanted))
+    tokens, parents = [text[0], 9, text[1], 8, text[2], text[3]], [-1, 0, 0, 2, 2, 4]
+    reads = [Read(1, [5, 6, 7]), Read(0, tokens, parents, judged=[0, 2, 4, 5])]
+    assert torch.equal(tree.read(reads).logits, torch.cat(wanted))
+    tree.keep([0], [[0, 2, 4, 5]])
+    runs = [(r.cache.start(0), r.cache.keys[:2]) for r in (single, tree)]
+    kept = [keys[:, :, start : start + 4] for start, keys in runs]
+    assert torch.equal(*kept)
+
+
+def test_kernels_are_operations() -> None:
+    assert isinstance(TorchOps(), Ops)
+    assert isinstance(TritonOps(None), Ops)

@@ -1,0 +1,82 @@
+"""Devices by name, and what is said of those that are not there."""
+
+import builtins
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM
+from forerun.device import CPU, Download, Placement, upload, upload_tensor
+from forerun.errors import DeviceUnavailable, InvalidRequest
+from forerun.models.loading import Blueprint
+from forerun.models.ops import load_kernels
+
+
+def test_auto_is_what_the_environment_says_or_the_best_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_DEVICE", "cpu")
+    assert Placement.of("auto") == CPU
+    monkeypatch.delenv("FORERUN_DEVICE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Placement.of("auto") == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Placement.of("auto") == Placement(torch.device("cuda", 0), fixed=True)
+    assert Placement.of("cuda:1", one_gemm=True) == Placement(torch.device("cuda", 1), fixed=True, one_gemm=True)
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:x", "cpu:0", "gpu", ""])
+def test_a_name_that_means_nothing_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="device"):
+        Placement.of(name)
+
+
+def test_a_gpu_that_is_not_there_is_named_with_a_way_out(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(DeviceUnavailable, match=r"without CUDA.*--device cpu"):
+        LLM(str(target_dir), device="cuda")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DeviceUnavailable, match=r"1 GPUs.*CUDA_VISIBLE_DEVICES"):
+        LLM(str(target_dir), device="cuda:1")
+
+
+def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., object] = builtins.__import__
+
+    def without_triton(name: str, *rest: object, **more: object) -> object:
+        if name.split(".")[0] == "triton":
+            raise ImportError("No module named 'triton'")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_triton)
+    monkeypatch.delitem(__import__("sys").modules, "forerun.models.triton_kernels", raising=False)
+    monkeypatch.delattr("forerun.models.triton_kernels", raising=False)
+    with pytest.raises(DeviceUnavailable, match="pip install triton"):
+        load_kernels()
+
+
+def test_8_bit_weights_are_refused_where_there_are_no_layers_for_them(target_dir: Path) -> None:
+    with pytest.raises(InvalidRequest, match="quantize"):
+        Blueprint.of(str(target_dir), quantize="int8", placement=Placement(torch.device("cpu"), fixed=True))
+
+
+def test_compiled_kernels_are_for_plain_passes_on_cpus(target_dir: Path) -> None:
+    fixed = Placement(torch.device("cpu"), fixed=True)
+    with pytest.raises(InvalidRequest, match="kernels"):
+        Blueprint.of(str(target_dir), kernels="native", placement=fixed)
+    there, here = Blueprint.of(str(target_dir), placement=fixed), Blueprint.of(str(target_dir))
+    assert there.load(64).decoder.native is None
+    assert there.computed_by == f"torch, {fixed.label}"
+    assert there.fingerprint() != here.fingerprint()
+
+
+def test_numbers_go_there_and_back() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = upload([[1, 2], [3, 4]], torch.int64, device)
+    assert upload_tensor(torch.tensor([5]), device).device.type == device.type
+    download = Download(there)
+    there += 1
+    assert download.values() == [[1, 2], [3, 4]]
