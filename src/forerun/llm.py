@@ -99,7 +99,7 @@ class LLM:
         chunk_tokens: int = 512,
         memory_bytes: int | None = None,
         threads: int | None = None,
-        device: str | Placement = "auto",
+        device: str | Placement = "cpu",
         one_gemm: bool = False,
         progress: Progress | None = None,
         controller: Controller | None = None,

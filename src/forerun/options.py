@@ -49,7 +49,7 @@ class ModelOptions:
         None
     )
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
-    device: DeviceOption = "auto"
+    device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
 
 
