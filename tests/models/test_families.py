@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from compiled import require_compiler
 from forerun.config import KernelChoice
 from forerun.models.config import ModelConfig, RopeConfig, read_config
 from forerun.models.loading import Blueprint
@@ -157,6 +158,8 @@ def configs(folder: Path) -> tuple[ModelConfig, ModelConfig]:
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:
+    if kernels == "native":
+        require_compiler()
     model = build(case, tmp_path)
     tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
@@ -180,6 +183,8 @@ def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_bfloat16_logits_stay_near_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:
     """The law of large errors: 16 bits move logits by a few percent of their spread, not by more."""
+    if kernels == "native":
+        require_compiler()
     model = build(case, tmp_path)
     tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():

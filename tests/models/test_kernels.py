@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled import require_compiler
 from forerun.config import KernelChoice
 from forerun.errors import UnsupportedModel
 from forerun.models.invariance import cancelling_product
 from forerun.models.kernels import build
-from forerun.models.kernels.build import FLAGS, SOURCES, NoKernels
+from forerun.models.kernels.build import FLAGS, SOURCES
 from forerun.models.kernels.native import Kernels, checked, find_kernels, kernels_name
 from forerun.models.loading import Blueprint
 from forerun.models.quantized import QuantizedLinear
@@ -45,14 +46,11 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The library as compiled for a processor that can do less than this one, perhaps."""
     if not has(request.param):
         pytest.skip(f"this processor does not run {request.param} code")
-    try:
-        command = build.compiler()
-    except NoKernels as missing:
-        pytest.skip(str(missing))
+    require_compiler()
     path = tmp_path_factory.mktemp("kernels") / f"{request.param}.so"
     flags = [flag.replace("native", request.param) for flag in FLAGS]
     sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    subprocess.run([command, *flags, "-Wall", "-Wextra", "-Werror", *sources, "-o", str(path)], check=True)
+    subprocess.run([build.compiler(), *flags, "-Wall", "-Wextra", "-Werror", *sources, "-o", str(path)], check=True)
     return checked(ctypes.CDLL(str(path)))
 
 
@@ -125,6 +123,8 @@ def read_all(runner: Runner, tokens: list[int], sizes: list[int]) -> Tensor:
 
 
 def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
+    if choice == "native":
+        require_compiler()
     quantize = "int8" if numbers == "int8" else None
     return Blueprint.of(str(folder), "float32" if quantize else numbers, quantize, choice).load(2048)
 
@@ -167,6 +167,7 @@ def test_taps_and_parts_of_the_layers_are_those_of_a_whole_pass(target_dir: Path
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A machine on which nothing was ever compiled."""
+    require_compiler()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for known in (build.target, build.opened):
         known.cache_clear()
@@ -218,5 +219,6 @@ def test_formats_that_they_do_not_know(target_dir: Path) -> None:
 
 def test_kernels_and_torch_have_different_fingerprints(target_dir: Path) -> None:
     """Their bits differ, so an answer must say which of them it is from."""
+    require_compiler()
     native, by_torch = (Blueprint.of(str(target_dir), kernels=choice) for choice in ("native", "torch"))
     assert native.fingerprint() != by_torch.fingerprint()
