@@ -102,8 +102,8 @@ def test_a_row_has_bits_of_its_own(kernels: Kernels, shape: tuple[int, int], num
 
 def test_not_a_number_stays_one(kernels: Kernels) -> None:
     """It is seen in its own row and in no other."""
-    for dtype in (torch.float32, torch.bfloat16):
-        layer, x = kernels.linear(torch.randn(70, 90).to(dtype), None), torch.randn(5, 90)
+    for dtype, quantize in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        layer, x = kernels.linear(torch.randn(70, 90).to(dtype), None, quantize), torch.randn(5, 90)
         clean = layer(x)
         x[2, 3] = math.nan
         found = layer(x)

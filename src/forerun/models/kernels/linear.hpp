@@ -103,9 +103,13 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
   } else if (l.format == BFLOAT16) {
     for (int64_t i = 0; i < l.depth; i += LANES) narrow(reinterpret_cast<bfloat16*>(to) + i, load(x + i));
   } else {
-    Floats top{};
-    for (int64_t i = 0; i < l.depth; i += LANES) top = larger(top, floats(bits(load(x + i)) & 0x7fffffff));
-    const float scale = std::max(largest(top) / 127.0f, 1.17549435e-38f);
+    Floats top{}, finite{};
+    for (int64_t i = 0; i < l.depth; i += LANES) {
+      top = larger(top, floats(bits(load(x + i)) & 0x7fffffff));
+      finite += load(x + i) * 0.0f;
+    }
+    const float spoilt = sum(finite);  // 0, or not a number: then nothing of the row is one
+    const float scale = spoilt == 0 ? std::max(largest(top) / 127.0f, 1.17549435e-38f) : spoilt;
     const Floats shift = all(12582912.0f);
     for (int64_t i = 0; i < l.depth; i += LANES) {
       const Floats whole = (load(x + i) / scale + shift) - shift;
