@@ -61,9 +61,14 @@ def test_shards_are_a_partition_and_a_week_visits_all_of_them() -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository of its own with twelve proofs, of which the sixth fails until `repaired` exists."""
-    for folder in ("scripts", "src", "tests"):
+    """A repository of its own with twelve proofs, of which the sixth fails until `repaired` exists.
+
+    Beside them a folder with hooks of its own, for which pytest puts all its plugins into sets.
+    """
+    for folder in ("scripts", "src", "tests", "tests/apart"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "tests/apart/conftest.py").write_text("def pytest_collection_modifyitems(items): pass\n")
+    (tmp_path / "tests/apart/test_short.py").write_text("def test_short(): pass\n")
     shutil.copy(SCRIPTS / "test-full", tmp_path / "scripts")
     (tmp_path / "tests/test_proofs.py").write_text(PROOFS)
     (tmp_path / "constraints.txt").touch()
