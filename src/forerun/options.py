@@ -20,6 +20,15 @@ from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED_NAMES
 from forerun.sampling.params import SamplingParams
 
+DtypeOption = Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")]
+QuantizeOption = Annotated[
+    Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
+]
+KernelsOption = Annotated[
+    KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
+]
+MaxLenOption = Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: cpu, cuda, or auto: a GPU where there is one.")]
 OneGemmOption = Annotated[
     bool, typer.Option("--one-gemm", help="On a GPU: one matrix product for any number of rows; the same bits.")
@@ -38,17 +47,11 @@ class ModelOptions:
     ] = None
     depth: Annotated[int, typer.Option(min=0, help="Tokens guessed per round.")] = DEFAULT_DEPTH
     verification: Annotated[Verification, typer.Option(help="How guesses are judged.")] = "coupled"
-    dtype: Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")] = "auto"
-    quantize: Annotated[
-        Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
-    ] = None
-    kernels: Annotated[
-        KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
-    ] = "auto"
-    max_len: Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")] = (
-        None
-    )
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+    dtype: DtypeOption = "auto"
+    quantize: QuantizeOption = None
+    kernels: KernelsOption = "auto"
+    max_len: MaxLenOption = None
+    threads: ThreadsOption = None
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
 

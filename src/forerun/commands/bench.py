@@ -25,14 +25,13 @@ from forerun.bench.setup import Models, about, set_up
 from forerun.bench.show import bench_card
 from forerun.bench.state import State, default_path, key_of
 from forerun.card import LoadingBar
-from forerun.config import KernelChoice, Quantization
 from forerun.demo.material import DRAFT, DRAFT_PARAMETERS, TARGET, TARGET_PARAMETERS, widen
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.loading import Progress
-from forerun.options import with_options
+from forerun.options import DtypeOption, KernelsOption, QuantizeOption, ThreadsOption, with_options
 
 Number = TypeVar("Number", int, float)
 WORKLOADS = ", ".join(SHIPPED)
@@ -65,14 +64,10 @@ class BenchOptions:
     num_prompts: Annotated[int, typer.Option(min=1, help="Most prompts of a workload; a batch repeats them.")] = 4
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each cell, by turns.")] = 3
     seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
-    dtype: Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")] = "auto"
-    quantize: Annotated[
-        Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
-    ] = None
-    kernels: Annotated[
-        KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
-    ] = "auto"
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+    dtype: DtypeOption = "auto"
+    quantize: QuantizeOption = None
+    kernels: KernelsOption = "auto"
+    threads: ThreadsOption = None
 
     def selection(self) -> Selection:
         """The cells."""

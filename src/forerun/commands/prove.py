@@ -15,10 +15,19 @@ import typer
 from rich.console import Console
 
 from forerun.card import LoadingBar
-from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Speculation
+from forerun.config import DEFAULT_DEPTH, Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.options import DeviceOption, OneGemmOption, with_options
+from forerun.options import (
+    DeviceOption,
+    DtypeOption,
+    KernelsOption,
+    MaxLenOption,
+    OneGemmOption,
+    QuantizeOption,
+    ThreadsOption,
+    with_options,
+)
 from forerun.prove.prompts import FilePrompt, read_prompts
 from forerun.prove.proof import largest_shape
 from forerun.prove.proof import prove as run
@@ -40,17 +49,11 @@ class ProveOptions:
     num_texts: Annotated[int, typer.Option(min=100, help="Texts drawn in each test of the law.")] = 1500
     thorough: Annotated[bool, typer.Option("--thorough", help="About ten times the work.")] = False
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same report.")] = 0
-    dtype: Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")] = "auto"
-    quantize: Annotated[
-        Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
-    ] = None
-    kernels: Annotated[
-        KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
-    ] = "auto"
-    max_len: Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")] = (
-        None
-    )
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+    dtype: DtypeOption = "auto"
+    quantize: QuantizeOption = None
+    kernels: KernelsOption = "auto"
+    max_len: MaxLenOption = None
+    threads: ThreadsOption = None
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
 
