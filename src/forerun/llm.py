@@ -114,7 +114,7 @@ class LLM:
             torch.set_num_threads(threads)
         target = Blueprint.of(str(model), dtype, quantize, kernels, placement)
         self.tokenizer: Tokenizer = target.tokenizer()
-        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype, quantize, kernels))
+        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype))
         self.name, self.draft_name = target.name, draft_label(draft)
         if memory_bytes is None and placement.device.type == "cuda":
             memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)

@@ -40,7 +40,7 @@ class Models:
     def draft_fingerprint(self) -> str:
         """What tells the drafter's weights apart from others."""
         target = self.blueprint()
-        context = DraftContext(target, target.tokenizer(), self.dtype, self.quantize, self.kernels)
+        context = DraftContext(target, target.tokenizer(), self.dtype)
         return plan_drafter(self.draft, context).fingerprint()
 
     def load(self, max_len: int, selection: Selection, progress: Progress | None = None) -> LLM:

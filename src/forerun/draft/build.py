@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from forerun.config import KernelChoice, Quantization
 from forerun.draft.base import Drafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -23,13 +22,14 @@ from forerun.text import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What drafters are fitted to: the target and its tokenizer, and the number formats to hold weights in."""
+    """What drafters are fitted to: the target, on whose device and in whose way they compute, and its tokenizer.
+
+    `dtype` is what was asked for; "auto" may mean another format for another checkpoint.
+    """
 
     target: Blueprint
     tokenizer: Tokenizer
     dtype: str = "auto"
-    quantize: Quantization | None = None
-    kernels: KernelChoice = "auto"
 
 
 CacheTokens = Mapping[str, int]
@@ -83,8 +83,8 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
-    name, placement = str(spec), context.target.placement
-    drafter = Blueprint.of(spec.argument, context.dtype, context.quantize, context.kernels, placement)
+    name, target = str(spec), context.target
+    drafter = Blueprint.of(spec.argument, context.dtype, target.quantize, target.kernels, target.placement)
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
