@@ -19,8 +19,8 @@ from torch.nn import functional
 from forerun.demo.material import Pair
 from forerun.machine import Machine, bandwidth_bytes_per_s
 from forerun.models.decoder import Decoder
-from forerun.models.kernels.native import find_kernels, kernels_name
 from forerun.models.loading import Blueprint
+from forerun.models.native import find_kernels, kernels_name
 from forerun.models.runner import Read, Runner
 
 ROWS = (1, 2, 5, 8, 16, 32)

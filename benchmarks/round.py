@@ -1,11 +1,12 @@
 """What a round costs outside model passes: an engine and a model drafter whose passes give ready logits at once.
 
-    python benchmarks/round.py [ROUNDS]
+    python benchmarks/round.py [ROUNDS [MEGABYTES]]
 
 Everything but the passes is the engine's own: scheduler, draws, growing the draft, sanitize, verify, accept, caches,
 detokenising. Chains of depth 4; the logits fall as a language model's do (rank ** -1.5), and in the rows called
 "flat" they do not (normal, deviation 1). Milliseconds of one round, without the time spent in `Runner.read`: median,
-and quartiles of the whole.
+and quartiles of the whole. With MEGABYTES each of the target's passes first sums so many, as a real one reads its
+weights: the engine then finds the processor's caches full of other things.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from forerun.config import EngineOptions, Speculation
 from forerun.draft.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
-from forerun.models.runner import Read, Runner, States, Tail
+from forerun.kernels.sampling import find_sampling_kernels
+from forerun.models.runner import Drawn, Read, Runner, States, Tail
 from forerun.sampling.params import SamplingParams
 from forerun.text import Tokenizer
 
@@ -61,14 +63,16 @@ class Clock:
 class ReadyRunner(Runner):
     """Gives logits from a table, by the token read; keeps its cache's books as any runner does."""
 
-    def __init__(self, table: Tensor, clock: Clock, batch: int) -> None:
+    def __init__(self, table: Tensor, clock: Clock, batch: int, weights: Tensor | None = None) -> None:
         cache = PagedCache(layers=1, kv_heads=1, head_dim=1, num_tokens=batch * LENGTH, dtype=torch.float32)
         config = SimpleNamespace(vocab_size=table.shape[1], max_positions=LENGTH)
         super().__init__(SimpleNamespace(config=config), cache)  # type: ignore[arg-type]
-        self.table, self.clock = table, clock
+        self.table, self.clock, self.weights = table, clock, weights
 
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = ()) -> States:
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
         started = time.perf_counter()
+        if self.weights is not None:
+            self.weights.sum()
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
         for read in reads:
             self.tails.setdefault(read.seq_id, Tail(0)).grow(read.parents, len(read.tokens))
@@ -118,16 +122,19 @@ def words(vocab: int) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def rounds(vocab: int, batch: int, params: dict[str, Any], flat: bool, count: int) -> list[dict[str, float]]:
+def rounds(
+    vocab: int, batch: int, params: dict[str, Any], flat: bool, count: int, weights: Tensor | None
+) -> list[dict[str, float]]:
     """Seconds by verb of `count` rounds."""
     clock, text = Clock(), words(vocab)
     target, draft = tables(vocab, flat)
     speculation = Speculation(depth=DEPTH)
     engine = TimedEngine(
-        ReadyRunner(target, clock, batch),
+        ReadyRunner(target, clock, batch, weights),
         ModelDrafter(ReadyRunner(draft, clock, batch), vocab),
         options=EngineOptions(max_batch=batch, speculation=speculation),
         num_ids=vocab,
+        kernels=find_sampling_kernels(),
     )
     engine.clock = clock
     requests = Requests(text, vocab, LENGTH, eos_ids=(), default=speculation, arms=("model",))
@@ -147,14 +154,15 @@ def rounds(vocab: int, batch: int, params: dict[str, Any], flat: bool, count: in
     return found
 
 
-def main(count: int) -> None:
+def main(count: int = 60, megabytes: int = 0) -> None:
+    weights = torch.ones(megabytes * 250_000) if megabytes else None
     print(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
     print(f"| vocabulary | batch | sampling | {' | '.join(VERBS)} | whole | quartiles |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for vocab in (4096, 151_936):
         for batch in (1, 8):
             for name, params in CASES:
-                found = rounds(vocab, batch, params, "flat" in name, count)
+                found = rounds(vocab, batch, params, "flat" in name, count, weights)
                 each = [statistics.median(r[verb] for r in found) * 1e3 for verb in VERBS]
                 low, middle, high = (1e3 * q for q in statistics.quantiles((r["whole"] for r in found), n=4))
                 cells = [f"{vocab:,}", str(batch), name, *(f"{ms:.2f}" for ms in each), f"{middle:.2f}"]
@@ -162,4 +170,4 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
+    main(*map(int, sys.argv[1:3]))

@@ -132,7 +132,12 @@ class LLM:
             arms=self.drafter.arms if self.drafter else (),
         )
         self.engine = Engine(
-            runner, self.drafter, options=options, controller=controller, num_ids=self.requests.num_ids
+            runner,
+            self.drafter,
+            options=options,
+            controller=controller,
+            num_ids=self.requests.num_ids,
+            kernels=target.sampling_kernels(),
         )
         self.inboxes: dict[int, deque[Delta]] = {}  # by sequence: what its reader has not taken yet
 

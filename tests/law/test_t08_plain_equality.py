@@ -21,7 +21,7 @@ from forerun.config import EngineOptions, Speculation
 from forerun.draft.ngram import NgramDrafter
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
-from forerun.models.kernels.native import find_kernels
+from forerun.models.native import find_kernels
 from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
 

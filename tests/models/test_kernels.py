@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import platform
 import random
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,43 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled import require_compiler
+from compiled import LEVELS, compiled_for, require_compiler
 from forerun.config import KernelChoice
 from forerun.errors import UnsupportedModel
+from forerun.kernels import build
 from forerun.models.invariance import cancelling_product
-from forerun.models.kernels import build
-from forerun.models.kernels.build import FLAGS, SOURCES
-from forerun.models.kernels.native import Kernels, checked, find_kernels, kernels_name
 from forerun.models.loading import Blueprint
+from forerun.models.native import Kernels, checked, find_kernels, kernels_name
 from forerun.models.quantized import QuantizedLinear
 from forerun.models.runner import Read, Runner
 
 SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
 COUNTS = [*range(1, 40), 47, 48, 49, 64, 65, 100, 129, 320]
 FORMATS = ["float32", "bfloat16", "int8"]
-LEVELS = ["native", "x86-64-v4", "x86-64-v3"]  # what the compiler may use: AMX, AVX-512, AVX2
-
-
-def has(level: str) -> bool:
-    """Whether this machine can run code for a level."""
-    if level == "native":
-        return True
-    if platform.machine() != "x86_64":
-        return False
-    return torch.backends.cpu.get_cpu_capability() in {"x86-64-v4": ("AVX512",), "x86-64-v3": ("AVX512", "AVX2")}[level]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The library as compiled for a processor that can do less than this one, perhaps."""
-    if not has(request.param):
-        pytest.skip(f"this processor does not run {request.param} code")
-    require_compiler()
-    path = tmp_path_factory.mktemp("kernels") / f"{request.param}.so"
-    flags = [flag.replace("native", request.param) for flag in FLAGS]
-    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    subprocess.run([build.compiler(), *flags, "-Wall", "-Wextra", "-Werror", *sources, "-o", str(path)], check=True)
-    return checked(ctypes.CDLL(str(path)))
+    return checked(compiled_for(request.param, tmp_path_factory.mktemp("kernels")))
 
 
 @pytest.fixture

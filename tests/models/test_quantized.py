@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun import LLM, InvalidRequest, SamplingParams
-from forerun.models.kernels.native import find_kernels
 from forerun.models.linear import make_linear
 from forerun.models.loading import Blueprint
+from forerun.models.native import find_kernels
 from forerun.models.quantized import QuantizedLinear, quantize_rows, quantized_packing_is_exact
 from forerun.models.runner import Read
 from forerun.models.weights import has_bfloat16_linears

@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.cache.paged import PagedCache
 from forerun.engine import engine
 from forerun.engine.reading import Reading
+from forerun.kernels.sampling import SamplingKernels
 from forerun.models.decoder import TokenBatch
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws, RowSampling
@@ -124,7 +125,7 @@ def wrong_token_at(position: int) -> Callable[[Patch], None]:
         accepted = tree.tokens.gather(1, following.clamp_min(0))[:, 0]
         right = torch.where(length < verdict.length, accepted, verdict.next_token)
         path = torch.where(column <= length[:, None], verdict.path, -1)
-        return Verdict(path, length, torch.where(hit, (right + 1) % logits.shape[1], verdict.next_token))
+        return Verdict.of(path, length, torch.where(hit, (right + 1) % logits.shape[1], verdict.next_token))
 
     return lambda patch: patch.setattr(engine, "verify", mutant)
 
@@ -139,7 +140,20 @@ def unseen_acceptance(patch: Patch) -> None:
             drawn[:, 0] = torch.where(blind, tree.tokens[:, 1], drawn[:, 0])
         return follow(tree, drawn)
 
+    def compiled_mutant(
+        kernels: SamplingKernels, tokens: Tensor, parents: Tensor, drawn: Sequence[int], depth: int
+    ) -> Tensor:
+        """The same, where compiled kernels judge: `drawn` is packed."""
+        drawn, first = list(drawn), 0
+        for row, above in zip(tokens.tolist(), parents.tolist(), strict=True):
+            if len(row) > 1 and sum(row) % 5 == 0 and above[1] == 0:
+                drawn[first] = row[1]
+            first += sum(token >= 0 for token in row)
+        return compiled(kernels, tokens, parents, drawn, depth)
+
+    compiled = SamplingKernels.follow
     patch.setattr(judging, "follow", mutant)
+    patch.setattr(SamplingKernels, "follow", compiled_mutant)
 
 
 def skipped_row(patch: Patch) -> None:

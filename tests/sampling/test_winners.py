@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logits import SHAPES, logits_of
 from torch import Tensor
 
 from forerun.sampling.draws import Draws, RowSampling
@@ -15,34 +16,11 @@ from forerun.sampling.winners import LEAST_VOCAB, RoundNoise, first_largest
 
 CPU = torch.device("cpu")
 VOCABS = st.sampled_from([LEAST_VOCAB - 1, LEAST_VOCAB, LEAST_VOCAB + 17, 40_001])
-SHAPES = ["steep", "flat", "tied", "bfloat16", "far", "tiny", "filtered", "NaN", "infinite", "nothing", "two"]
 WIDE = LEAST_VOCAB + 3
 
 
 def keys_of(seed: int, rows: int) -> Tensor:
     return absorb(torch.full((rows,), seed), torch.arange(rows))
-
-
-def logits_of(shape: str, rows: int, vocab: int, seed: int) -> Tensor:
-    """Rows of one kind; the first is peaked whatever the kind, so that kinds meet in one batch."""
-    random = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, vocab, generator=random)
-    ranks = torch.stack([torch.randperm(vocab, generator=random) for _ in range(rows)])
-    steep = -1.5 * (ranks + 1.0).log()
-    made = {
-        "steep": steep,
-        "flat": x,
-        "tied": torch.zeros_like(x),
-        "bfloat16": (steep * 3).bfloat16().float(),
-        "far": steep * 1e6 + 1e8,
-        "tiny": x * 1e-30,
-        "filtered": steep.masked_fill(ranks > 40, -math.inf),
-        "NaN": steep.masked_fill(ranks == vocab // 2, math.nan),
-        "infinite": x.masked_fill(ranks < 3, math.inf),
-        "nothing": torch.full_like(x, -math.inf),
-        "two": torch.full_like(x, -3e38).masked_fill(ranks < 2, 3e38),
-    }[shape]
-    return torch.cat([steep[:1], made[1:]]) if rows > 1 else made
 
 
 @settings(max_examples=80, deadline=None)

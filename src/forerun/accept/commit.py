@@ -87,8 +87,7 @@ def accept(
     verdict: Verdict, trees: Sequence[HostTree], drawn: Int[Tensor, "batch nodes"] | None = None
 ) -> list[Accepted]:
     """Bring the verdict to the host: the round's one synchronisation. `drawn` are guesses that it has not seen yet."""
-    columns = [verdict.length[:, None], verdict.next_token[:, None], verdict.path]
-    packed = torch.cat(columns if drawn is None else [*columns, drawn], dim=1).tolist()
+    packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
     runs = []
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
         path = rest[: length + 1]

@@ -195,6 +195,7 @@ class Stage:
             options=EngineOptions(batch, self.llm.engine.options.chunk_tokens),
             num_ids=self.llm.requests.num_ids,
             draws=recording if recording.texts else Draws,
+            kernels=self.llm.engine.kernels,
         )
 
 

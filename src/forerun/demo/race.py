@@ -71,4 +71,5 @@ class Track:
 def engine_beside(llm: LLM, drafter: Drafter | None) -> Engine:
     """Another engine over an LLM's weights, with a cache of its own."""
     runner = type(llm.engine.runner).of(llm.engine.runner.decoder, llm.plan.cache_tokens)
-    return Engine(runner, drafter, options=llm.engine.options, num_ids=llm.engine.num_ids)
+    engine = llm.engine
+    return Engine(runner, drafter, options=engine.options, num_ids=engine.num_ids, kernels=engine.kernels)

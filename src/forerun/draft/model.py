@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
+from forerun.draft import chains
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.chain_graph import ChainGraph
 from forerun.draft.expand import Growth, Place, expand
@@ -128,10 +129,29 @@ class ModelDrafter:
         granted = {wish.seq_id: wish.budget for wish in passed.wishes}
         if granted and self.graph is not None and possible(draws, list(granted.values())):
             return self.draw_unseen(self.graph, draws, granted, passed.logits)
+        if granted and chains.possible(draws, list(granted.values())):
+            return self.draw_chains(draws, granted, passed.logits)
         ends = {wish.seq_id: len(self.sequences[wish.seq_id].tail) - 1 for wish in passed.wishes}
         reader = LevelReader(self, draws.seq_ids, ends)
         draft = expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
         return replace(draft, pass_s=self.pass_s)
+
+    def draw_chains(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
+        """Chains of which nothing is asked but their tokens."""
+
+        def read_on(rows: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
+            seq_ids = [draws.seq_ids[row] for row in rows]
+            states = self.read([Read(s, [t], judged=(0,)) for s, t in zip(seq_ids, tokens, strict=True)], granted)
+            if states is None:
+                return None
+            for seq_id, token in zip(seq_ids, tokens, strict=True):
+                following = self.sequences[seq_id]
+                following.add(len(following.tail) - 1, token)
+            return self.fit_vocabulary(states.logits)
+
+        budgets = {row: granted[seq_id] for row, seq_id in enumerate(draws.seq_ids) if seq_id in granted}
+        tree = chains.grow_chains(draws, budgets, logits, read_on)
+        return Draft(tree, pass_s=self.pass_s)
 
     def draw_unseen(
         self, graph: ChainGraph, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
@@ -145,15 +165,15 @@ class ModelDrafter:
             return None if states is None else self.fit_vocabulary(states.logits)
 
         started_s = time.perf_counter()
-        chains = graph.draw(draws, starts, logits)
-        if chains is not None:
+        drawn = graph.draw(draws, starts, logits)
+        if drawn is not None:
             self.pass_s += time.perf_counter() - started_s  # its draws are in the graph with its passes
         else:
-            chains = draw_chains(draws, starts, logits, read_on)
-        download = Download(chains.guesses)
-        for seq_id, num_read in chains.num_read.items():
+            drawn = draw_chains(draws, starts, logits, read_on)
+        download = Download(drawn.guesses)
+        for seq_id, num_read in drawn.num_read.items():
             self.sequences[seq_id].pending = Pending(download, rows[seq_id], num_read)
-        return Draft(chains.tree(draws), pass_s=self.pass_s)
+        return Draft(drawn.tree(draws), pass_s=self.pass_s)
 
     def wishes(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[Wish]:
         """The sequences to be drafted, their depths cut to what the model's context and the cache allow."""

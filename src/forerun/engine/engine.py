@@ -24,6 +24,7 @@ from forerun.engine.reading import Kept, Part, Reading, drawn_tokens
 from forerun.engine.scheduler import RowPlan, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.errors import RequestFailed
+from forerun.kernels.sampling import SamplingKernels
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
@@ -52,7 +53,8 @@ class Engine:
     """Generates many sequences at once. Not thread-safe: one thread steps it, submits and cancels.
 
     `num_ids` is the number of real token ids; a padded vocabulary's further ones are never emitted. `draws` makes each
-    round's sampling: Draws, or something that draws in its place.
+    round's sampling: Draws, or something that draws in its place. `kernels` make a round on a CPU
+    faster, not different.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Engine:
         controller: Controller | None = None,
         num_ids: int | None = None,
         draws: MakeDraws = Draws,
+        kernels: SamplingKernels | None = None,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
@@ -71,6 +74,7 @@ class Engine:
         self.controller = controller or FixedDepth()
         self.num_ids = num_ids
         self.draws = draws
+        self.kernels = kernels
         self.scheduler = Scheduler(runner.cache, self.options.max_batch, self.options.chunk_tokens)
         self.sequences: dict[int, Sequence] = {}
         self.stats = Stats()
@@ -142,6 +146,7 @@ class Engine:
             rejection=self.options.verification != "coupled",
             num_ids=self.num_ids,
             device=self.runner.cache.keys.device,
+            kernels=self.kernels,
         )
         return Round(rows, drawing, draws)
 
@@ -169,7 +174,7 @@ class Engine:
         draft = self.drafter.propose(plan.draws, budgets)
         if draft.tree.tokens.device != roots.device:
             roots = plan.draws.roots_tokens
-        safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size)
+        safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
         tree = self.controller.admit(replace(draft, tree=safe), load)
         if tree is not safe:
             tree = tree.without_law()  # pruned after drawing: what is left has another law

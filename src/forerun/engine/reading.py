@@ -6,6 +6,7 @@ pass gives. Knows nothing of what the logits are used for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -92,8 +93,8 @@ class Reading:
 
     def logits_by_part(self) -> Seq[Float[Tensor, "judged vocab"]]:
         """For each part the logits of its scored prompt tokens, then of its nodes."""
-        sizes = [part.num_scored + part.num_nodes for part in self.parts]
-        return torch.split(self.states.logits, sizes)
+        ends = itertools.accumulate((part.num_scored + part.num_nodes for part in self.parts), initial=0)
+        return [self.states.logits[first:end] for first, end in itertools.pairwise(ends)]
 
     def node_logits(self) -> Float[Tensor, "nodes vocab"]:
         """The logits of all trees' nodes, packed."""

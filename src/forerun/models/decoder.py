@@ -21,8 +21,8 @@ from torch.nn import functional
 from forerun.cache.paged import PagedCache
 from forerun.models.attention import EACH_ALONE, AttentionPath, QueryRule, attend, query_rule
 from forerun.models.config import ModelConfig
-from forerun.models.kernels.native import Kernels
 from forerun.models.linear import Linear, make_linear, padded_rows
+from forerun.models.native import Kernels
 from forerun.models.rope import rope_tables
 
 Take = Callable[[str, tuple[int, ...]], Tensor]

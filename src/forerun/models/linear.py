@@ -4,7 +4,7 @@ Decides how a weight matrix is laid out and multiplied so that (1) a pass over s
 costs, and (2) a row's result depends neither on the other rows nor on how many there are: the same token gives the
 same bits alone, in a batch, in a draft and in a prompt chunk. Knows nothing of what the layer is for.
 
-Compiled kernels (`models/kernels`) are made so. Without them torch's operators are used, in two forms that keep both.
+Compiled kernels (`kernels`) are made so. Without them torch's operators are used, in two forms that keep both.
 oneDNN's prepacked weights do so from two rows up to some number that depends on shape, format and processor (with AMX,
 bfloat16 sums of more than 512 terms change their order beyond 32 rows); more rows go through in pieces. Where packing
 is missing, wrong or refused (bfloat16 on AVX2 raises; Arm and macOS have none), all go in blocks of a fixed number of
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.models.invariance import agreed_rows, cancelling_product
-from forerun.models.kernels.native import Kernels
+from forerun.models.native import Kernels
 from forerun.models.quantized import QuantizedLinear, quantized_packing_is_exact
 
 MIN_ROWS = 2  # a single row takes another kernel (gemv), with other bits

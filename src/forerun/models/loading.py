@@ -18,11 +18,12 @@ from forerun.cache.paged import PagedCache
 from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
 from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
+from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
 from forerun.models.graphs import GraphRunner
-from forerun.models.kernels.native import find_kernels, kernels_name
+from forerun.models.native import find_kernels, kernels_name
 from forerun.models.runner import Runner
 from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype
 from forerun.text import Tokenizer
@@ -146,6 +147,10 @@ class Blueprint:
             return GraphRunner.of(Decoder(c, take, self.dtype, make=make), num_tokens)
         kernels = find_kernels(self.kernels, self.dtype, progress)
         return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8", kernels), num_tokens)
+
+    def sampling_kernels(self) -> SamplingKernels | None:
+        """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""
+        return None if self.placement.fixed or self.kernels == "torch" else find_sampling_kernels()
 
     def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from forerun.device import upload
+from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.noise import Purpose, absorb, mix, signed, uniform
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms, largest
 from forerun.sampling.winners import RoundNoise, first_largest
@@ -43,7 +45,7 @@ class Draws:
 
     `num_ids` is the number of ids the tokenizer has: padding ids above are never drawn. `rejection` is for the
     verification modes `token` and `block`: drafters then draw with noise of their own. `level` tells the levels of
-    a cascade apart, which share no noise in those modes.
+    a cascade apart, which share no noise in those modes. `kernels` make plain draws faster, and no other.
     """
 
     def __init__(
@@ -55,17 +57,33 @@ class Draws:
         device: torch.device | str = "cpu",
         num_ids: int | None = None,
         level: int = 0,
+        kernels: SamplingKernels | None = None,
     ) -> None:
         self.rows, self.vocab, self.rejection, self.level = rows, vocab, rejection, level
         self.num_ids = vocab if num_ids is None else min(num_ids, vocab)
         self.device = torch.device(device)
         self.seq_ids = [row.seq_id for row in rows]
-        self.roots_tokens = self._column([row.tokens[-1] for row in rows])
-        self._roots = [len(row.tokens) - 1 for row in rows]
-        self.root_positions = self._column(self._roots)
+        self.root_places = [len(row.tokens) - 1 for row in rows]
         self.transforms = Transforms(rows, vocab, self.num_ids, self.device)
+        self.on_host = self.device.type == "cpu"
+        self.kernels = kernels if self.on_host else None
         self._keys: dict[Purpose, Tensor] = {}
         self._noise = RoundNoise(vocab, self.device)
+
+    @cached_property
+    def roots_tokens(self) -> Int[Tensor, " batch"]:
+        """The last token of every text."""
+        return self._column([row.tokens[-1] for row in self.rows])
+
+    @cached_property
+    def root_positions(self) -> Int[Tensor, " batch"]:
+        """Where it stands; the same as `root_places`, on the device."""
+        return self._column(self.root_places)
+
+    @property
+    def pathless(self) -> bool:
+        """Whether a draw is a function of logits, row and position alone, and the host may have it at once."""
+        return self.on_host and self.transforms.pathless
 
     @property
     def greedy(self) -> Sequence[bool]:
@@ -83,7 +101,15 @@ class Draws:
             for row, tail in zip(self.rows, tails, strict=True)
         ]
         level = self.level if level is None else level
-        return Draws(rows, self.vocab, rejection=self.rejection, device=self.device, num_ids=self.num_ids, level=level)
+        return Draws(
+            rows,
+            self.vocab,
+            rejection=self.rejection,
+            device=self.device,
+            num_ids=self.num_ids,
+            level=level,
+            kernels=self.kernels,
+        )
 
     def roots(self) -> PathState:
         """The root of every sequence, in batch order."""
@@ -136,6 +162,19 @@ class Draws:
         """
         return self._chosen(*self._transformed(logits, at), at, Purpose.COUPLED)[:, 0]
 
+    def choose(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
+        """What `draw` gives at these rows and positions, told to the host; of pathless draws alone."""
+        found = self._quickly(logits, rows, positions)
+        return self.draw(logits, self._placed(rows, positions)).tolist() if found is None else found
+
+    def guess(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
+        """The one token that `children` gives at these rows and positions, told to the host; likewise."""
+        found = None if self.rejection else self._quickly(logits, rows, positions)
+        if found is None:
+            children = self.children(logits, self._placed(rows, positions), 1, survival=False)
+            return children.tokens[:, 0].tolist()
+        return found
+
     def scores(self, logits: Logits, at: PathState) -> Logits:
         """What `draw` takes the largest of: transformed logits, and the position's noise unless the row is greedy."""
         return self._scores(*self._transformed(logits, at), at, Purpose.COUPLED)
@@ -176,6 +215,18 @@ class Draws:
         chance = None if chance is None else torch.where(offered, chance, 0.0)
         return Children(torch.where(offered, tokens, -1), chance, law)
 
+    def _placed(self, rows: Sequence[int], positions: Sequence[int]) -> PathState:
+        """States without paths."""
+        row = self._column(rows)
+        return PathState(row, row.new_empty(len(rows), 0), self._column(positions))
+
+    def _quickly(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int] | None:
+        """Coupled draws by compiled kernels; None where there are none for these, or they are not certain."""
+        if self.kernels is None or not self.transforms.plain or logits.dtype != torch.float32:
+            return None
+        keys, temperatures = self.row_keys(Purpose.COUPLED), self.transforms.temperatures()
+        return self.kernels.choose(logits.contiguous(), rows, positions, keys, temperatures, self.num_ids)
+
     def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:
         """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
         shaped = self.transforms.shape(logits, at)
@@ -215,7 +266,7 @@ class Draws:
     def row_keys(self, purpose: Purpose) -> Int[Tensor, " batch"]:
         """Each row's (seed, sample, purpose, level, round), absorbed once on the host; positions are still to be."""
         if purpose not in self._keys:
-            keys = [self._row_key(row, purpose, root) for row, root in zip(self.rows, self._roots, strict=True)]
+            keys = [self._row_key(row, purpose, root) for row, root in zip(self.rows, self.root_places, strict=True)]
             self._keys[purpose] = self._column([signed(key) for key in keys])
         return self._keys[purpose]
 

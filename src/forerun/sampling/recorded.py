@@ -40,6 +40,12 @@ class Recorded(Draws):
         recorded = torch.tensor(said, dtype=drawn.dtype, device=drawn.device)
         return torch.where(recorded >= 0, recorded, drawn)
 
+    def choose(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
+        """The same, told to the host."""
+        drawn = super().choose(logits, rows, positions)
+        said = [self.said(row, position) for row, position in zip(rows, positions, strict=True)]
+        return [recorded if recorded >= 0 else own for recorded, own in zip(said, drawn, strict=True)]
+
     def said(self, row: int, position: int) -> int:
         """What the text of a row has at a position; -1 where nothing is recorded."""
         text = self.texts.get(self.seq_ids[row], ())

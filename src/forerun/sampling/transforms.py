@@ -74,6 +74,22 @@ class Transforms:
         self._counting = any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params)
         self._tables: dict[str, tuple[Tensor, ...]] = {}
 
+    @property
+    def pathless(self) -> bool:
+        """Whether laws depend on logits, row and position alone, not on what was drawn above a node."""
+        return not (self._processed or self._repeating or self._counting)
+
+    @property
+    def plain(self) -> bool:
+        """Whether temperature, and ids that do not exist, are all there is to transform."""
+        filtered = any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in self._sampled)
+        return self.pathless and not (self._biased or self._short or filtered)
+
+    def temperatures(self) -> Float[Tensor, " batch"]:
+        """Each row's, in float32; 0 where it is greedy."""
+        values = [row.params.temperature for row in self.rows]
+        return self._table("temperatures", lambda: (self._tensor(values, torch.float32),))[0]
+
     def shape(self, logits: Logits, at: PathState) -> Logits:
         """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone."""
         kept = logits

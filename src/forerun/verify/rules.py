@@ -21,15 +21,32 @@ from forerun.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one round makes final: the accepted path and the token after it.
+    """What one round makes final: the accepted path and the token after it. One tensor, so that it is fetched at once.
 
     `path` holds the accepted nodes from the root down, -1 beyond; `length` counts the accepted guesses (the root
     is not one); `next_token` is the recovered token after a rejection, the bonus token after a full path.
     """
 
-    path: Int[Tensor, "batch path"]
-    length: Int[Tensor, " batch"]
-    next_token: Int[Tensor, " batch"]
+    packed: Int[Tensor, "batch verdict"]  # length, next token, path
+
+    @classmethod
+    def of(
+        cls, path: Int[Tensor, "batch path"], length: Int[Tensor, " batch"], next_token: Int[Tensor, " batch"]
+    ) -> Verdict:
+        """The verdict of these parts."""
+        return cls(torch.cat([length[:, None], next_token[:, None], path], dim=1))
+
+    @property
+    def path(self) -> Int[Tensor, "batch path"]:
+        return self.packed[:, 2:]
+
+    @property
+    def length(self) -> Int[Tensor, " batch"]:
+        return self.packed[:, 0]
+
+    @property
+    def next_token(self) -> Int[Tensor, " batch"]:
+        return self.packed[:, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +82,7 @@ def follow(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Verdict:
     """
     match = tree.tokens == drawn.gather(1, tree.parents.clamp_min(0))
     walked = _descend(tree, match)
-    return Verdict(walked.path, walked.length, drawn.gather(1, walked.node[:, None])[:, 0])
+    return Verdict.of(walked.path, walked.length, drawn.gather(1, walked.node[:, None])[:, 0])
 
 
 def token_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> AcceptLaw:

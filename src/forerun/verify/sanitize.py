@@ -26,6 +26,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from forerun.device import upload
+from forerun.kernels.sampling import SamplingKernels
 from forerun.tree import DraftLaw, DraftTree, Known
 
 MASS_TOLERANCE = 1e-3  # float32 sums over 150 000 tokens stay well inside
@@ -45,13 +46,20 @@ class Limit(Protocol):
     def nodes(self) -> int: ...
 
 
-def sanitize(tree: DraftTree, roots: Int[Tensor, " batch"], limits: Sequence[Limit], vocab: int) -> DraftTree:
+def sanitize(
+    tree: DraftTree,
+    roots: Int[Tensor, " batch"],
+    limits: Sequence[Limit],
+    vocab: int,
+    kernels: SamplingKernels | None = None,
+) -> DraftTree:
     """The harmless part of a draft: all invariants of DraftTree hold, and each sequence is within its limit.
 
     A guess that cannot stay becomes padding, together with all below it; the others keep their node indices. A draft
     has a column for the root and one for each guess of the largest limit; what stands beyond is cut off. Declared
     depth and width are held to, not trusted: what exceeds them goes. Tensors of the wrong kind, shape or batch leave
-    the roots alone. A clean draft comes back with the same values.
+    the roots alone. A clean draft comes back with the same values; `kernels`
+    see sooner that it is one.
     """
     assert len(limits) == len(roots), f"{len(limits)} limits for {len(roots)} sequences"
     if not _well_formed(tree, roots):
@@ -62,6 +70,9 @@ def sanitize(tree: DraftTree, roots: Int[Tensor, " batch"], limits: Sequence[Lim
     depth, width = min(tree.depth, deepest, columns - 1), max(1, min(tree.width, widest, columns - 1))
     if depth <= 0:
         return DraftTree.bare(roots)
+    whole = columns == tree.tokens.shape[1]
+    if kernels is not None and whole and _clean(tree, roots, bounds, (depth, width, vocab), kernels):
+        return DraftTree(tree.tokens, tree.parents, depth, width)
     known = _known(tree, len(roots), columns)
     tokens = torch.cat([roots[:, None], tree.tokens[:, 1:columns]], dim=1)
     parents = tree.parents[:, :columns]
@@ -77,6 +88,22 @@ def sanitize(tree: DraftTree, roots: Int[Tensor, " batch"], limits: Sequence[Lim
     parents = torch.where(keep & sound, parents, -1)
     q = None if tree.q is None else _believed(tree.q, parents, doubted, vocab)
     return DraftTree(tokens, parents, depth, width, q, known)
+
+
+def _clean(
+    tree: DraftTree,
+    roots: Int[Tensor, " batch"],
+    limits: Sequence[tuple[int, int, int]],
+    bounds: tuple[int, int, int],
+    kernels: SamplingKernels,
+) -> bool:
+    """Whether nothing is to be done. Laws, and what the host has not seen, are not judged here."""
+    tokens, parents = tree.tokens, tree.parents
+    seen = tree.q is None and (tree.known is None or tree.known.tokens is not None)
+    packed = tokens.is_contiguous() and parents.is_contiguous() and roots.is_contiguous()
+    if not seen or not packed or tokens.device.type != "cpu" or tokens.dtype != torch.int64:
+        return False
+    return kernels.clean(tokens, parents, roots, limits, bounds)
 
 
 def _known(tree: DraftTree, batch: int, columns: int) -> Known | None:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict, block_law, follow, token_law, walk
@@ -26,6 +27,8 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
     judged by `follow` under every rule. `block` judges chains; on trees it is `token`. For `token` and `block` the
     draws must have been made for rejection, since the drafter must not share the noise of its judge.
     """
+    if draws.kernels is not None and draws.pathless and (rule == "coupled" or tree.q is None):
+        return _follow_on_host(tree, logits, draws, draws.kernels)
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
     valid = tree.valid
@@ -43,7 +46,17 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
     walked = walk(tree, law, _coins(tree, draws, at, row))
     stop = row.gather(1, walked.node[:, None])[:, 0]
     next_token = draws.recover(law.after[stop].log(), _select(at, stop))
-    return Verdict(walked.path, walked.length, next_token)
+    return Verdict.of(walked.path, walked.length, next_token)
+
+
+def _follow_on_host(
+    tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, kernels: SamplingKernels
+) -> Verdict:
+    """`follow`, by compiled kernels; the tree lies on the CPU, and its draws depend on no path."""
+    tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
+    rows, positions = kernels.places(tokens, parents, draws.root_places)
+    assert len(logits) == len(rows), f"{len(logits)} rows of logits for {len(rows)} nodes"
+    return Verdict(kernels.follow(tokens, parents, draws.choose(logits, rows, positions), tree.depth))
 
 
 def _coins(

@@ -24,8 +24,8 @@ from torch.nn import functional
 from forerun.cache.paged import PagedCache
 from forerun.config import KernelChoice
 from forerun.errors import UnsupportedModel
+from forerun.kernels.build import NoKernels, Progress, library
 from forerun.models.invariance import cancelling_product
-from forerun.models.kernels.build import NoKernels, Progress, library
 from forerun.models.quantized import quantize_rows
 
 if TYPE_CHECKING:

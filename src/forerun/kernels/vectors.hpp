@@ -99,6 +99,19 @@ inline Floats exponential(Floats x) {
   return x < lowest ? Floats{} : (x != x ? x : result);
 }
 
+// The logarithm of normal numbers above 0, to about one unit in the last place. Polynomial of Cephes, logf.
+inline Floats logarithm(Floats x) {
+  const Ints raw = bits(x) - 0x3f3504f3;  // what lies between two powers of 2 is cut at the square root of a half
+  const Floats power = __builtin_convertvector(raw >> 23, Floats);
+  const Floats y = floats((raw & 0x007fffff) + 0x3f3504f3) - 1.0f, z = y * y;
+  Floats p = all(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = fma(p, y, all(c));
+  p = fma(power, all(-2.12194440e-4f), p * y * z) - z * 0.5f;
+  return fma(power, all(0.693359375f), y + p);
+}
+
 inline Floats widened(const bfloat16* p) {
   Halves h = *reinterpret_cast<const HalvesAnywhere*>(p);
   Ints w;

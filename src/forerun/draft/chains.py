@@ -1,0 +1,63 @@
+"""Chains from a model's logits, token by token, for draws that depend on no path.
+
+Decides who is drafted on at each step. What `expand` would grow with a width of 1, without its trees: a small model's
+step is so short that laying out trees would take as long. Knows nothing of the model: a callback reads the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.draft.base import Budget
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
+
+
+@runtime_checkable
+class ReadTokens(Protocol):
+    """Reads one more token of each of these rows of the round, and gives the logits after them; None: no room."""
+
+    def __call__(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor | None: ...
+
+
+def possible(draws: Draws, budgets: Sequence[Budget]) -> bool:
+    """Whether all that is asked for are chains whose law, price and path nobody asks about."""
+    return draws.pathless and not draws.rejection and all(b.width == 1 and b.price == 0 for b in budgets)
+
+
+def grow_chains(
+    draws: Draws, budgets: Mapping[int, Budget], logits: Float[Tensor, "drafted vocab"], read: ReadTokens
+) -> DraftTree:
+    """A chain for every row with a budget, the root alone for others; `logits` are those after the roots of the former.
+
+    A chain ends where its budget says, where the draws offer nothing, or where there is no room to read on.
+    """
+    chains = [[row.tokens[-1]] for row in draws.rows]
+    most = {row: min(budget.depth, budget.nodes) for row, budget in budgets.items()}
+    active, level = [row for row in sorted(most) if most[row] > 0], 0
+    while active:
+        level += 1
+        drawn = draws.guess(logits, active, [draws.root_places[row] + level for row in active])
+        offered = [(row, token) for row, token in zip(active, drawn, strict=True) if token >= 0]
+        for row, token in offered:
+            chains[row].append(token)
+        ahead = [(row, token) for row, token in offered if most[row] > level]
+        active = [row for row, _ in ahead]
+        read_on = read(active, [token for _, token in ahead]) if ahead else None
+        if read_on is None:
+            break
+        logits = read_on
+    return as_tree(chains)
+
+
+def as_tree(chains: Sequence[Sequence[int]]) -> DraftTree:
+    """Texts, the root first, as a tree on the host."""
+    nodes = max(map(len, chains))
+    tokens = [[*chain, *[-1] * (nodes - len(chain))] for chain in chains]
+    parents = [[*range(-1, len(chain) - 1), *[-1] * (nodes - len(chain))] for chain in chains]
+    return DraftTree(torch.tensor(tokens), torch.tensor(parents), depth=nodes - 1)

@@ -1,0 +1,165 @@
+// A round's bookkeeping over tokens, in plain C: draws, where a tree's nodes are, and how far a verdict follows them.
+//
+// Decides nothing that Python does not define: each function gives what the tensor code of the same name gives, or says
+// that it cannot. Logarithms here differ from torch's in their last bits, so a draw whose two best scores are too close
+// for that is left to torch. Knows nothing of sequences.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "vectors.hpp"
+
+namespace forerun {
+
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr float SLACK = 0x1p-14f;     // more than noise can differ from torch's
+constexpr float ROUNDING = 0x1p-21f;  // more than the rounding of two scores, in parts of them
+constexpr int64_t SERIAL = 1 << 17;   // below so many scores a second thread costs more than it brings
+
+// `sampling/noise.py`: one round of the hash within a key.
+inline Words keyed_round(Words x, uint32_t key) {
+  x = (x ^ (x >> 16)) * 0x7feb352du + key;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+inline uint64_t absorbed(uint64_t key, uint64_t word) {
+  uint64_t x = (key ^ word) + 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// The Gumbel noise of 16 ids, to a few units in the last place; the uniform below it has the very bits.
+inline Floats gumbel(Words ids, uint32_t low, uint32_t high) {
+  const Ints hash = (Ints)keyed_round(keyed_round(ids, 0) ^ low, high);
+  Floats minus = __builtin_convertvector(hash, Floats) * -0x1p-32f;
+  minus = minus - (minus > 0.0f ? all(1.0f) : Floats{}) - 0x1p-33f;
+  minus = larger(minus, all(-(1.0f - 0x1p-24f)));
+  const Floats rest = minus + 1.0f;  // what rounding took from it counts where w is tiny
+  return -logarithm(-(logarithm(rest) + (minus - (rest - 1.0f)) / rest));
+}
+
+struct Best {
+  float score = LOWEST, second = LOWEST;
+  int32_t id = 0;
+  bool bad = false;  // a NaN among the scores
+};
+
+// The best of `count` scores: logits, or with a temperature logits over it plus noise.
+Best best_of(const float* logits, int64_t count, uint64_t key, float temperature) {
+  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+  Floats best = all(LOWEST), second = best;
+  Ints at = {}, bad = {}, ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const auto take = [&](Floats x) {
+    if (temperature > 0) x = x / temperature + gumbel((Words)ids, low, high);
+    bad |= x != x;
+    second = larger(second, x < best ? x : best);
+    at = x > best ? ids : at;
+    best = larger(x, best);
+    ids += LANES;
+  };
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) take(load(logits + i));
+  if (i < count) {
+    float rest[LANES];
+    for (int j = 0; j < LANES; j++) rest[j] = i + j < count ? logits[i + j] : LOWEST;
+    take(load(rest));
+  }
+  Best found;
+  for (int j = 0; j < LANES; j++) {
+    found.bad |= bad[j] != 0;
+    const bool wins = best[j] > found.score || (best[j] == found.score && at[j] < found.id);
+    const float loser = wins ? found.score : best[j];
+    found.second = std::max({found.second, second[j], loser});
+    if (wins) found.score = best[j], found.id = at[j];
+  }
+  return found;
+}
+
+// The chosen id, or -1 where only torch can say: no finite winner, or two too close to call.
+int64_t choose(const float* logits, int64_t count, uint64_t key, float temperature) {
+  const Best best = best_of(logits, count, key, temperature);
+  if (best.bad || !(std::abs(best.score) <= std::numeric_limits<float>::max())) return -1;
+  if (temperature > 0 && best.score - best.second <= SLACK + ROUNDING * std::abs(best.score)) return -1;
+  return best.id;
+}
+
+}  // namespace forerun
+
+using namespace forerun;
+
+extern "C" {
+
+// For each node its first largest score, -1 where undecided; returns how many are. A row's temperature of 0 is greedy.
+int64_t forerun_choose(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
+                       const int64_t* positions, const uint64_t* row_keys, const float* temperatures, int64_t* chosen,
+                       int64_t num_threads) {
+  int64_t undecided = 0;
+#pragma omp parallel for num_threads(num_nodes * num_ids < SERIAL ? 1 : num_threads) reduction(+ : undecided)
+  for (int64_t i = 0; i < num_nodes; i++) {
+    const uint64_t key = absorbed(row_keys[rows[i]], positions[i]);
+    chosen[i] = choose(logits + i * stride, num_ids, key, temperatures[rows[i]]);
+    undecided += chosen[i] < 0;
+  }
+  return undecided;
+}
+
+// `Draws.nodes`: row of the batch and position of what is drawn there, for every valid node; returns their number.
+int64_t forerun_places(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
+                       const int64_t* roots, int64_t* rows, int64_t* positions) {
+  std::vector<int64_t> position(columns);
+  int64_t count = 0;
+  for (int64_t b = 0; b < batch; b++, tokens += columns, parents += columns)
+    for (int64_t i = 0; i < columns; i++) {
+      position[i] = (parents[i] < 0 ? roots[b] : position[parents[i]]) + 1;
+      if (tokens[i] < 0) continue;
+      rows[count] = b;
+      positions[count++] = position[i];
+    }
+  return count;
+}
+
+// `rules.follow`: per row the accepted length, the next token and the path of depth + 1 nodes. `drawn` is packed.
+void forerun_follow(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
+                    const int64_t* drawn, int64_t depth, int64_t* verdict) {
+  std::vector<int64_t> said(columns);
+  for (int64_t b = 0; b < batch; b++, tokens += columns, parents += columns, verdict += depth + 3) {
+    for (int64_t i = 0; i < columns; i++) said[i] = tokens[i] < 0 ? -1 : *drawn++;
+    int64_t *const path = verdict + 2, node = 0, length = 0;
+    path[0] = 0;
+    for (int64_t i = 1; i < columns && length < depth; i++)  // parents come before their children
+      if (parents[i] == node && tokens[i] == said[node]) path[++length] = node = i;
+    for (int64_t i = length + 1; i <= depth; i++) path[i] = -1;
+    verdict[0] = length;
+    verdict[1] = said[node];
+  }
+}
+
+// Whether `sanitize` would leave every row of a tree as it is. `limits` holds depth, width and nodes of each row.
+int64_t forerun_clean(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
+                      const int64_t* roots, const int64_t* limits, int64_t depth, int64_t width, int64_t vocab) {
+  std::vector<int64_t> level(columns), children(columns);
+  for (int64_t b = 0; b < batch; b++, tokens += columns, parents += columns, limits += 3) {
+    const int64_t deepest = std::min(depth, limits[0]), widest = std::min(width, limits[1]);
+    int64_t left = limits[2];
+    if (tokens[0] != roots[b] || parents[0] != -1) return 0;
+    for (int64_t i = 0; i < columns; i++) level[i] = children[i] = 0;
+    for (int64_t i = 1; i < columns; i++) {
+      const int64_t above = parents[i];
+      if (tokens[i] == -1 && above == -1) continue;
+      if (tokens[i] < 0 || tokens[i] >= vocab || above < 0 || above >= i || tokens[above] < 0) return 0;
+      level[i] = level[above] + 1;
+      if (level[i] > deepest || ++children[above] > widest || --left < 0) return 0;
+      for (int64_t j = above + 1; children[above] > 1 && j < i; j++)
+        if (parents[j] == above && tokens[j] == tokens[i]) return 0;
+    }
+  }
+  return 1;
+}
+}

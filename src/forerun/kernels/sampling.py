@@ -1,0 +1,129 @@
+"""The compiled parts of a round as Python sees them: draws, places in trees, verdicts, and whether a tree is clean.
+
+Decides how tensors and host numbers become pointers. Each gives exactly what the tensor code gives that defines it, or
+says that it cannot, so that nothing depends on whether they are there. Knows nothing of laws, sequences or models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from functools import cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from forerun.kernels.build import NoKernels, library
+
+
+class SamplingKernels:
+    """The library, opened. All tensors are contiguous and on the CPU; integers are int64."""
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self.lib = lib
+        lib.forerun_choose.restype = lib.forerun_places.restype = lib.forerun_clean.restype = c_int64
+        count, place = c_int64, c_void_p
+        lib.forerun_choose.argtypes = [place, count, count, count, place, place, place, place, place, count]
+        lib.forerun_places.argtypes = [place, place, count, count, place, place, place]
+        lib.forerun_follow.argtypes = [place, place, count, count, place, count, place]
+        lib.forerun_clean.argtypes = [place, place, count, count, place, place, count, count, count]
+
+    def choose(
+        self,
+        logits: Float[Tensor, "nodes vocab"],
+        rows: Sequence[int],
+        positions: Sequence[int],
+        keys: Int[Tensor, " batch"],
+        temperatures: Float[Tensor, " batch"],
+        num_ids: int,
+    ) -> Sequence[int] | None:
+        """Each node's first largest of logits / temperature + noise, or of logits where the row's temperature is 0.
+
+        Noise is keyed by the row's key and the node's position. None where a winner is not finite, or not certain.
+        """
+        own_rows, own_positions, found = as_array(rows), as_array(positions), zeros(len(rows))
+        undecided = self.lib.forerun_choose(
+            logits.data_ptr(),
+            logits.shape[1],
+            num_ids,
+            len(found),
+            address(own_rows),
+            address(own_positions),
+            keys.data_ptr(),
+            temperatures.data_ptr(),
+            address(found),
+            torch.get_num_threads(),
+        )
+        return None if undecided else found
+
+    def places(
+        self, tokens: Int[Tensor, "batch nodes"], parents: Int[Tensor, "batch nodes"], roots: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """(row, position of the token drawn there) of each valid node; `roots` are the roots' positions."""
+        batch, columns = tokens.shape
+        own_roots, rows, positions = as_array(roots), zeros(batch * columns), zeros(batch * columns)
+        tree = tokens.data_ptr(), parents.data_ptr(), batch, columns
+        count = self.lib.forerun_places(*tree, address(own_roots), address(rows), address(positions))
+        return rows[:count], positions[:count]
+
+    def follow(
+        self,
+        tokens: Int[Tensor, "batch nodes"],
+        parents: Int[Tensor, "batch nodes"],
+        drawn: Sequence[int],
+        depth: int,
+    ) -> Int[Tensor, "batch verdict"]:
+        """Per row: accepted length, next token, then the path, root first; `drawn` are the valid nodes' tokens."""
+        batch, columns = tokens.shape
+        verdict = torch.empty(batch, depth + 3, dtype=torch.int64)
+        own_drawn, tree = as_array(drawn), (tokens.data_ptr(), parents.data_ptr(), batch, columns)
+        self.lib.forerun_follow(*tree, address(own_drawn), depth, verdict.data_ptr())
+        return verdict
+
+    def clean(
+        self,
+        tokens: Int[Tensor, "batch nodes"],
+        parents: Int[Tensor, "batch nodes"],
+        roots: Int[Tensor, " batch"],
+        limits: Sequence[tuple[int, int, int]],
+        bounds: tuple[int, int, int],
+    ) -> bool:
+        """Whether every row is a tree within its limits of depth, width and nodes, and within `bounds`, those of all.
+
+        `bounds` are depth, width and vocabulary.
+        """
+        flat = array("q", [number for limit in limits for number in limit])
+        tree = tokens.data_ptr(), parents.data_ptr(), *tokens.shape
+        return bool(self.lib.forerun_clean(*tree, roots.data_ptr(), address(flat), *bounds))
+
+
+@cache
+def opened(lib: ctypes.CDLL) -> SamplingKernels:
+    """The library's face, made once."""
+    return SamplingKernels(lib)
+
+
+def find_sampling_kernels() -> SamplingKernels | None:
+    """The kernels, compiled if need be; None where that is not possible."""
+    try:
+        return opened(library())
+    except NoKernels:
+        return None
+
+
+def as_array(numbers: Sequence[int]) -> array[int]:
+    """Host integers where C finds them."""
+    return numbers if isinstance(numbers, array) else array("q", numbers)
+
+
+def zeros(count: int) -> array[int]:
+    """So many, for C to fill."""
+    return array("q", bytes(8 * count))
+
+
+def address(numbers: array[int]) -> int:
+    """Where an array's numbers lie, as long as somebody holds it."""
+    return numbers.buffer_info()[0]

@@ -1,0 +1,233 @@
+"""The compiled parts of a round give what the tensor code gives that defines them, to the bit, or say they cannot."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from logits import SHAPES, logits_of
+from torch import Tensor
+
+from compiled import LEVELS, compiled_for
+from forerun.kernels.sampling import SamplingKernels
+from forerun.sampling.draws import Draws, PathState, RowSampling
+from forerun.sampling.noise import Purpose, absorb, gumbel
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+from forerun.verify.rules import follow
+from forerun.verify.sanitize import sanitize
+from forerun.verify.verify import verify
+
+TEMPERATURES = [0.0, 1.0, 0.7, 1e-3, 50.0]
+VOCABS = [1, 2, 15, 16, 17, 100, 1024, 4099]
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SamplingKernels:
+    """The library as compiled for a processor that can do less than this one, perhaps."""
+    return SamplingKernels(compiled_for(request.param, tmp_path_factory.mktemp("kernels")))
+
+
+def rows_of(temperatures: list[float], seed: int, length: int = 3) -> list[RowSampling]:
+    return [
+        RowSampling(i, SamplingParams(temperature=t), seed + i, 0, [*range(length + i)], 1)
+        for i, t in enumerate(temperatures)
+    ]
+
+
+def places(draws: Draws, rows: list[int], positions: list[int]) -> PathState:
+    row = torch.tensor(rows)
+    return PathState(row, row.new_empty(len(rows), 0), torch.tensor(positions))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(SHAPES),
+    st.sampled_from(VOCABS),
+    st.lists(st.sampled_from(TEMPERATURES), min_size=1, max_size=3),
+    st.integers(0, 2**40),
+    st.integers(0, 3),
+)
+def test_draws_are_those_of_torch(
+    kernels: SamplingKernels, shape: str, vocab: int, temperatures: list[float], seed: int, missing: int
+) -> None:
+    """Whoever is asked, target or drafter: with kernels and without, for logits of every kind."""
+    num_ids = max(1, vocab - missing)
+    rows = rows_of(temperatures, seed)
+    own, other = (Draws(rows, vocab, num_ids=num_ids, kernels=k) for k in (kernels, None))
+    at = [i % len(rows) for i in range(5)]
+    positions = [7 + 3 * i for i in range(5)]
+    logits = logits_of(shape, 5, vocab, seed % 1000)
+    expected = other.draw(logits, places(other, at, positions)).tolist()
+    assert list(own.choose(logits, at, positions)) == list(other.choose(logits, at, positions)) == expected
+    guesses = other.children(logits, places(other, at, positions), 1, survival=False).tokens[:, 0].tolist()
+    assert list(own.guess(logits, at, positions)) == list(other.guess(logits, at, positions)) == guesses
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_they_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
+    """Else nothing would be won, and no test of theirs would see them: of 4,000 draws from a language model's law."""
+    rows = rows_of([temperature], 11)
+    draws = Draws(rows, 4099, kernels=kernels)
+    keys, temperatures = draws.row_keys(Purpose.COUPLED), draws.transforms.temperatures()
+    undecided = 0
+    for block in range(40):
+        logits, positions = logits_of("steep", 100, 4099, block), [100 * block + i for i in range(100)]
+        for i in range(100):
+            found = kernels.choose(logits[i : i + 1], [0], [positions[i]], keys, temperatures, 4099)
+            undecided += found is None
+        expected = draws.draw(logits, places(draws, [0] * 100, positions)).tolist()
+        assert list(draws.choose(logits, [0] * 100, positions)) == expected
+    assert undecided <= (0 if temperature in (0.0, 1e-3) else 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**40), st.integers(0, 40), st.sampled_from([16, 100, 1024]))
+def test_scores_too_close_to_call_are_left_to_torch(
+    kernels: SamplingKernels, seed: int, steps: int, vocab: int
+) -> None:
+    """Two scores apart by some units in the last place: what is not certain is said not to be, and then is torch's."""
+    draws = Draws(rows_of([1.0], seed), vocab, kernels=kernels)
+    noise = gumbel(absorb(draws.row_keys(Purpose.COUPLED), torch.tensor([9])), vocab)
+    logits = -noise - 5.0
+    first, second = seed % vocab, (seed // vocab + 1 + seed % vocab) % vocab
+    logits[0, first] += 5.0
+    logits[0, second] = logits[0, first] + noise[0, first] - noise[0, second]
+    for _ in range(steps):
+        logits[0, second] = torch.nextafter(logits[0, second], torch.tensor(math.inf))
+    found = kernels.choose(logits, [0], [9], draws.row_keys(Purpose.COUPLED), draws.transforms.temperatures(), vocab)
+    assert found is None or first == second
+    expected = (logits + noise).argmax(1).tolist()
+    assert list(draws.choose(logits, [0], [9])) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
+
+
+def test_equal_logits_go_to_the_lowest_id_of_a_greedy_row(kernels: SamplingKernels) -> None:
+    draws = Draws(rows_of([0.0], 0), 100, kernels=kernels)
+    for ids in ([3, 40], [40, 41], [99, 15], [16, 0, 32]):
+        logits = torch.zeros(1, 100)
+        logits[0, ids] = 1.0
+        assert list(draws.choose(logits, [0], [5])) == [min(ids)]
+
+
+def test_only_plain_coupled_draws_are_theirs(kernels: SamplingKernels) -> None:
+    """All else goes to torch: filters, bans, penalties, other number formats, and a drafter's own noise."""
+    logits, asked = torch.randn(1, 50), []
+
+    class Asked(SamplingKernels):
+        def choose(self, *arguments: object) -> array[int] | None:
+            asked.append(arguments)
+            return None
+
+    spy = Asked(kernels.lib)
+    for params in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"banned_tokens": (4,)}):
+        Draws([RowSampling(0, SamplingParams(**params), 0, 0, [1], 1)], 50, kernels=spy).choose(logits, [0], [1])
+    short = [RowSampling(0, SamplingParams(min_tokens=2), 0, 0, [1], 1, (7,))]
+    Draws(short, 50, kernels=spy).choose(logits, [0], [1])
+    for penalty in ({"repetition_penalty": 1.1}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}):
+        assert not Draws([RowSampling(0, SamplingParams(**penalty), 0, 0, [1], 1)], 50, kernels=spy).pathless
+    Draws(rows_of([1.0], 0), 50, kernels=spy).choose(logits.double(), [0], [1])
+    Draws(rows_of([1.0], 0), 50, kernels=spy, rejection=True).guess(logits, [0], [1])
+    assert not asked
+    Draws(rows_of([1.0], 0), 50, kernels=spy).choose(logits, [0], [1])
+    assert len(asked) == 1
+
+
+@dataclass(frozen=True)
+class Limit:
+    depth: int
+    width: int
+    nodes: int
+
+
+@st.composite
+def trees(draw: st.DrawFn, *, wild: bool = False) -> DraftTree:
+    """Trees with padding anywhere; wild ones break any of the rules, tamely enough to be right now and then."""
+    batch, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+    tokens, parents, depths = [], [], []
+    for _ in range(batch):
+        row, above, depth = [draw(st.integers(0, 4))], [-1], [0]
+        for i in range(1, nodes):
+            candidates = [j for j in range(i) if row[j] >= 0]
+            parent = draw(st.sampled_from([*candidates, -1]))
+            taken = {row[j] for j in range(i) if above[j] == parent}
+            token = draw(st.integers(0, 5))
+            if wild and draw(st.integers(0, 5)) == 0:
+                parent, token = draw(st.integers(-2, nodes)), draw(st.integers(-2, 7))
+            elif parent < 0 or token in taken:
+                parent, token = -1, -1
+            row.append(token)
+            above.append(parent)
+            depth.append(depth[parent] + 1 if 0 <= parent < i else 0)
+        tokens.append(row)
+        parents.append(above)
+        depths.append(max(depth))
+    return DraftTree(torch.tensor(tokens), torch.tensor(parents), max(depths), nodes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.integers(0, 2**30))
+def test_nodes_stand_where_draws_say(kernels: SamplingKernels, tree: DraftTree, seed: int) -> None:
+    draws = Draws(rows_of([1.0] * len(tree.tokens), seed), 6)
+    at = draws.nodes(tree)
+    rows, positions = kernels.places(tree.tokens, tree.parents, draws.root_places)
+    assert (list(rows), list(positions)) == (at.row.tolist(), at.position.tolist())
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.integers(0, 2**30))
+def test_verdicts_are_those_of_follow(kernels: SamplingKernels, tree: DraftTree, seed: int) -> None:
+    drawn = torch.randint(0, 6, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.where(tree.valid, drawn, -1)
+    packed = drawn[tree.valid].tolist()
+    assert torch.equal(kernels.follow(tree.tokens, tree.parents, packed, tree.depth), follow(tree, drawn).packed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.sampled_from(TEMPERATURES), st.integers(0, 2**30))
+def test_whole_verdicts_are_the_same(kernels: SamplingKernels, tree: DraftTree, temperature: float, seed: int) -> None:
+    logits = torch.randn(int(tree.valid.sum()), 6, generator=torch.Generator().manual_seed(seed))
+    rows = rows_of([temperature] * len(tree.tokens), seed)
+    found = [verify(tree, logits, Draws(rows, 6, kernels=k), "coupled").packed for k in (kernels, None)]
+    assert torch.equal(*found)
+
+
+@settings(max_examples=400, deadline=None)
+@given(trees(wild=True), st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=3, max_size=3), st.booleans())
+def test_a_draft_is_clean_where_nothing_would_be_done(
+    kernels: SamplingKernels, tree: DraftTree, bounds: list[tuple[int, int, int]], loose: bool
+) -> None:
+    """With kernels and without the same tree comes out, and clean ones are recognised."""
+    limits = [Limit(9, 9, 9) if loose else Limit(*bound) for bound in bounds][: len(tree.tokens)]
+    roots = tree.tokens[:, 0].contiguous()
+    with_kernels, without = (sanitize(tree, roots, limits, 6, k) for k in (kernels, None))
+    assert torch.equal(with_kernels.tokens, without.tokens)
+    assert torch.equal(with_kernels.parents, without.parents)
+    assert (with_kernels.depth, with_kernels.width) == (without.depth, without.width)
+    same = without.depth > 0 and torch.equal(without.tokens, tree.tokens) and torch.equal(without.parents, tree.parents)
+    assert (with_kernels.tokens is tree.tokens) == same
+
+
+def test_a_draft_with_wrong_roots_or_a_law_is_not_passed_unseen(kernels: SamplingKernels) -> None:
+    tree = DraftTree.chains(torch.tensor([3]), torch.tensor([[1, 2]]))
+    assert sanitize(tree, torch.tensor([3]), [Limit(9, 9, 9)], 6, kernels).tokens is tree.tokens
+    changed = sanitize(tree, torch.tensor([4]), [Limit(9, 9, 9)], 6, kernels)
+    assert changed.tokens.tolist() == [[4, 1, 2]]
+
+
+def test_noise_is_computed_closely(kernels: SamplingKernels) -> None:
+    """Of two tokens whose true scores are further apart than the slack, the better is found without torch."""
+    draws = Draws(rows_of([1.0], 5), 16, kernels=kernels)
+    keys, temperatures = draws.row_keys(Purpose.COUPLED), draws.transforms.temperatures()
+    for position in range(400):
+        noise = gumbel(absorb(keys, torch.tensor([position])), 16)
+        logits: Tensor = -noise
+        best = position % 16
+        logits[0, best] += 2e-4
+        found = kernels.choose(logits, [0], [position], keys, temperatures, 16)
+        assert found is not None
+        assert list(found) == [best]
