@@ -224,7 +224,7 @@ class Draws:
         """Coupled draws by compiled kernels; None where there are none for these, or they are not certain."""
         if self.kernels is None or not self.transforms.plain or logits.dtype != torch.float32:
             return None
-        keys, temperatures = self.row_keys(Purpose.COUPLED), self.transforms.temperatures()
+        keys, temperatures = self.row_keys(Purpose.COUPLED), self.transforms.temperatures
         return self.kernels.choose(logits.contiguous(), rows, positions, keys, temperatures, self.num_ids)
 
     def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:

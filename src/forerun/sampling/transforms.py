@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -79,16 +80,16 @@ class Transforms:
         """Whether laws depend on logits, row and position alone, not on what was drawn above a node."""
         return not (self._processed or self._repeating or self._counting)
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether temperature, and ids that do not exist, are all there is to transform."""
         filtered = any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in self._sampled)
         return self.pathless and not (self._biased or self._short or filtered)
 
+    @cached_property
     def temperatures(self) -> Float[Tensor, " batch"]:
         """Each row's, in float32; 0 where it is greedy."""
-        values = [row.params.temperature for row in self.rows]
-        return self._table("temperatures", lambda: (self._tensor(values, torch.float32),))[0]
+        return self._tensor([row.params.temperature for row in self.rows], torch.float32)
 
     def shape(self, logits: Logits, at: PathState) -> Logits:
         """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone."""
