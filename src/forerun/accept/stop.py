@@ -146,6 +146,9 @@ class StopChecker:
 
     def _release(self) -> list[Piece]:
         """Takes out of the held text what cannot begin a stop string any more."""
+        if not self._stops:
+            shown, self._held = self._held, []
+            return shown
         text = "".join(piece.text for piece in self._held)
         shown, self._held = _split(self._held, len(text) - self._num_hopeful(text))
         return shown

@@ -119,7 +119,6 @@ class ModelDrafter:
         if seq_ids:
             self.runner.keep(seq_ids, paths)
 
-    @torch.inference_mode()
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
         self.pass_s = 0.0

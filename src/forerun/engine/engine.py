@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
@@ -152,14 +154,14 @@ class Engine:
 
     def draft(self, plan: Round) -> Draft:
         """Guesses for the drawing rows, on the device; their roots alone where none are wanted or affordable."""
-        draft = self.guess(plan)
-        return replace(draft, tree=draft.tree.to(plan.draws.device))
+        draft, tree = self.guess(plan)
+        return replace(draft, tree=tree.to(plan.draws.device))
 
-    def guess(self, plan: Round) -> Draft:
-        """The same, on the host as long as the drafter works there: what it knows need not be asked for."""
+    def guess(self, plan: Round) -> tuple[Draft, DraftTree]:
+        """What the drafter gave, and what of its tree is judged: on the host as long as the drafter works there."""
         roots = torch.tensor([row.sequence.tokens[-1] for row in plan.drawing], dtype=torch.long)
         if self.drafter is None or not plan.drawing:
-            return Draft(DraftTree.bare(roots))
+            return none_drafted(roots)
         seq_ids = [row.sequence.id for row in plan.drawing]
         load = Load(
             seq_ids=seq_ids,
@@ -170,15 +172,14 @@ class Engine:
         spare = self.runner.cache.spare([r.sequence.id for r in plan.rows], [r.num_certain for r in plan.rows])
         budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
-            return Draft(DraftTree.bare(roots))
+            return none_drafted(roots)
         draft = self.drafter.propose(plan.draws, budgets)
         if draft.tree.tokens.device != roots.device:
             roots = plan.draws.roots_tokens
         safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
-        tree = self.controller.admit(replace(draft, tree=safe), load)
-        if tree is not safe:
-            tree = tree.without_law()  # pruned after drawing: what is left has another law
-        return replace(draft, tree=tree)
+        draft = draft if safe is draft.tree else replace(draft, tree=safe)
+        tree = self.controller.admit(draft, load)
+        return draft, tree if tree is safe else tree.without_law()  # pruned after drawing: it has another law
 
     def read(self, plan: Round, tree: DraftTree) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""
@@ -241,3 +242,9 @@ class Engine:
         """Tell the drafter that these are gone."""
         if self.drafter is not None and sequences:
             self.drafter.forget([s.id for s in sequences])
+
+
+def none_drafted(roots: Int[Tensor, " batch"]) -> tuple[Draft, DraftTree]:
+    """A draft of roots alone."""
+    draft = Draft(DraftTree.bare(roots))
+    return draft, draft.tree

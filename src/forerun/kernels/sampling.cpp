@@ -19,6 +19,8 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr float SLACK = 0x1p-14f;     // more than noise can differ from torch's
 constexpr float ROUNDING = 0x1p-21f;  // more than the rounding of two scores, in parts of them
+constexpr uint32_t LOUD = 1 << 23;    // hashes below this have the loudest noise, all others
+constexpr float QUIET = 6.25f;        // at most so much
 constexpr int64_t SERIAL = 1 << 17;   // below so many scores a second thread costs more than it brings
 
 // `sampling/noise.py`: one round of the hash within a key.
@@ -35,33 +37,67 @@ inline uint64_t absorbed(uint64_t key, uint64_t word) {
   return x ^ (x >> 31);
 }
 
-// The Gumbel noise of 16 ids, to a few units in the last place; the uniform below it has the very bits.
-inline Floats gumbel(Words ids, uint32_t low, uint32_t high) {
-  const Ints hash = (Ints)keyed_round(keyed_round(ids, 0) ^ low, high);
-  Floats minus = __builtin_convertvector(hash, Floats) * -0x1p-32f;
+// The Gumbel noise of 16 hashes, to a few units in the last place; the uniform below it has the very bits.
+inline Floats gumbel(Words hash) {
+  Floats minus = __builtin_convertvector((Ints)hash, Floats) * -0x1p-32f;
   minus = minus - (minus > 0.0f ? all(1.0f) : Floats{}) - 0x1p-33f;
   minus = larger(minus, all(-(1.0f - 0x1p-24f)));
   const Floats rest = minus + 1.0f;  // what rounding took from it counts where w is tiny
   return -logarithm(-(logarithm(rest) + (minus - (rest - 1.0f)) / rest));
 }
 
+// How far below the best a score can be and still pass for it.
+inline float slack(float best) { return SLACK + ROUNDING * std::abs(best); }
+
+// The two best of some scores, lane by lane.
 struct Best {
-  float score = LOWEST, second = LOWEST;
-  int32_t id = 0;
-  bool bad = false;  // a NaN among the scores
+  Floats score = all(LOWEST), second = all(LOWEST);
+  Ints at = {}, bad = {};
+
+  void take(Floats x, Ints ids) {
+    second = larger(second, x < score ? x : score);
+    at = x > score ? ids : at;
+    score = larger(x, score);
+  }
+
+  // The id of the best; -1 where it is not finite, or where two are closer than `slack` and draws are noisy.
+  int64_t id(bool noisy) const {
+    float best = LOWEST, other = LOWEST;
+    int32_t found = 0;
+    for (int j = 0; j < LANES; j++) {
+      if (bad[j]) return -1;
+      const bool wins = score[j] > best || (score[j] == best && at[j] < found);
+      other = std::max({other, second[j], wins ? best : score[j]});
+      if (wins) best = score[j], found = at[j];
+    }
+    if (!(std::abs(best) <= std::numeric_limits<float>::max())) return -1;
+    return noisy && best - other <= slack(best) ? -1 : found;
+  }
 };
 
-// The best of `count` scores: logits, or with a temperature logits over it plus noise.
-Best best_of(const float* logits, int64_t count, uint64_t key, float temperature) {
+// The best of `count` scores: logits, or with a temperature logits over it plus noise. -1 where only torch can say.
+//
+// Noise above QUIET belongs to one id in 512, which the hash tells. Where no id of sixteen has it, and no logit reaches
+// as far without, the sixteen are passed over: nothing of theirs could win, or come close.
+int64_t choose(const float* logits, int64_t count, uint64_t key, float temperature) {
   const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
-  Floats best = all(LOWEST), second = best;
-  Ints at = {}, bad = {}, ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Words loud = Words{} + LOUD;
+  Best best;
+  Floats least = all(LOWEST);
+  Ints ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const auto take = [&](Floats x) {
-    if (temperature > 0) x = x / temperature + gumbel((Words)ids, low, high);
-    bad |= x != x;
-    second = larger(second, x < best ? x : best);
-    at = x > best ? ids : at;
-    best = larger(x, best);
+    best.bad |= x != x;
+    if (temperature > 0) {
+      x = x / temperature;
+      const Words hash = keyed_round(keyed_round((Words)ids, 0) ^ low, high);
+      if (any((Ints)(hash < loud) | (x >= least))) {
+        best.take(x + gumbel(hash), ids);
+        const float reached = largest(best.score);
+        least = all(reached - QUIET - 2 * slack(reached));
+      }
+    } else {
+      best.take(x, ids);
+    }
     ids += LANES;
   };
   int64_t i = 0;
@@ -71,23 +107,7 @@ Best best_of(const float* logits, int64_t count, uint64_t key, float temperature
     for (int j = 0; j < LANES; j++) rest[j] = i + j < count ? logits[i + j] : LOWEST;
     take(load(rest));
   }
-  Best found;
-  for (int j = 0; j < LANES; j++) {
-    found.bad |= bad[j] != 0;
-    const bool wins = best[j] > found.score || (best[j] == found.score && at[j] < found.id);
-    const float loser = wins ? found.score : best[j];
-    found.second = std::max({found.second, second[j], loser});
-    if (wins) found.score = best[j], found.id = at[j];
-  }
-  return found;
-}
-
-// The chosen id, or -1 where only torch can say: no finite winner, or two too close to call.
-int64_t choose(const float* logits, int64_t count, uint64_t key, float temperature) {
-  const Best best = best_of(logits, count, key, temperature);
-  if (best.bad || !(std::abs(best.score) <= std::numeric_limits<float>::max())) return -1;
-  if (temperature > 0 && best.score - best.second <= SLACK + ROUNDING * std::abs(best.score)) return -1;
-  return best.id;
+  return best.id(temperature > 0);
 }
 
 }  // namespace forerun

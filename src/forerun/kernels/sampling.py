@@ -36,13 +36,14 @@ class SamplingKernels:
         logits: Float[Tensor, "nodes vocab"],
         rows: Sequence[int],
         positions: Sequence[int],
-        keys: Int[Tensor, " batch"],
-        temperatures: Float[Tensor, " batch"],
+        keys: array[int],
+        temperatures: array[float],
         num_ids: int,
     ) -> Sequence[int] | None:
         """Each node's first largest of logits / temperature + noise, or of logits where the row's temperature is 0.
 
-        Noise is keyed by the row's key and the node's position. None where a winner is not finite, or not certain.
+        Noise is keyed by the row's key (uint64; temperatures are float32) and the node's position. None where a
+        winner is not finite, or not certain.
         """
         own_rows, own_positions, found = as_array(rows), as_array(positions), zeros(len(rows))
         undecided = self.lib.forerun_choose(
@@ -52,8 +53,8 @@ class SamplingKernels:
             len(found),
             address(own_rows),
             address(own_positions),
-            keys.data_ptr(),
-            temperatures.data_ptr(),
+            address(keys),
+            address(temperatures),
             address(found),
             torch.get_num_threads(),
         )
@@ -124,6 +125,6 @@ def zeros(count: int) -> array[int]:
     return array("q", bytes(8 * count))
 
 
-def address(numbers: array[int]) -> int:
+def address(numbers: array[int] | array[float]) -> int:
     """Where an array's numbers lie, as long as somebody holds it."""
     return numbers.buffer_info()[0]

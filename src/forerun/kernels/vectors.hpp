@@ -30,6 +30,17 @@ inline Ints bits(Floats x) { return (Ints)x; }  // between vectors a cast keeps 
 inline Floats floats(Ints x) { return (Floats)x; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+inline bool any(Ints x) {  // whether any lane is not 0
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#else
+  int64_t words[8], found = 0;
+  memcpy(words, &x, 64);
+  for (int64_t word : words) found |= word;
+  return found;
+#endif
+}
+
 inline Floats fma(Floats a, Floats b, Floats c) {  // a * b + c, rounded once where the processor can
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -158,7 +158,6 @@ class Runner:
             slots += [first_slot + tail.scratch + n for n in nodes]
         return TokenBatch(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), paths)
 
-    @torch.inference_mode()
     def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Make a path of each sequence's tail final, node numbers in order, and forget the rest of the tail."""
         rows: list[int] = []

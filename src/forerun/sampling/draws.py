@@ -8,6 +8,7 @@ computed, of verification, or of when a text ends.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,7 +69,10 @@ class Draws:
         self.on_host = self.device.type == "cpu"
         self.kernels = kernels if self.on_host else None
         self._keys: dict[Purpose, Tensor] = {}
-        self._noise = RoundNoise(vocab, self.device)
+
+    @cached_property
+    def _noise(self) -> RoundNoise:
+        return RoundNoise(self.vocab, self.device)
 
     @cached_property
     def roots_tokens(self) -> Int[Tensor, " batch"]:
@@ -224,8 +228,13 @@ class Draws:
         """Coupled draws by compiled kernels; None where there are none for these, or they are not certain."""
         if self.kernels is None or not self.transforms.plain or logits.dtype != torch.float32:
             return None
-        keys, temperatures = self.row_keys(Purpose.COUPLED), self.transforms.temperatures
-        return self.kernels.choose(logits.contiguous(), rows, positions, keys, temperatures, self.num_ids)
+        return self.kernels.choose(logits.contiguous(), rows, positions, *self._laws, self.num_ids)
+
+    @cached_property
+    def _laws(self) -> tuple[array[int], array[float]]:
+        """Each row's key and temperature, 0 where it is greedy, as compiled kernels take them."""
+        temperatures = [0.0 if row.params.greedy else row.params.temperature for row in self.rows]
+        return array("Q", self._host_keys(Purpose.COUPLED)), array("f", temperatures)
 
     def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:
         """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
@@ -266,9 +275,11 @@ class Draws:
     def row_keys(self, purpose: Purpose) -> Int[Tensor, " batch"]:
         """Each row's (seed, sample, purpose, level, round), absorbed once on the host; positions are still to be."""
         if purpose not in self._keys:
-            keys = [self._row_key(row, purpose, root) for row, root in zip(self.rows, self.root_places, strict=True)]
-            self._keys[purpose] = self._column([signed(key) for key in keys])
+            self._keys[purpose] = self._column([signed(key) for key in self._host_keys(purpose)])
         return self._keys[purpose]
+
+    def _host_keys(self, purpose: Purpose) -> list[int]:
+        return [self._row_key(row, purpose, root) for row, root in zip(self.rows, self.root_places, strict=True)]
 
     def _row_key(self, row: RowSampling, purpose: Purpose, root: int) -> int:
         """Coupled noise belongs to a position; all other noise to a position in one round at one level.

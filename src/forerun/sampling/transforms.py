@@ -60,36 +60,49 @@ _PREFIX = 1024
 
 
 class Transforms:
-    """The transforms that the rows of one round ask for, their tables built at first use."""
+    """The transforms that the rows of one round ask for, their tables built at first use.
+
+    `plain` tells whether temperature, and ids that do not exist, are all there is to transform.
+    """
 
     def __init__(self, rows: Sequence[RowSampling], vocab: int, num_ids: int, device: torch.device) -> None:
         self.rows, self.vocab, self.num_ids, self.device = rows, vocab, num_ids, device
-        params = [row.params for row in rows]
-        self.all_greedy = all(p.greedy for p in params)
-        self.any_greedy = any(p.greedy for p in params)
-        self._sampled = [p for p in params if not p.greedy]
-        self._biased = any(p.banned_tokens or p.logit_bias for p in params)
         self._short = any(len(r.tokens) - r.num_prompt < r.params.min_tokens for r in rows)
-        self._processed = any(p.logits_processors for p in params)
-        self._repeating = any(p.repetition_penalty != 1 for p in params)
-        self._counting = any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params)
+        self.plain = not self._short and all(row.params.plain for row in rows)
         self._tables: dict[str, tuple[Tensor, ...]] = {}
 
-    @property
+    @cached_property
     def pathless(self) -> bool:
         """Whether laws depend on logits, row and position alone, not on what was drawn above a node."""
-        return not (self._processed or self._repeating or self._counting)
+        return self.plain or not (self._processed or self._repeating or self._counting)
 
     @cached_property
-    def plain(self) -> bool:
-        """Whether temperature, and ids that do not exist, are all there is to transform."""
-        filtered = any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in self._sampled)
-        return self.pathless and not (self._biased or self._short or filtered)
+    def all_greedy(self) -> bool:
+        return all(row.params.greedy for row in self.rows)
 
     @cached_property
-    def temperatures(self) -> Float[Tensor, " batch"]:
-        """Each row's, in float32; 0 where it is greedy."""
-        return self._tensor([row.params.temperature for row in self.rows], torch.float32)
+    def any_greedy(self) -> bool:
+        return any(row.params.greedy for row in self.rows)
+
+    @cached_property
+    def _sampled(self) -> list[SamplingParams]:
+        return [row.params for row in self.rows if not row.params.greedy]
+
+    @cached_property
+    def _biased(self) -> bool:
+        return any(row.params.banned_tokens or row.params.logit_bias for row in self.rows)
+
+    @cached_property
+    def _processed(self) -> bool:
+        return any(row.params.logits_processors for row in self.rows)
+
+    @cached_property
+    def _repeating(self) -> bool:
+        return any(row.params.repetition_penalty != 1 for row in self.rows)
+
+    @cached_property
+    def _counting(self) -> bool:
+        return any(row.params.presence_penalty != 0 or row.params.frequency_penalty != 0 for row in self.rows)
 
     def shape(self, logits: Logits, at: PathState) -> Logits:
         """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone."""

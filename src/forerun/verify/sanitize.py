@@ -72,7 +72,8 @@ def sanitize(
         return DraftTree.bare(roots)
     whole = columns == tree.tokens.shape[1]
     if kernels is not None and whole and _clean(tree, roots, bounds, (depth, width, vocab), kernels):
-        return DraftTree(tree.tokens, tree.parents, depth, width)
+        same = (tree.depth, tree.width, tree.known) == (depth, width, None)
+        return tree if same else DraftTree(tree.tokens, tree.parents, depth, width)
     known = _known(tree, len(roots), columns)
     tokens = torch.cat([roots[:, None], tree.tokens[:, 1:columns]], dim=1)
     parents = tree.parents[:, :columns]
