@@ -143,7 +143,10 @@ class DraftTree:
         """Which nodes are read, for the host; where that is not known yet and the tree is on a device, it waits."""
         if self.known is not None:
             return self.known
-        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        # numpy refuses tensors of a device: where the tree is on the CPU nothing can wait here unseen.
+        tokens, parents = (
+            t.numpy().tolist() if t.device.type == "cpu" else t.tolist() for t in (self.tokens, self.parents)
+        )
         nodes = [[i for i, token in enumerate(row) if token >= 0] for row in tokens]
         above, own = (
             [[row[i] for i in keep] for row, keep in zip(rows, nodes, strict=True)] for rows in (parents, tokens)
