@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.draft.base import Committed
+from forerun.kernels.sampling import find_sampling_kernels
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 
@@ -55,4 +56,4 @@ def draws_of(
     """The draws of a round in which these rows are drafted."""
     params = SamplingParams(temperature=temperature)
     samplings = [RowSampling(r.seq_id, params, seed + r.seq_id, 0, list(r.text), num_prompt=1) for r in rows]
-    return Draws(samplings, vocab, rejection=rejection)
+    return Draws(samplings, vocab, rejection=rejection, kernels=find_sampling_kernels())

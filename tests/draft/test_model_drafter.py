@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from draft.rounds import Row, committed, draws_of
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model import CHUNK_TOKENS, TAIL_TOKENS, ModelDrafter
+from forerun.kernels.sampling import PlainLaws
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Drawn, Read, Runner, States
 
@@ -27,6 +29,14 @@ class CountingRunner(Runner):
         states = super().read(reads, taps, drawn)
         self.num_read += sum(len(read.tokens) for read in reads)
         return states
+
+    def draw_chains(
+        self, seq_ids: Sequence[int], depths: Sequence[int], logits: Tensor, laws: PlainLaws
+    ) -> list[list[int]] | None:
+        chains = super().draw_chains(seq_ids, depths, logits, laws)
+        for chain, depth in zip(chains or [], depths, strict=False):
+            self.num_read += min(len(chain), depth - 1)
+        return chains
 
 
 @pytest.fixture(scope="module")
@@ -266,16 +276,26 @@ def test_vocabularies_padded_to_other_widths_are_cut_or_filled(blueprint: Bluepr
         assert drafter.propose(draws_of([Row(0, [580, 4])], vocab), [Budget(2)]).tree.depth == 0
 
 
-def test_a_draft_says_how_long_its_passes_took(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_draft_says_how_long_its_passes_took(
+    blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
     """On a clock that only passes move, each by another time, a draft's time is the sum of its own."""
     now_s, took_s = 0.0, []
 
     class SlowRunner(CountingRunner):
-        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+        def take(self) -> None:
             nonlocal now_s
             took_s.append(2.0 ** -len(took_s))
             now_s += took_s[-1]
+
+        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+            self.take()
             return super().read(reads, taps, drawn)
+
+        def draw_chains(self, *arguments: Any) -> list[list[int]] | None:
+            self.take()
+            return super().draw_chains(*arguments) if at_once else None
 
     monkeypatch.setattr("forerun.draft.model.time.perf_counter", lambda: now_s)
     drafter = make(blueprint)
@@ -285,5 +305,5 @@ def test_a_draft_says_how_long_its_passes_took(blueprint: Blueprint, monkeypatch
     for depth in (1, 4):
         before = len(took_s)
         draft = propose(drafter, [row], [Budget(depth=depth)])
-        assert len(took_s) - before >= depth
+        assert len(took_s) - before >= (2 if at_once else depth)
         assert draft.pass_s == sum(took_s[before:])

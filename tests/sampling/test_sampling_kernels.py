@@ -74,12 +74,13 @@ def test_they_are_nearly_always_certain(kernels: SamplingKernels, temperature: f
     """Else nothing would be won, and no test of theirs would see them: of 4,000 draws from a language model's law."""
     rows = rows_of([temperature], 11)
     draws = Draws(rows, 4099, kernels=kernels)
-    keys, temperatures = draws._laws
+    laws = draws.plain_laws
+    assert laws is not None
     undecided = 0
     for block in range(40):
         logits, positions = logits_of("steep", 100, 4099, block), [100 * block + i for i in range(100)]
         for i in range(100):
-            found = kernels.choose(logits[i : i + 1], [0], [positions[i]], keys, temperatures, 4099)
+            found = kernels.choose(logits[i : i + 1], [0], [positions[i]], laws)
             undecided += found is None
         expected = draws.draw(logits, places(draws, [0] * 100, positions)).tolist()
         assert list(draws.choose(logits, [0] * 100, positions)) == expected
@@ -100,7 +101,8 @@ def test_scores_too_close_to_call_are_left_to_torch(
     logits[0, second] = logits[0, first] + noise[0, first] - noise[0, second]
     for _ in range(steps):
         logits[0, second] = torch.nextafter(logits[0, second], torch.tensor(math.inf))
-    found = kernels.choose(logits, [0], [9], *draws._laws, vocab)
+    assert draws.plain_laws is not None
+    found = kernels.choose(logits, [0], [9], draws.plain_laws)
     assert found is None or first == second
     expected = (logits + noise).argmax(1).tolist()
     assert list(draws.choose(logits, [0], [9])) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
@@ -222,12 +224,13 @@ def test_a_draft_with_wrong_roots_or_a_law_is_not_passed_unseen(kernels: Samplin
 def test_noise_is_computed_closely(kernels: SamplingKernels) -> None:
     """Of two tokens whose true scores are further apart than the slack, the better is found without torch."""
     draws = Draws(rows_of([1.0], 5), 16, kernels=kernels)
-    keys, temperatures = draws._laws
+    laws = draws.plain_laws
+    assert laws is not None
     for position in range(400):
         noise = gumbel(absorb(draws.row_keys(Purpose.COUPLED), torch.tensor([position])), 16)
         logits: Tensor = -noise
         best = position % 16
         logits[0, best] += 2e-4
-        found = kernels.choose(logits, [0], [position], keys, temperatures, 16)
+        found = kernels.choose(logits, [0], [position], laws)
         assert found is not None
         assert list(found) == [best]

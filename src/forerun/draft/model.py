@@ -52,11 +52,15 @@ class Following:
         """Number a tail node that is about to be read."""
         return self.tail.setdefault((parent, token), len(self.tail))
 
+    def append(self, token: int) -> None:
+        """Number a token behind the tail's last node."""
+        self.add(len(self.tail) - 1, token)
+
     def settle(self) -> None:
         """Number the tail nodes that were read unseen."""
         if self.pending is not None:
             for token in self.pending.tokens():
-                self.add(len(self.tail) - 1, token)
+                self.append(token)
         self.pending = None
 
     def clear(self) -> None:
@@ -136,7 +140,11 @@ class ModelDrafter:
         return replace(draft, pass_s=self.pass_s)
 
     def draw_chains(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
-        """Chains of which nothing is asked but their tokens."""
+        """Chains of which nothing is asked but their tokens: in one call where there is one, else step by step."""
+        budgets = {row: granted[seq_id] for row, seq_id in enumerate(draws.seq_ids) if seq_id in granted}
+        drawn = self.draw_at_once(draws, budgets, logits)
+        if drawn is not None:
+            return Draft(chains.as_tree(drawn), pass_s=self.pass_s)
 
         def read_on(rows: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
             seq_ids = [draws.seq_ids[row] for row in rows]
@@ -144,13 +152,30 @@ class ModelDrafter:
             if states is None:
                 return None
             for seq_id, token in zip(seq_ids, tokens, strict=True):
-                following = self.sequences[seq_id]
-                following.add(len(following.tail) - 1, token)
+                self.sequences[seq_id].append(token)
             return self.fit_vocabulary(states.logits)
 
-        budgets = {row: granted[seq_id] for row, seq_id in enumerate(draws.seq_ids) if seq_id in granted}
         tree = chains.grow_chains(draws, budgets, logits, read_on)
         return Draft(tree, pass_s=self.pass_s)
+
+    def draw_at_once(
+        self, draws: Draws, budgets: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
+    ) -> list[list[int]] | None:
+        """The chains, roots first, by one call of the runner; None where it has none for them."""
+        if draws.plain_laws is None:
+            return None
+        started_s = time.perf_counter()
+        seq_ids, depths = [draws.seq_ids[row] for row in budgets], [min(b.depth, b.nodes) for b in budgets.values()]
+        guesses = self.runner.draw_chains(seq_ids, depths, logits, draws.plain_laws.of(list(budgets)))
+        self.pass_s += time.perf_counter() - started_s  # its draws are in the call with its passes
+        if guesses is None:
+            return None
+        drawn = [[row.tokens[-1]] for row in draws.rows]
+        for row, seq_id, depth, chain in zip(budgets, seq_ids, depths, guesses, strict=True):
+            drawn[row] += chain
+            for token in chain[: depth - 1]:
+                self.sequences[seq_id].append(token)
+        return drawn
 
     def draw_unseen(
         self, graph: ChainGraph, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]

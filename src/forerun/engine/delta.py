@@ -57,14 +57,15 @@ class Delta:
         return "".join(segment.text for segment in self.segments)
 
 
-def commit(sequence: Sequence, run: Accepted, logits: Float[Tensor, "nodes vocab"]) -> Delta:
-    """Give an accepted run to its sequence, up to the token that ends it."""
+def commit(sequence: Sequence, run: Accepted, logits: Float[Tensor, "rows vocab"], first: int = 0) -> Delta:
+    """Give an accepted run to its sequence, up to the token that ends it. Its nodes' logits are those from `first`."""
     stop = sequence.stop.push(run.tokens)
     tokens = run.tokens[: stop.num_kept]
     origins = run_origins(run)[: stop.num_kept]
     logprobs: list[TokenLogprobs] = []
     if sequence.params.logprobs is not None:
-        logprobs = token_logprobs(logits[run.nodes[: len(tokens)]], tokens, sequence.params.logprobs)
+        rows = [first + node for node in run.nodes[: len(tokens)]]
+        logprobs = token_logprobs(logits[rows], tokens, sequence.params.logprobs)
     sequence.tokens += tokens
     sequence.origins += origins
     return Delta(

@@ -195,12 +195,14 @@ class Engine:
         """Make the verdict final: tokens and stops to the sequences, K and V to the cache, the news to the drafter."""
         runs = iter(accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn))
         deltas, outcomes, kept = [], [], []
-        for part, logits in zip(reading.parts, reading.logits_by_part(), strict=True):
+        logits = reading.states.logits
+        for part, first in zip(reading.parts, reading.first_rows(), strict=True):
             sequence = part.row.sequence
-            score_prompt(sequence, part, logits)
+            if part.num_scored:
+                score_prompt(sequence, part, logits[first:])
             run = next(runs) if part.tree else None
             if run:
-                delta = commit(sequence, run, logits[part.num_scored :])
+                delta = commit(sequence, run, logits, first + part.num_scored)
                 outcomes.append(run.outcome(sequence.id, len(delta.token_ids)))
                 deltas.append(delta)
             if not run or deltas[-1].finish_reason is None:

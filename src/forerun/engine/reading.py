@@ -91,17 +91,17 @@ class Reading:
     states: States
     drawn: Int[Tensor, "batch nodes"] | None = None  # the trees' tokens, where the host has not seen them
 
-    def logits_by_part(self) -> Seq[Float[Tensor, "judged vocab"]]:
-        """For each part the logits of its scored prompt tokens, then of its nodes."""
-        ends = itertools.accumulate((part.num_scored + part.num_nodes for part in self.parts), initial=0)
-        return [self.states.logits[first:end] for first, end in itertools.pairwise(ends)]
+    def first_rows(self) -> list[int]:
+        """Where each part's logits begin: those of its scored prompt tokens, then of its nodes."""
+        return list(itertools.accumulate((part.num_scored + part.num_nodes for part in self.parts[:-1]), initial=0))
 
     def node_logits(self) -> Float[Tensor, "nodes vocab"]:
         """The logits of all trees' nodes, packed."""
         if not any(part.num_scored for part in self.parts):
             return self.states.logits
-        parts = zip(self.parts, self.logits_by_part(), strict=True)
-        return torch.cat([logits[part.num_scored :] for part, logits in parts])
+        firsts = [first + part.num_scored for part, first in zip(self.parts, self.first_rows(), strict=True)]
+        logits = self.states.logits
+        return torch.cat([logits[f : f + part.num_nodes] for part, f in zip(self.parts, firsts, strict=True)])
 
     def features(self, kept: Seq[Kept]) -> Float[Tensor, "total taps hidden"] | None:
         """The tapped states of the tokens that stay, packed."""

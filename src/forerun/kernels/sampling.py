@@ -10,6 +10,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,6 +18,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.kernels.build import NoKernels, library
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLaws:
+    """How rows draw where temperature is all there is: the key of each row's noise (uint64), and its temperature.
+
+    Temperatures are float32, 0 where the row is greedy. Ids from `num_ids` on do not exist.
+    """
+
+    keys: array[int]
+    temperatures: array[float]
+    num_ids: int
+
+    def of(self, rows: Sequence[int]) -> PlainLaws:
+        """Those of some rows."""
+        keys = array("Q", [self.keys[row] for row in rows])
+        return PlainLaws(keys, array("f", [self.temperatures[row] for row in rows]), self.num_ids)
 
 
 class SamplingKernels:
@@ -36,25 +54,22 @@ class SamplingKernels:
         logits: Float[Tensor, "nodes vocab"],
         rows: Sequence[int],
         positions: Sequence[int],
-        keys: array[int],
-        temperatures: array[float],
-        num_ids: int,
+        laws: PlainLaws,
     ) -> Sequence[int] | None:
         """Each node's first largest of logits / temperature + noise, or of logits where the row's temperature is 0.
 
-        Noise is keyed by the row's key (uint64; temperatures are float32) and the node's position. None where a
-        winner is not finite, or not certain.
+        Noise is keyed by the row's key and the node's position. None where a winner is not finite, or not certain.
         """
         own_rows, own_positions, found = as_array(rows), as_array(positions), zeros(len(rows))
         undecided = self.lib.forerun_choose(
             logits.data_ptr(),
             logits.shape[1],
-            num_ids,
+            laws.num_ids,
             len(found),
             address(own_rows),
             address(own_positions),
-            address(keys),
-            address(temperatures),
+            address(laws.keys),
+            address(laws.temperatures),
             address(found),
             torch.get_num_threads(),
         )

@@ -25,6 +25,7 @@ from forerun.cache.paged import PagedCache
 from forerun.config import KernelChoice
 from forerun.errors import UnsupportedModel
 from forerun.kernels.build import NoKernels, Progress, library
+from forerun.kernels.sampling import PlainLaws, address, as_array
 from forerun.models.invariance import cancelling_product
 from forerun.models.quantized import quantize_rows
 
@@ -69,6 +70,21 @@ class CPass(Structure):
     ]
 
 
+class CChains(Structure):
+    """`Chains` in chain.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("num_rows", "depth")),
+        *((name, c_void_p) for name in ("depths", "starts", "positions", "logits")),
+        *((name, c_int64) for name in ("stride", "num_ids")),
+        *((name, c_void_p) for name in ("keys", "temperatures", "embedding")),
+        *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
+        *((name, c_void_p) for name in ("head", "norm")),
+        ("norm_eps", c_float),
+        ("tokens", c_void_p),
+    ]
+
+
 class Kernels:
     """The library, opened and found to compute what it should on this machine."""
 
@@ -80,6 +96,7 @@ class Kernels:
         lib.forerun_multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64]
         lib.forerun_decoder.argtypes = [POINTER(CShape), POINTER(CLayer), c_int64]
         lib.forerun_forward.argtypes = [c_void_p, POINTER(CPass)]
+        lib.forerun_chains.argtypes = [c_void_p, POINTER(CChains), POINTER(CPass)]
         lib.forerun_free_linear.argtypes = lib.forerun_free_decoder.argtypes = [c_void_p]
         self.instructions = lib.forerun_instructions().decode()
 
@@ -176,6 +193,7 @@ class NativeDecoder:
             raise UnsupportedModel(message)
         self.lib = kernels.lib
         self.norm, self.head, self.norm_eps = padded_gains(norm), native(head), config.norm_eps
+        self.num_layers = len(layers)
         self.kept: list[object] = [layers]  # what the library points at
         shape = CShape(
             hidden=config.hidden,
@@ -248,6 +266,55 @@ class NativeDecoder:
                 sin=rope.sin.data_ptr(),
             ),
         )
+
+    def draw_chains(
+        self,
+        logits: Float[Tensor, "rows vocab"],
+        laws: PlainLaws,
+        depths: Sequence[int],
+        starts: Sequence[int],
+        positions: Sequence[int],
+        embedding: Float[Tensor, "own_vocab hidden"],
+        cache: PagedCache,
+        rope: RopeTables,
+    ) -> list[list[int]]:
+        """Up to `depths[i]` guesses of each row, drawn and read in turn; `logits` are those after the roots.
+
+        `starts` are the first slots of the rows' runs, `positions` where their first guesses stand. All but a row's
+        last guess are read into the cache, which has room. A chain ends where its draw is not certain.
+        """
+        deepest, logits = max(depths), logits.float().contiguous()
+        tables = [as_array(numbers) for numbers in (depths, starts, positions)]
+        tokens = array("q", bytes(8 * deepest * len(depths)))
+        chains = CChains(
+            num_rows=len(depths),
+            depth=deepest,
+            **{n: address(t) for n, t in zip(("depths", "starts", "positions"), tables, strict=True)},
+            logits=logits.data_ptr(),
+            stride=logits.shape[1],
+            num_ids=min(laws.num_ids, logits.shape[1], self.head.outputs),
+            keys=address(laws.keys),
+            temperatures=address(laws.temperatures),
+            embedding=embedding.data_ptr(),
+            embedding_format=FORMATS[embedding.dtype],
+            hidden=embedding.shape[1],
+            num_layers=self.num_layers,
+            head=self.head.pointer,
+            norm=self.norm.data_ptr(),
+            norm_eps=self.norm_eps,
+            tokens=address(tokens),
+        )
+        frame = CPass(
+            num_threads=torch.get_num_threads(),
+            keys=cache.keys.data_ptr(),
+            values=cache.values.data_ptr(),
+            num_slots=cache.keys.shape[2],
+            cos=rope.cos.data_ptr(),
+            sin=rope.sin.data_ptr(),
+        )
+        self.lib.forerun_chains(self.pointer, chains, frame)
+        found = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
+        return [list(itertools.takewhile(lambda token: token >= 0, row)) for row in found]
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of normed rows."""

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
+from forerun.kernels.sampling import PlainLaws
 from forerun.models.attention import AttentionPath, Copy, QueryRule, make_paths
 from forerun.models.decoder import Decoder, TokenBatch
 
@@ -139,6 +140,28 @@ class Runner:
         if not judged:
             return States(hidden.last.new_empty(0, self.decoder.config.vocab_size), hidden.last, hidden.taps)
         return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.taps)
+
+    def draw_chains(
+        self, seq_ids: Sequence[int], depths: Sequence[int], logits: Float[Tensor, "rows vocab"], laws: PlainLaws
+    ) -> list[list[int]] | None:
+        """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.
+
+        `logits` are those after the tails' last nodes. None, with nothing changed, where the decoder has no such call,
+        or the cache no room.
+        """
+        native = self.decoder.native
+        assert all(self.tails[seq_id].scratch == 0 for seq_id in seq_ids), "a chain goes on from a chain"
+        counts = [max(0, depth - 1) for depth in depths]
+        if native is None or not self.cache.can_reserve(seq_ids, counts):
+            return None
+        self.cache.reserve(seq_ids, counts)
+        starts = [self.cache.start(seq_id) for seq_id in seq_ids]
+        positions = [self.length(seq_id) + len(self.tails[seq_id].parents) for seq_id in seq_ids]
+        embedding, rope = self.decoder.embedding, self.decoder.rope
+        chains = native.draw_chains(logits, laws, depths, starts, positions, embedding, self.cache, rope)
+        for seq_id, chain, count in zip(seq_ids, chains, counts, strict=True):
+            self.tails[seq_id].grow(None, min(len(chain), count))
+        return chains
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:
         """Lay the reads out side by side; their room is reserved already."""

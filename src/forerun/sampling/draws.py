@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from forerun.device import upload
-from forerun.kernels.sampling import SamplingKernels
+from forerun.kernels.sampling import PlainLaws, SamplingKernels
 from forerun.sampling.noise import Purpose, absorb, mix, signed, uniform
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms, largest
 from forerun.sampling.winners import RoundNoise, first_largest
@@ -226,15 +226,17 @@ class Draws:
 
     def _quickly(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int] | None:
         """Coupled draws by compiled kernels; None where there are none for these, or they are not certain."""
-        if self.kernels is None or not self.transforms.plain or logits.dtype != torch.float32:
+        if self.kernels is None or self.plain_laws is None or logits.dtype != torch.float32:
             return None
-        return self.kernels.choose(logits.contiguous(), rows, positions, *self._laws, self.num_ids)
+        return self.kernels.choose(logits.contiguous(), rows, positions, self.plain_laws)
 
     @cached_property
-    def _laws(self) -> tuple[array[int], array[float]]:
-        """Each row's key and temperature, 0 where it is greedy, as compiled kernels take them."""
+    def plain_laws(self) -> PlainLaws | None:
+        """What compiled kernels need for coupled draws; None where there are none, or more than temperature counts."""
+        if self.kernels is None or not self.transforms.plain:
+            return None
         temperatures = [0.0 if row.params.greedy else row.params.temperature for row in self.rows]
-        return array("Q", self._host_keys(Purpose.COUPLED)), array("f", temperatures)
+        return PlainLaws(array("Q", self._host_keys(Purpose.COUPLED)), array("f", temperatures), self.num_ids)
 
     def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:
         """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""

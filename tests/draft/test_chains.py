@@ -1,0 +1,118 @@
+"""Chains grow in one call, step by step, or as trees of width 1: all give the same, and leave the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled import require_compiler
+from draft.rounds import Row, committed
+from forerun.config import Quantization
+from forerun.draft.base import Budget, Draft
+from forerun.draft.model import ModelDrafter
+from forerun.kernels.sampling import find_sampling_kernels
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Runner
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+
+VOCAB = 512
+FORMATS: list[tuple[str, Quantization | None]] = [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+
+
+class StepByStep(Runner):
+    """A runner that has no single call for chains."""
+
+    def draw_chains(self, *arguments: object) -> None:
+        return None
+
+
+class AsTrees(Draws):
+    """Draws that want to be told of paths, so that chains are grown as trees are."""
+
+    @property
+    def pathless(self) -> bool:
+        return False
+
+
+def drafter_of(blueprint: Blueprint, way: str, vocab: int, num_tokens: int = 2048) -> ModelDrafter:
+    runner = blueprint.load(num_tokens)
+    if way == "step by step":
+        runner = StepByStep(runner.decoder, runner.cache)
+    return ModelDrafter(runner, vocab)
+
+
+def draws_of(way: str, rows: Sequence[Row], temperatures: Sequence[float], vocab: int) -> Draws:
+    samplings = [
+        RowSampling(row.seq_id, SamplingParams(temperature=t), row.seq_id, 0, list(row.text), 1)
+        for row, t in zip(rows, temperatures, strict=True)
+    ]
+    kind = AsTrees if way == "as trees" else Draws
+    return kind(samplings, vocab, num_ids=vocab - 3, kernels=find_sampling_kernels())
+
+
+def cached(drafter: ModelDrafter, seq_id: int) -> Tensor:
+    """K and V of the kept text and of all guesses read behind it."""
+    cache, tail = drafter.runner.cache, len(drafter.sequences[seq_id].tail)
+    start = cache.start(seq_id)
+    return torch.stack([cache.keys, cache.values])[:, :, :, start : start + cache.length(seq_id) + tail].clone()
+
+
+def rounds(way: str, blueprint: Blueprint, vocab: int) -> list[tuple[Draft, list[Tensor], list[object]]]:
+    """Random rounds of several sequences: drafts, and what they left in the cache and in the drafter's books."""
+    rng, drafter, found = random.Random(5), drafter_of(blueprint, way, vocab), []
+    texts = {seq_id: [rng.randrange(vocab - 3) % VOCAB for _ in range(3 + 7 * seq_id)] for seq_id in range(4)}
+    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
+    for _ in range(8):
+        rows = [Row(s, list(texts[s])) for s in sorted(rng.sample(sorted(texts), rng.randint(1, 4)))]
+        budgets = [Budget(rng.randint(0, 6)) for _ in rows]
+        temperatures = [rng.choice([0.0, 1.0, 0.6]) for _ in rows]
+        draft = drafter.propose(draws_of(way, rows, temperatures, vocab), budgets)
+        drafted = [row.seq_id for row, budget in zip(rows, budgets, strict=True) if budget.depth]
+        left = [cached(drafter, s) for s in drafted]
+        found.append((draft, left, [dict(drafter.sequences[s].tail) for s in drafted]))
+        for i, row in enumerate(rows):
+            guesses = [token for token in draft.tree.tokens[i, 1:].tolist() if token >= 0]
+            texts[row.seq_id] += [*guesses[: rng.randint(0, len(guesses))], rng.randrange(vocab - 3) % VOCAB]
+        starts = [len(row.text) - 1 for row in rows]
+        drafter.observe(committed([Row(row.seq_id, texts[row.seq_id]) for row in rows], starts))
+    return found
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 64])
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
+def test_they_are_the_same_and_leave_the_same(
+    draft_dir: Path, dtype: str, quantize: Quantization | None, vocab: int
+) -> None:
+    """Also where the target's vocabulary is padded further than the drafter's."""
+    require_compiler()
+    blueprint = Blueprint.of(str(draft_dir), dtype, quantize, "native")
+    once, steps, trees = (rounds(way, blueprint, vocab) for way in ("at once", "step by step", "as trees"))
+    for others in (steps, trees):
+        for (draft, left, books), (other, other_left, other_books) in zip(once, others, strict=True):
+            assert torch.equal(draft.tree.tokens, other.tree.tokens)
+            assert torch.equal(draft.tree.parents, other.tree.parents)
+            assert all(torch.equal(a, b) for a, b in zip(left, other_left, strict=True))
+            assert books == other_books
+    assert max(draft.tree.tokens.shape[1] for draft, _, _ in once) > 5
+
+
+def test_want_of_room_makes_steps_of_it(draft_dir: Path) -> None:
+    """A cache too small for all chains at once: what fits is what steps would have found room for."""
+    require_compiler()
+    blueprint = Blueprint.of(str(draft_dir), "float32", None, "native")
+    texts = [list(range(40 + i, 100 + i)) for i in range(2)]
+    for num_tokens in (128, 192, 256):
+        trees = []
+        for way in ("at once", "step by step"):
+            drafter = drafter_of(blueprint, way, VOCAB, num_tokens)
+            rows = [Row(i, text) for i, text in enumerate(texts)]
+            drafter.observe(committed(rows))
+            trees.append(drafter.propose(draws_of(way, rows, [1.0, 1.0], VOCAB), [Budget(9), Budget(9)]).tree)
+            drafter.runner.cache.check()
+        assert torch.equal(trees[0].tokens, trees[1].tokens)
