@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forerun import machine
-from forerun.machine import Machine, bandwidth_bytes_per_s, forget_peak_rss, peak_rss_bytes, processor
+from forerun.machine import Machine, bandwidth_bytes_per_s, forget_peak_rss, peak_rss_bytes, processor, sources_digest
 
 
 def test_the_processors_name_is_the_systems(tmp_path: Path) -> None:
@@ -41,3 +41,17 @@ def test_the_peak_forgets_what_is_given_back(monkeypatch: pytest.MonkeyPatch, tm
         assert low <= high - 150_000_000
     monkeypatch.setattr(machine, "CLEAR_REFS", tmp_path / "no" / "such")
     assert not forget_peak_rss()
+
+
+@pytest.mark.parametrize("name", ["a.py", "deep/b.cpp", "deep/c.hpp"])
+def test_sources_are_told_apart(tmp_path: Path, name: str) -> None:
+    """A changed line, kernels included, makes other sources; what is compiled or cached beside them does not."""
+    for each in ("a.py", "deep/b.cpp", "deep/c.hpp"):
+        (tmp_path / each).parent.mkdir(exist_ok=True)
+        (tmp_path / each).write_text("one")
+    before = sources_digest(tmp_path)
+    (tmp_path / "deep" / "b.pyc").write_text("noise")
+    assert sources_digest(tmp_path) == before
+    (tmp_path / name).write_text("two")
+    assert sources_digest(tmp_path) != before
+    assert len(sources_digest()) == 8

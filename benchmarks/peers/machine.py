@@ -5,7 +5,6 @@ Decides what is told of a machine and of the sources that were run. Knows nothin
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import time
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from benchmarks.peers.place import ROOT
+
+from forerun.machine import sources_digest
 
 SUM_BYTES, NUM_SUMS = 1 << 30, 5
 GIB = 1 << 30
@@ -63,8 +64,5 @@ def proc_field(path: str, name: str) -> str:
 
 
 def source_digest() -> str:
-    """8 hex digits for forerun's sources and this benchmark's: results of other sources are not mixed with theirs."""
-    digest = hashlib.sha256()
-    for path in sorted([*(ROOT / "src" / "forerun").rglob("*.py"), *(ROOT / "benchmarks" / "peers").rglob("*.py")]):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:8]
+    """16 hex digits for forerun's sources and this benchmark's: results of other sources are not mixed with theirs."""
+    return sources_digest() + sources_digest(ROOT / "benchmarks" / "peers")

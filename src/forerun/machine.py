@@ -1,10 +1,12 @@
-"""The machine: what a measurement must say of where it was made.
+"""The machine: what a measurement must say of where it was made, and of what.
 
-Decides how a processor is named, how memory bandwidth and the most memory held are measured. Knows nothing of models.
+Decides how a processor is named, how memory bandwidth and the most memory held are measured, and which sources are told
+apart. Knows nothing of models.
 """
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import sys
 import time
@@ -14,6 +16,8 @@ from pathlib import Path
 import torch
 
 CPUINFO = Path("/proc/cpuinfo")
+PACKAGE = Path(__file__).parent
+SOURCES = (".py", ".cpp", ".hpp")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 BANDWIDTH_ELEMENTS = 250_000_000  # 1 GB of float32: no cache holds it
 BANDWIDTH_TRIES = 5
@@ -79,3 +83,11 @@ def forget_peak_rss() -> bool:
     except OSError:
         return False
     return True
+
+
+def sources_digest(folder: Path = PACKAGE) -> str:
+    """8 hex digits for forerun's own sources: a measurement of others must not be taken for one of these."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in SOURCES):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]

@@ -18,7 +18,7 @@ from forerun.config import KernelChoice, Quantization
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM
-from forerun.machine import Machine
+from forerun.machine import Machine, sources_digest
 from forerun.models.loading import Blueprint, Progress
 
 
@@ -83,6 +83,7 @@ def about(models: Models, stage: Stage, selection: Selection) -> dict[str, Any]:
     """Everything that decides the result."""
     return {
         "forerun": __version__,
+        "sources": sources_digest(),
         "models": {
             "target": stage.llm.name,
             "draft": stage.llm.draft_name,
