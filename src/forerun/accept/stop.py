@@ -32,6 +32,9 @@ class Stop:
     stop_reason: int | str | None = None
 
 
+GOES_ON = Stop(1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Match:
     """An occurrence of a stop string, by its offsets in a text."""
@@ -113,7 +116,7 @@ class StopChecker:
             self._held = []
             return Stop(1, finish_reason="stop" if ends else "length", stop_reason=token if ends else None)
         pieces += self._release()
-        return Stop(1)
+        return GOES_ON
 
     def _read(self, token: int) -> _Match | None:
         """Decodes a token into the held text; the stop string that this completes, if any."""

@@ -161,6 +161,20 @@ void forerun_follow(const int64_t* tokens, const int64_t* parents, int64_t batch
   }
 }
 
+// A whole verdict by coupled draws; returns how many of them are undecided, and then there is none. -1 where the tree
+// has another number of nodes than there are rows of logits.
+int64_t forerun_judge(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
+                      const int64_t* roots, const float* logits, int64_t num_rows, int64_t stride, int64_t num_ids,
+                      const uint64_t* keys, const float* temperatures, int64_t depth, int64_t* verdict,
+                      int64_t num_threads) {
+  std::vector<int64_t> rows(batch * columns), positions(batch * columns), chosen(batch * columns);
+  if (forerun_places(tokens, parents, batch, columns, roots, rows.data(), positions.data()) != num_rows) return -1;
+  const int64_t undecided = forerun_choose(logits, stride, num_ids, num_rows, rows.data(), positions.data(), keys,
+                                           temperatures, chosen.data(), num_threads);
+  if (!undecided) forerun_follow(tokens, parents, batch, columns, chosen.data(), depth, verdict);
+  return undecided;
+}
+
 // Whether `sanitize` would leave every row of a tree as it is. `limits` holds depth, width and nodes of each row.
 int64_t forerun_clean(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
                       const int64_t* roots, const int64_t* limits, int64_t depth, int64_t width, int64_t vocab) {

@@ -42,12 +42,14 @@ class SamplingKernels:
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
-        lib.forerun_choose.restype = lib.forerun_places.restype = lib.forerun_clean.restype = c_int64
-        count, place = c_int64, c_void_p
-        lib.forerun_choose.argtypes = [place, count, count, count, place, place, place, place, place, count]
-        lib.forerun_places.argtypes = [place, place, count, count, place, place, place]
-        lib.forerun_follow.argtypes = [place, place, count, count, place, count, place]
-        lib.forerun_clean.argtypes = [place, place, count, count, place, place, count, count, count]
+        lib.forerun_choose.restype = lib.forerun_places.restype = c_int64
+        lib.forerun_judge.restype = lib.forerun_clean.restype = c_int64
+        n, p = c_int64, c_void_p
+        lib.forerun_choose.argtypes = [p, n, n, n, p, p, p, p, p, n]
+        lib.forerun_places.argtypes = [p, p, n, n, p, p, p]
+        lib.forerun_follow.argtypes = [p, p, n, n, p, n, p]
+        lib.forerun_judge.argtypes = [p, p, n, n, p, p, n, n, n, p, p, n, p, n]
+        lib.forerun_clean.argtypes = [p, p, n, n, p, p, n, n, n]
 
     def choose(
         self,
@@ -98,6 +100,36 @@ class SamplingKernels:
         own_drawn, tree = as_array(drawn), (tokens.data_ptr(), parents.data_ptr(), batch, columns)
         self.lib.forerun_follow(*tree, address(own_drawn), depth, verdict.data_ptr())
         return verdict
+
+    def judge(
+        self,
+        tokens: Int[Tensor, "batch nodes"],
+        parents: Int[Tensor, "batch nodes"],
+        roots: Sequence[int],
+        logits: Float[Tensor, "rows vocab"],
+        laws: PlainLaws,
+        depth: int,
+    ) -> Int[Tensor, "batch verdict"] | None:
+        """`places`, `choose` and `follow` at once; None where a draw is not certain."""
+        (batch, columns), own_roots = tokens.shape, as_array(roots)
+        verdict = torch.empty(batch, depth + 3, dtype=torch.int64)
+        undecided = self.lib.forerun_judge(
+            tokens.data_ptr(),
+            parents.data_ptr(),
+            batch,
+            columns,
+            address(own_roots),
+            logits.data_ptr(),
+            *logits.shape,
+            laws.num_ids,
+            address(laws.keys),
+            address(laws.temperatures),
+            depth,
+            verdict.data_ptr(),
+            torch.get_num_threads(),
+        )
+        assert undecided >= 0, f"{len(logits)} rows of logits for a tree of {int((tokens >= 0).sum())} nodes"
+        return None if undecided else verdict
 
     def clean(
         self,

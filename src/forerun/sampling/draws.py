@@ -238,6 +238,11 @@ class Draws:
         temperatures = [0.0 if row.params.greedy else row.params.temperature for row in self.rows]
         return PlainLaws(array("Q", self._host_keys(Purpose.COUPLED)), array("f", temperatures), self.num_ids)
 
+    @property
+    def judging_laws(self) -> PlainLaws | None:
+        """The same, where they are all that the target's own choice depends on."""
+        return self.plain_laws
+
     def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:
         """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
         shaped = self.transforms.shape(logits, at)

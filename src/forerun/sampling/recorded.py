@@ -46,6 +46,11 @@ class Recorded(Draws):
         said = [self.said(row, position) for row, position in zip(rows, positions, strict=True)]
         return [recorded if recorded >= 0 else own for recorded, own in zip(said, drawn, strict=True)]
 
+    @property
+    def judging_laws(self) -> None:
+        """None: what was recorded counts first."""
+        return None
+
     def said(self, row: int, position: int) -> int:
         """What the text of a row has at a position; -1 where nothing is recorded."""
         text = self.texts.get(self.seq_ids[row], ())

@@ -53,10 +53,11 @@ def _follow_on_host(
     tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, kernels: SamplingKernels
 ) -> Verdict:
     """`follow`, by compiled kernels; the tree lies on the CPU, and its draws depend on no path."""
-    if tree.tokens.shape[1] == 1:
-        drawn = draws.choose(logits, range(len(logits)), [root + 1 for root in draws.root_places])
-        return Verdict(torch.tensor([[0, token, 0] for token in drawn], dtype=torch.int64).view(len(drawn), 3))
-    tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
+    tokens, parents, laws = tree.tokens.contiguous(), tree.parents.contiguous(), draws.judging_laws
+    if laws is not None and logits.dtype == torch.float32:
+        judged = kernels.judge(tokens, parents, draws.root_places, logits.contiguous(), laws, tree.depth)
+        if judged is not None:
+            return Verdict(judged)
     rows, positions = kernels.places(tokens, parents, draws.root_places)
     assert len(logits) == len(rows), f"{len(logits)} rows of logits for {len(rows)} nodes"
     return Verdict(kernels.follow(tokens, parents, draws.choose(logits, rows, positions), tree.depth))
