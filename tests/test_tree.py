@@ -67,6 +67,19 @@ def test_chains_end_at_the_first_missing_guess(guesses: list[list[int]]) -> None
     assert (tree.depth, tree.width) == (3, 1)
 
 
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=4))
+def test_chains_of_texts_are_chains(texts: list[list[int]]) -> None:
+    """What tensors of roots and padded guesses would give."""
+    deepest = max(map(len, texts), default=1) - 1
+    roots = torch.tensor([text[0] for text in texts], dtype=torch.long)
+    padded = [[*text[1:], *[-1] * (deepest + 1 - len(text))] for text in texts]
+    expected = DraftTree.chains(roots, torch.tensor(padded, dtype=torch.long).view(len(texts), deepest))
+    tree = DraftTree.of_texts(texts)
+    assert torch.equal(tree.tokens, expected.tokens)
+    assert torch.equal(tree.parents, expected.parents)
+    assert (tree.depth, tree.width) == (expected.depth, expected.width)
+
+
 def test_a_bare_tree_is_its_roots() -> None:
     tree = DraftTree.bare(torch.tensor([4, 2]))
     assert tree.tokens.tolist() == [[4], [2]]

@@ -96,6 +96,16 @@ class DraftTree:
         tokens = torch.cat([roots[:, None], guesses], dim=1)
         return cls(tokens, torch.cat([torch.full_like(roots, -1)[:, None], parents], dim=1), depth=depth, q=q)
 
+    @classmethod
+    def of_texts(cls, texts: Sequence[Sequence[int]]) -> DraftTree:
+        """One chain per sequence from host tokens, the root first: for drafters that work on the host."""
+        nodes = max(map(len, texts), default=1)
+        tokens = [[*text, *[-1] * (nodes - len(text))] for text in texts]
+        parents = [[*range(-1, len(text) - 1), *[-1] * (nodes - len(text))] for text in texts]
+        shape = len(texts), nodes
+        tokens_of, parents_of = (torch.tensor(rows, dtype=torch.long).view(shape) for rows in (tokens, parents))
+        return cls(tokens_of, parents_of, depth=nodes - 1)
+
     @property
     def valid(self) -> Bool[Tensor, "batch nodes"]:
         """True for the root and for guesses, False for padding."""

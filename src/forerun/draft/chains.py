@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -52,12 +51,4 @@ def grow_chains(
         if read_on is None:
             break
         logits = read_on
-    return as_tree(chains)
-
-
-def as_tree(chains: Sequence[Sequence[int]]) -> DraftTree:
-    """Texts, the root first, as a tree on the host."""
-    nodes = max(map(len, chains))
-    tokens = [[*chain, *[-1] * (nodes - len(chain))] for chain in chains]
-    parents = [[*range(-1, len(chain) - 1), *[-1] * (nodes - len(chain))] for chain in chains]
-    return DraftTree(torch.tensor(tokens), torch.tensor(parents), depth=nodes - 1)
+    return DraftTree.of_texts(chains)

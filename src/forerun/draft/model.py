@@ -29,6 +29,7 @@ from forerun.draft.loop import Pending, Start, draw_chains, possible
 from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Drawn, Read, Runner, States
 from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
 
 CHUNK_TOKENS = 512  # most tokens of committed text in one pass
 TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out their paths behind the kept text
@@ -144,7 +145,7 @@ class ModelDrafter:
         budgets = {row: granted[seq_id] for row, seq_id in enumerate(draws.seq_ids) if seq_id in granted}
         drawn = self.draw_at_once(draws, budgets, logits)
         if drawn is not None:
-            return Draft(chains.as_tree(drawn), pass_s=self.pass_s)
+            return Draft(DraftTree.of_texts(drawn), pass_s=self.pass_s)
 
         def read_on(rows: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
             seq_ids = [draws.seq_ids[row] for row in rows]

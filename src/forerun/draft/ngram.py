@@ -12,8 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
@@ -79,17 +77,14 @@ class NgramDrafter:
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """One chain per sequence, as deep as its budget wherever anything matches."""
         tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
-        guesses: list[list[int]] = []
-        for seq_id, budget in zip(draws.seq_ids, budgets, strict=True):
-            history = self.histories.get(seq_id, History())
-            tokens, root = tails.get(seq_id, ((), history.root))
+        texts: list[list[int]] = []
+        for row, budget in zip(draws.rows, budgets, strict=True):
+            history = self.histories.get(row.seq_id, History())
+            tokens, root = tails.get(row.seq_id, ((), history.root))
             depth = min(budget.depth, budget.nodes)
-            guesses.append([] if root is None or depth == 0 else self.copy(history, [*tokens, root], depth))
-        deepest = max(map(len, guesses), default=0)
-        padded = [guess + [-1] * (deepest - len(guess)) for guess in guesses]
-        chains = torch.tensor(padded, dtype=torch.long).view(len(guesses), deepest)
-        roots = torch.tensor([row.tokens[-1] for row in draws.rows], dtype=torch.long)
-        return Draft(DraftTree.chains(roots, chains))  # on the host, which knows it all
+            guesses = [] if root is None or depth == 0 else self.copy(history, [*tokens, root], depth)
+            texts.append([row.tokens[-1], *guesses])
+        return Draft(DraftTree.of_texts(texts))  # on the host, which knows it all
 
     def copy(self, history: History, late: list[int], depth: int) -> list[int]:
         """`depth` tokens copied from behind the match in text + `late`, whose last is the root; [] without one."""

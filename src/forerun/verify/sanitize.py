@@ -58,8 +58,8 @@ def sanitize(
     A guess that cannot stay becomes padding, together with all below it; the others keep their node indices. A draft
     has a column for the root and one for each guess of the largest limit; what stands beyond is cut off. Declared
     depth and width are held to, not trusted: what exceeds them goes. Tensors of the wrong kind, shape or batch leave
-    the roots alone. A clean draft comes back with the same values; `kernels`
-    see sooner that it is one.
+    the roots alone. A clean draft comes back with the same values; `kernels` see
+    sooner that it is one.
     """
     assert len(limits) == len(roots), f"{len(limits)} limits for {len(roots)} sequences"
     if not _well_formed(tree, roots):
