@@ -5,8 +5,10 @@ import statistics
 
 import pytest
 
-from bench.synthetic import GROUP, even, random_rounds, taped
+from bench.synthetic import GROUP, even, random_rounds, taped, timed
+from forerun.accept.outcome import RowOutcome
 from forerun.bench.figures import Difference, Spread, group_figures
+from forerun.bench.lane import Timed
 from forerun.bench.plan import Group, Turn
 from forerun.bench.run import NGRAM
 
@@ -72,6 +74,26 @@ def test_where_a_round_is_its_passes_the_prediction_is_what_is_measured(
     assert cell.measured_over_predicted.median == pytest.approx(1.0)
     assert cell.engine_s is not None
     assert cell.engine_s.median == pytest.approx(0.0, abs=1e-12)
+
+
+def test_places_that_are_not_taken_count_in_the_prediction() -> None:
+    """Sequences that accept more end sooner; a pass that costs the same without them is spent on fewer tokens."""
+    group, left = Group("code", 3, 0.0), [3, 3, 2, 1, 1]
+
+    def rounds(depth: int, accepted: int, taken: list[int], pass_s: float, draft_s: float) -> list[Timed]:
+        row = [RowOutcome(i, depth, min(depth, accepted + 1), accepted, accepted + 1) for i in range(3)]
+        return [timed(row[:n], 0, draft_s, pass_s, draft_s, 0.0) for n in taken]
+
+    reading = timed([], 64, 0.0, 0.5, 0.0, 0.0)
+    first = timed([RowOutcome(i, 0, 0, 0, 1) for i in range(3)], 7, 0.0, 0.5, 0.0, 0.0)
+    answers = [[1]] * 3
+    plain = taped([reading, first, *rounds(0, 0, [3] * 9 + [2], 0.125, 0.0)], group, Turn(0, 0), answers)
+    drafted = taped([reading, first, *rounds(2, 1, left, 0.25, 0.125)], group, Turn(0, 2), answers)
+    _, cell = group_figures(group, [plain, drafted]).cells
+    assert cell.predicted is not None
+    assert cell.predicted.median == pytest.approx(2 * (sum(left) / 5) / 2.9 / (2 * 0.5 + 2))
+    assert cell.measured_over_predicted is not None
+    assert cell.measured_over_predicted.median == pytest.approx(1.0)
 
 
 def test_what_the_engine_adds_is_told_and_is_what_the_prediction_lacks() -> None:

@@ -39,7 +39,8 @@ class CellFigures:
 
     `tokens_per_s` is decoding alone, `tokens_per_s_with_prompt` all of it. `speed_up` is the first of them over that of
     plain decoding. `pass_ratio` is v(k): a full round's pass over a plain one. `draft_step_ratio` is c: a full
-    round's drafting, per depth, over a plain pass. `predicted` is G / (k c + v), G the tokens per round.
+    round's drafting, per depth, over a plain pass. `predicted` is o G / (k c + v), G the tokens per round, o the places
+    of the batch that were taken on average, over those of plain decoding: sequences that accept more end sooner.
     `engine_s` is what a round takes outside the target's and the drafter's passes.
     """
 
@@ -177,9 +178,10 @@ def draft_step_ratio(run: Run, plain: Run) -> float | None:
 
 
 def predicted(run: Run, plain: Run) -> float | None:
-    """G / (k c + v), from this repetition's own G, c and v; None for plain decoding."""
+    """o G / (k c + v), from this repetition's own o, G, c and v; None for plain decoding."""
     step, ratio = draft_step_ratio(run, plain), over(run.full_pass_s, plain.full_pass_s)
     tokens = over(run.num_accepted + run.num_rounds, run.num_rounds)
-    if step is None or ratio is None or tokens is None:
+    taken = over(over(run.num_rounds, run.num_passes), over(plain.num_rounds, plain.num_passes))
+    if step is None or ratio is None or tokens is None or taken is None:
         return None
-    return tokens / (run.depth * step + ratio)
+    return taken * tokens / (run.depth * step + ratio)
