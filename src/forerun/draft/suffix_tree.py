@@ -95,7 +95,7 @@ class SuffixTree:
     def opened(self, leaf: Leaf, depth: int) -> Node:
         """The node of a context of `depth` tokens that occurs a second time now."""
         node = Node(2)
-        if depth < self.depth:
+        if depth < self.depth and leaf.end < len(leaf.text):
             node.children[leaf.text[leaf.end]] = Leaf(leaf.text, leaf.end + 1)
             self.size += 1
         return node
