@@ -76,9 +76,7 @@ def test_matches_are_the_ends_that_occurred_before(texts: list[list[int]], depth
 
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.lists(LETTERS, max_size=8), st.integers(1, 5))
-def test_any_context_is_found_as_far_as_it_occurred(
-    texts: list[list[int]], context: list[int], depth: int
-) -> None:
+def test_any_context_is_found_as_far_as_it_occurred(texts: list[list[int]], context: list[int], depth: int) -> None:
     tree, _ = grown(texts, depth)
     counts = counted(texts, depth)
     expected = []
@@ -91,9 +89,7 @@ def test_any_context_is_found_as_far_as_it_occurred(
 
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.lists(LETTERS, min_size=1, max_size=4), st.integers(2, 6))
-def test_continuations_are_shares_of_what_followed(
-    texts: list[list[int]], context: list[int], depth: int
-) -> None:
+def test_continuations_are_shares_of_what_followed(texts: list[list[int]], context: list[int], depth: int) -> None:
     tree, _ = grown(texts, depth)
     counts, context = counted(texts, depth), context[: depth - 1]
     place = tree.walk(context)

@@ -1,195 +1,219 @@
 """Suffix decoding: guess what most often followed the last few tokens, in this text and in past answers.
 
 Decides which context to trust: of the text's last 1, 2, ... tokens that occurred before, the one from which the most
-tokens are expected to be accepted. A longer context may guess further, and a path ends where it is no longer likely.
-Past answers are kept by tenant, up to a size, the oldest forgotten first: no tenant's text drafts for another. Knows
-nothing of models. A function of text alone, so there is no law to declare. After SuffixDecoding (Oliaro et al.,
-2411.04975).
+guesses can be expected to be accepted. A context of n tokens is good for n guesses at most, and a path ends where it is
+no longer likely. So the drafts follow from counts alone, those of the text and those of its tenant's past: there is
+no law to declare. Knows nothing of models. After SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.suffix_past import Past
-from forerun.draft.suffix_tree import Leaf, Node, Step, SuffixTree, continuations, likeliest
+from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.draft.suffix_past import Past, Reader
+from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node, Step, SuffixTree
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
-DEPTH = 24  # longest context, in tokens
-REACH = 1.0  # guesses per token of context
-LEAST = 0.1  # a path less likely than this is not guessed
+AHEAD = Budget(8)  # what `outlook` looks at: who drafts less far can expect no more than that
 
 
 @dataclass(slots=True)
-class Answer:
-    """One sequence: the contexts of its text, its root the last token of it. What `forget` needs to know of it."""
+class Growing:
+    """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
+
+    `tenant` is None, and the past out of reach, as long as nobody said whose it is.
+    """
 
     tree: SuffixTree
-    tenant: str = ""
-    num_prompt: int | None = None  # not known before it is drafted
-
-    @property
-    def text(self) -> list[int]:
-        """All of its text, the root last."""
-        return self.tree.text
+    reader: Reader = field(default_factory=Reader)
+    tenant: str | None = None
+    num_prompt: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Guesses:
-    """A tree of guesses while it grows: tokens, parents (0 is the root), and how likely each is by counts alone."""
+    """A tree of guesses behind a root: tokens, parents (0 is the root), and the chance of each to be accepted."""
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-
-    def add(self, parent: int, token: int, chance: float) -> int:
-        """Append a guess; returns its node."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.chances.append(chance)
-        return len(self.tokens)
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    chances: Sequence[float] = ()
+    depth: int = 0
 
     @property
     def expected(self) -> float:
-        """Guesses that will be accepted, if the past is a guide."""
+        """How many will be accepted, if counts are a guide."""
         return math.fsum(self.chances)
 
 
+NONE = Guesses()
+
+
 class SuffixDrafter:
-    """Copies what followed before. `past` holds other answers' contexts."""
+    """Copies what followed before. What sequences answered stays in `past` when they are forgotten."""
 
     taps: tuple[int, ...] = ()
     arms: tuple[str, ...] = ("suffix",)
 
-    def __init__(self, past: Past | None = None, depth: int = DEPTH) -> None:
-        self.depth = depth
-        self.past = past or Past(depth)
-        self.answers: dict[int, Answer] = {}
+    def __init__(self, past: Past | None = None) -> None:
+        self.past = Past() if past is None else past
+        self.sequences: dict[int, Growing] = {}
 
     def observe(self, news: Committed) -> None:
-        """Enter what became final, the root included: in O(1) per token and matching context."""
-        for seq_id, tokens, root in news.rows():
-            answer = self.answers.get(seq_id)
-            if answer is None:
-                self.past.drop(seq_id)  # it is back: what was kept of it stands in its text
-                answer = self.answers[seq_id] = Answer(SuffixTree(self.depth))
-            known = 1 if answer.text else 0  # the last root is the first of the news
-            for token in [*tokens[known:], root] if tokens or not known else []:
-                answer.tree.append(token)
+        """Enter what became final, the root included: in O(1) per token and context that goes on."""
+        for i, (seq_id, tokens, root) in enumerate(news.rows()):
+            growing = self.sequences.get(seq_id)
+            if growing is None:
+                self.past.reopen(seq_id)
+                growing = self.sequences[seq_id] = Growing(SuffixTree(self.past.depth))
+            if news.tenants:
+                growing.tenant, growing.num_prompt = news.tenants[i], news.num_prompts[i]
+            for token in late(growing, tokens, root):
+                growing.tree.append(token)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """The likeliest chain or tree of each sequence, within its budget."""
-        tails = {} if tail is None else {seq_id: [*tokens[1:], root] for seq_id, tokens, root in tail.rows() if tokens}
-        drafts = []
+        """The likeliest chain or tree of each sequence, within its budget, and how likely each guess is."""
+        tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
+        found = []
         for row, budget in zip(draws.rows, budgets, strict=True):
-            answer = self.answers.get(row.seq_id)
-            if answer is not None:
-                answer.tenant, answer.num_prompt = row.tenant, row.num_prompt
-            with_tail = self.told(answer, tails.get(row.seq_id, ()))
-            drafts.append(self.guess(answer, budget) if answer and budget is not NO_DRAFT else Guesses())
-            if answer is not None:
-                answer.tree.undo(with_tail)
-        return as_draft([row.tokens[-1] for row in draws.rows], drafts, budgets)
+            growing = self.sequences.get(row.seq_id)
+            if growing is None:
+                found.append(NONE)
+                continue
+            growing.tenant, growing.num_prompt = row.tenant, row.num_prompt
+            new = late(growing, *tails[row.seq_id]) if row.seq_id in tails else ()
+            found.append(self.guess(growing, budget, new))
+        return as_draft([row.tokens[-1] for row in draws.rows], found, budgets)
 
-    def told(self, answer: Answer | None, tail: Sequence[int]) -> list[Step]:
-        """A tail entered for the moment."""
-        return [answer.tree.append(token) for token in tail] if answer else []
-
-    def guess(self, answer: Answer, budget: Budget) -> Guesses:
-        """The best of what all contexts offer, the text's own first among equals, then the longest."""
-        best = Guesses()
-        for length, place in self.contexts(answer):
-            most = min(budget.depth, budget.nodes, math.floor(length * REACH))
-            if most <= best.expected:
-                continue  # no path of this context can be expected to go further
-            found = grown(place, budget, most)
-            if found.expected > best.expected:
-                best = found
+    def guess(self, growing: Growing, budget: Budget, tail: Sequence[int] = ()) -> Guesses:
+        """The best that any context has to offer: the text's own before the past's among equals, then the longer."""
+        if budget.depth == 0:
+            return NONE
+        tree, past = growing.tree, self.remembered(growing, tail)
+        steps: list[Step] = []
+        for token in tail:
+            tree.append(token, steps)
+        best, expected = NONE, 0.0
+        for places in (tree.matches, past):
+            for place, most in contexts(places, tree.depth, min(budget.depth, budget.nodes)):
+                if most > expected:
+                    found = chain(place, most, budget) if budget.width == 1 else likeliest(place, most, budget)
+                    if found.expected > expected:
+                        best, expected = found, found.expected
+        tree.undo(steps)
         return best
 
-    def contexts(self, answer: Answer) -> Iterator[tuple[int, Node | Leaf]]:
-        """The ends of the text that occurred before, the longest first: in the text itself, then in past answers."""
-        own = answer.tree.matches
-        yield from ((length, own[length - 1]) for length in range(len(own), 0, -1))
-        past = self.past.find(answer.tenant, answer.text)
-        yield from ((length, past[length - 1]) for length in range(len(past), 0, -1))
+    def remembered(self, growing: Growing, tail: Sequence[int]) -> Sequence[Node | Leaf]:
+        """What its tenant's past holds for a text's last 1, 2, ... tokens, as long as they occurred there."""
+        tree = None if growing.tenant is None else self.past.trees.get(growing.tenant)
+        places = growing.reader.read(tree, growing.tree.text)
+        for token in tail:
+            places = places if tree is None else tree.follow(places, token)
+        return places
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Never behind; as deep as the longest context reaches."""
-        limits = []
+        """Never behind; as deep as the longest context is good for, and what it would be worth to go eight ahead."""
+        limit, expected = [], []
         for seq_id in seq_ids:
-            answer = self.answers.get(seq_id)
-            longest = max((length for length, _ in self.contexts(answer)), default=0) if answer else 0
-            limits.append(math.floor(longest * REACH))
-        return Outlook(unread=[0] * len(seq_ids), limit=limits, expected=[None] * len(seq_ids))
+            growing = self.sequences.get(seq_id)
+            best = NONE if growing is None else self.guess(growing, AHEAD)
+            expected.append(best.expected)
+            limit.append(0 if growing is None or best is NONE else self.limit(growing))
+        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected)
+
+    def limit(self, growing: Growing) -> int:
+        """The deepest draft that contexts as long as these can give."""
+        longest = max(len(growing.tree.matches), len(growing.reader.places))
+        return min(longest, growing.tree.depth // 2)
 
     def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """All of each prefix: contexts need tokens alone."""
+        """All of each prefix: counts need tokens alone."""
         return [len(prefix) for prefix in prefixes]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop these sequences; what they answered becomes past."""
+        """Drop these sequences. What they answered is past from now on, for their tenant; unknown ones are none."""
         for seq_id in seq_ids:
-            answer = self.answers.pop(seq_id, None)
-            if answer is not None and answer.num_prompt is not None:
-                self.past.add(seq_id, answer.tenant, answer.text[answer.num_prompt :])
+            growing = self.sequences.pop(seq_id, None)
+            if growing is not None and growing.tenant is not None:
+                self.past.add(seq_id, growing.tenant, growing.tree.text[growing.num_prompt :])
 
 
-def grown(place: Node | Leaf, budget: Budget, most: int) -> Guesses:
-    """A context's likeliest chain of at most `most` guesses, or its likeliest tree of as many as the budget allows."""
-    if budget.width == 1:
-        return chain(place, most, max(LEAST, budget.price))
-    return best_first(place, budget, most)
+def late(growing: Growing, tokens: Sequence[int], root: int) -> Sequence[int]:
+    """What of a sequence's news is not in its text yet: its last root is the first token of them, unless it is new."""
+    if not growing.tree.text:
+        return [*tokens, root]
+    return [*tokens[1:], root] if tokens else ()
 
 
-def chain(place: Node | Leaf, most: int, least: float) -> Guesses:
-    """Follow the likeliest continuation while the whole path is likely."""
-    guesses, chance = Guesses(), 1.0
-    while len(guesses.tokens) < most and (found := likeliest(place)):
-        token, place, share = found
-        chance *= share
-        if chance < least:
+def contexts(places: Sequence[Node | Leaf], depth: int, wanted: int) -> Iterator[tuple[Node | Leaf, int]]:
+    """The contexts of 1, 2, ... tokens and how many guesses each is good for, those good for most first.
+
+    A context of n tokens is good for n guesses, and no context is stored for more than `depth` tokens together.
+    """
+    start = min(len(places), max(depth - wanted, depth // 2))
+    for length in (*range(start, 0, -1), *range(start + 1, len(places) + 1)):
+        yield places[length - 1], min(wanted, length, depth - length)
+
+
+def chain(place: Node | Leaf, most: int, budget: Budget) -> Guesses:
+    """The likeliest continuation of the likeliest continuation, and so on, while the whole path is likely."""
+    tokens: list[int] = []
+    chances: list[float] = []
+    chance, least = 1.0, max(LEAST_SHARE, budget.price)
+    while len(tokens) < most:
+        if isinstance(place, Leaf):  # the rest of a text
+            tokens += place.text[place.end : place.end + most - len(tokens)]
+            chances += [chance] * (len(tokens) - len(chances))
             break
-        guesses.add(len(guesses.tokens), token, chance)
-    return guesses
+        offers = place.offers()
+        if not offers or chance * offers[0].share < least:
+            break
+        token, share, place = offers[0]
+        chance *= share
+        tokens.append(token)
+        chances.append(chance)
+    return Guesses(tokens, range(len(tokens)), chances, len(tokens))
 
 
-def best_first(place: Node | Leaf, budget: Budget, most: int) -> Guesses:
-    """Of all paths of at most `most` guesses the likeliest: each is at least as likely as all that were left out."""
-    guesses, order = Guesses(), itertools.count()
-    offers: list[tuple[float, int, int, int, int, Node | Leaf]] = []  # -chance, age, parent, depth, token, context
+def likeliest(place: Node | Leaf, most: int, budget: Budget) -> Guesses:
+    """The likeliest of all paths of at most `most` guesses, as many as the budget allows.
 
-    def offer(parent: int, depth: int, chance: float, context: Node | Leaf) -> None:
-        for token, longer, share in continuations(context)[: budget.width]:
-            if depth <= most and chance * share >= max(LEAST, budget.price):
-                heapq.heappush(offers, (-chance * share, next(order), parent, depth, token, longer))
+    Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    least, depth = max(LEAST_SHARE, budget.price), 0
+    heap: list[tuple[float, tuple[int, ...], int, Node | Leaf]] = [(-1.0, (), -1, place)]
+    while heap and len(tokens) < budget.nodes:
+        minus, path, parent, place = heapq.heappop(heap)
+        if path:
+            tokens.append(path[-1])
+            parents.append(parent)
+            chances.append(-minus)
+            depth = max(depth, len(path))
+        for token, share, longer in place.offers()[: budget.width] if len(path) < most else ():
+            if -minus * share >= least:
+                heapq.heappush(heap, (minus * share, (*path, token), len(tokens), longer))
+    return Guesses(tokens, parents, chances, depth)
 
-    offer(0, 1, 1.0, place)
-    while offers and len(guesses.tokens) < budget.nodes:
-        minus, _, parent, depth, token, longer = heapq.heappop(offers)
-        offer(guesses.add(parent, token, -minus), depth + 1, -minus, longer)
-    return guesses
 
-
-def as_draft(roots: Sequence[int], drafts: Sequence[Guesses], budgets: Sequence[Budget]) -> Draft:
-    """Guesses as trees on the host, and how likely they are."""
-    nodes = 1 + max((len(guesses.tokens) for guesses in drafts), default=0)
-
-    def padded(first: float, rows: Sequence[Sequence[float]], empty: float) -> list[list[float]]:
-        return [[first, *row, *[empty] * (nodes - 1 - len(row))] for row in rows]
-
-    tokens = [[root, *g.tokens, *[-1] * (nodes - 1 - len(g.tokens))] for root, g in zip(roots, drafts, strict=True)]
-    parents = torch.tensor(padded(-1, [g.parents for g in drafts], -1), dtype=torch.long)
-    width = max((budget.width for budget in budgets), default=1)
-    depth = min(nodes - 1, max((budget.depth for budget in budgets), default=0))
-    tree = DraftTree(torch.tensor(tokens, dtype=torch.long).view(len(roots), nodes), parents, depth, width)
-    survival = torch.tensor(padded(1.0, [g.chances for g in drafts], 0.0), dtype=torch.float32)
-    return Draft(tree, survival=survival)
+def as_draft(roots: Sequence[int], found: Sequence[Guesses], budgets: Sequence[Budget]) -> Draft:
+    """Guesses as trees on the host, and their chances: of chains too, for a mix that has to choose."""
+    width, nodes = max((b.width for b in budgets), default=1), 1 + max((len(g.tokens) for g in found), default=0)
+    texts = [[root, *g.tokens] for root, g in zip(roots, found, strict=True)]
+    chances = [[1.0, *g.chances, *[0.0] * (nodes - 1 - len(g.chances))] for g in found]
+    survival = torch.tensor(chances, dtype=torch.float32).view(len(texts), nodes)
+    if width == 1:
+        return Draft(DraftTree.of_texts(texts), survival)
+    tokens = [[*text, *[-1] * (nodes - len(text))] for text in texts]
+    parents = [[-1, *g.parents, *[-1] * (nodes - 1 - len(g.parents))] for g in found]
+    depth = max((g.depth for g in found), default=0)
+    tree = DraftTree(torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long), depth, width)
+    return Draft(tree, survival)

@@ -1,93 +1,122 @@
-"""Past: the answers of sequences that are gone, by tenant, for suffix decoding.
+"""Past: the answers of sequences that are gone, each tenant's apart, for suffix decoding.
 
-Decides how much is kept and what is forgotten first: the oldest answer of all tenants. Kept on disk as text, a line an
-answer; trees are grown anew from it. Knows nothing of drafting.
+Decides how much is kept and what is forgotten first: the oldest answer of all tenants. Where there is a file, every
+answer is in it as soon as it is in here. Knows nothing of drafting, nor of how the file is written.
 """
 
 from __future__ import annotations
 
-import json
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
+from forerun.draft.suffix_file import PastAnswer, PastFile
 from forerun.draft.suffix_tree import Leaf, Node, SuffixTree
-from forerun.errors import InvalidRequest
 
-FORM = 1  # of the file
-MAX_SIZE = 2_000_000  # nodes and leaves in all: some 300 MB
+DEPTH = 24  # longest context, what followed it included
+MAX_BYTES = 256 << 20
+SLACK = 64  # lines of a file that may be dead before it is written anew
 
 
 class Past:
-    """Contexts of past answers, each tenant's apart. At most `max_size` nodes and leaves in all."""
+    """Contexts of past answers, by tenant: at most about `max_bytes` in all. Not thread-safe, as drafters are not.
 
-    def __init__(self, depth: int, max_size: int = MAX_SIZE) -> None:
-        self.depth, self.max_size = depth, max_size
+    `answers` are what is kept, the oldest first. With a file, what it holds is read now, as far as there is room; the
+    newest first. Raises what PastFile raises.
+    """
+
+    def __init__(self, depth: int = DEPTH, max_bytes: int = MAX_BYTES, file: PastFile | None = None) -> None:
+        self.depth, self.max_bytes, self.file = depth, max_bytes, file
         self.trees: dict[str, SuffixTree] = {}
-        self.answers: OrderedDict[int, tuple[str, list[int]]] = OrderedDict()  # by sequence, the oldest first
-        self.size = 0
+        self.answers: OrderedDict[str, PastAnswer] = OrderedDict()
+        self.num_bytes = 0
+        self.origin = secrets.token_hex(8)  # other processes number their sequences too
+        if file is not None:
+            file.restore(self.restore)
+
+    def restore(self, found: Sequence[PastAnswer]) -> list[PastAnswer] | None:
+        """Take over what a file holds; what it should hold instead, if much of it is dead."""
+        for kept in reversed(found):
+            if kept.name not in self.answers and self.enter(kept) and self.num_bytes > self.max_bytes:
+                self.drop(kept.name)
+                break
+        self.answers = OrderedDict(reversed(self.answers.items()))
+        return list(self.answers.values()) if len(found) > 2 * len(self.answers) + SLACK else None
 
     def add(self, seq_id: int, tenant: str, answer: Sequence[int]) -> None:
-        """Keep an answer; the oldest ones go until there is room. One too large for all room is not kept."""
-        self.drop(seq_id)
-        tree = self.trees.setdefault(tenant, SuffixTree(self.depth))
-        before = tree.size
-        text = tree.begin()
-        for token in answer:
-            tree.append(token)
-        tree.begin()  # it grows no more
-        self.size += tree.size - before
-        self.answers[seq_id] = tenant, text
-        while self.size > self.max_size:
-            self.drop(next(iter(self.answers)))
+        """Keep a sequence's answer, in the place of an earlier one; the oldest answers go until there is room.
 
-    def drop(self, seq_id: int) -> None:
-        """Forget an answer; unknown ones are none."""
-        if seq_id not in self.answers:
+        One too large for all room is not kept, nor is one of no tokens.
+        """
+        self.drop(self.name(seq_id))
+        kept = PastAnswer(self.name(seq_id), tenant, answer)
+        if not answer or not self.enter(kept):
             return
-        tenant, text = self.answers.pop(seq_id)
-        tree = self.trees[tenant]
-        before = tree.size
-        tree.remove(text)
-        self.size += tree.size - before
-        if not tree.root.children:
-            del self.trees[tenant]
+        while self.num_bytes > self.max_bytes:
+            self.drop(next(iter(self.answers)))
+        if self.file is not None:
+            self.file.append(kept)
 
-    def find(self, tenant: str, text: Sequence[int]) -> list[Node | Leaf]:
-        """What is stored for the last 1, 2, ... tokens of a tenant's text."""
-        tree = self.trees.get(tenant)
-        return [] if tree is None else tree.find(text[-self.depth :])
+    def reopen(self, seq_id: int) -> None:
+        """A sequence is back: what it answered so far is not past."""
+        self.drop(self.name(seq_id))
 
-    def save(self, path: Path, vocabulary: str) -> None:
-        """Write all answers, the oldest first; `vocabulary` tells tokenizers apart. The old file stays until then."""
-        head = {"forerun_suffix": FORM, "vocabulary": vocabulary}
-        lines = [head, *({"tenant": tenant, "tokens": text} for tenant, text in self.answers.values())]
-        part = path.with_name(path.name + ".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        part.replace(path)
+    def clear(self) -> None:
+        """Forget all answers. The file stays as it is."""
+        self.trees.clear()
+        self.answers.clear()
+        self.num_bytes = 0
 
-    def load(self, path: Path, vocabulary: str) -> None:
-        """Add a file's answers, as if they were older than all others. Raises InvalidRequest for any other file."""
-        lines = path.read_text(encoding="utf-8").splitlines()
-        entries = [parsed(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-        if not entries or entries[0].get("forerun_suffix") != FORM:
-            raise InvalidRequest("suffix", f"{path} holds no past answers: name another file")
-        if entries[0].get("vocabulary") != vocabulary:
-            raise InvalidRequest("suffix", f"{path} was written for another tokenizer: name another file")
-        newer, self.answers = self.answers, OrderedDict()
-        first = min([0, *newer]) - len(entries)
-        for number, entry in enumerate(entries[1:]):
-            self.add(first + number, str(entry["tenant"]), [int(token) for token in entry["tokens"]])
-        self.answers.update(newer)
+    def name(self, seq_id: int) -> str:
+        """What a sequence's answer is called, here and in files."""
+        return f"{self.origin}-{seq_id}"
+
+    def enter(self, kept: PastAnswer) -> bool:
+        """Put an answer in its tenant's tree; False, and it is not there, if it takes more than all room."""
+        tree = self.trees.setdefault(kept.tenant, SuffixTree(self.depth))
+        before = tree.num_bytes
+        self.answers[kept.name] = PastAnswer(kept.name, kept.tenant, tree.add(kept.tokens))
+        grown = tree.num_bytes - before
+        self.num_bytes += grown
+        if grown > self.max_bytes:
+            self.drop(kept.name)
+        return grown <= self.max_bytes
+
+    def drop(self, name: str) -> None:
+        """Forget an answer; unknown ones are none."""
+        kept = self.answers.pop(name, None)
+        if kept is None:
+            return
+        tree = self.trees[kept.tenant]
+        before = tree.num_bytes
+        tree.remove(kept.tokens)
+        self.num_bytes += tree.num_bytes - before
+        if not tree.num_bytes:
+            del self.trees[kept.tenant]
 
 
-def parsed(line: str, place: str) -> dict[str, Any]:
-    """A line's entry. Raises InvalidRequest where it is none."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        entry = None
-    if not isinstance(entry, dict) or not ("forerun_suffix" in entry or {"tenant", "tokens"} <= set(entry)):
-        raise InvalidRequest("suffix", f"{place} is damaged: delete the line, or the file")
-    return entry
+@dataclass(slots=True)
+class Reader:
+    """Where a growing text stands in its tenant's past, so that each token of it is looked up once.
+
+    `places` is what is stored for its last 1, 2, ... tokens, when it had `length` of them and the tree was as it was.
+    """
+
+    tree: SuffixTree | None = None
+    num_changes: int = 0
+    length: int = 0
+    places: list[Node | Leaf] = field(default_factory=list)
+
+    def read(self, tree: SuffixTree | None, text: Sequence[int]) -> list[Node | Leaf]:
+        """Go on to the text's end; from a little before it where the past has changed, or much is unread."""
+        if tree is None:
+            self.tree, self.places = None, []
+            return self.places
+        first = len(text) - tree.depth
+        if tree is not self.tree or tree.num_changes != self.num_changes or self.length < first:
+            self.tree, self.num_changes, self.length, self.places = tree, tree.num_changes, max(0, first), []
+        for token in text[self.length :]:
+            self.places = tree.follow(self.places, token)
+        self.length = len(text)
+        return self.places
