@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -100,12 +101,14 @@ class SuffixDrafter:
         for token in tail:
             tree.append(token, steps)
         best, expected = NONE, 0.0
+        grow, wanted = chain if budget.width == 1 else likeliest, min(budget.depth, budget.nodes, tree.depth // 2)
         for places in (tree.matches, past):
-            for place, most in contexts(places, tree.depth, min(budget.depth, budget.nodes)):
-                if most > expected:
-                    found = chain(place, most, budget) if budget.width == 1 else likeliest(place, most, budget)
-                    if found.expected > expected:
-                        best, expected = found, found.expected
+            for length, most in ranks(len(places), tree.depth, wanted):
+                if most <= expected:
+                    break
+                found = grow(places[length - 1], most, budget)
+                if found.expected > expected:
+                    best, expected = found, found.expected
         tree.undo(steps)
         return best
 
@@ -151,14 +154,14 @@ def late(growing: Growing, tokens: Sequence[int], root: int) -> Sequence[int]:
     return [*tokens[1:], root] if tokens else ()
 
 
-def contexts(places: Sequence[Node | Leaf], depth: int, wanted: int) -> Iterator[tuple[Node | Leaf, int]]:
-    """The contexts of 1, 2, ... tokens and how many guesses each is good for, those good for most first.
+@cache
+def ranks(longest: int, depth: int, wanted: int) -> Sequence[tuple[int, int]]:
+    """Lengths of contexts, and how many guesses each is good for: those good for most first, then the longer.
 
-    A context of n tokens is good for n guesses, and no context is stored for more than `depth` tokens together.
+    A context of n tokens is good for n guesses, and no more than `depth` tokens are stored together.
     """
-    start = min(len(places), max(depth - wanted, depth // 2))
-    for length in (*range(start, 0, -1), *range(start + 1, len(places) + 1)):
-        yield places[length - 1], min(wanted, length, depth - length)
+    good = [(length, min(wanted, length, depth - length)) for length in range(1, longest + 1)]
+    return sorted(good, key=lambda rank: (-rank[1], -rank[0]))
 
 
 def chain(place: Node | Leaf, most: int, budget: Budget) -> Guesses:
