@@ -38,24 +38,23 @@ class Past:
     def restore(self, found: Sequence[PastAnswer]) -> list[PastAnswer] | None:
         """Take over what a file holds; what it should hold instead, if much of it is dead."""
         for kept in reversed(found):
-            if kept.name not in self.answers and self.enter(kept) and self.num_bytes > self.max_bytes:
-                self.drop(kept.name)
+            if self.num_bytes > self.max_bytes:
                 break
+            if kept.name not in self.answers:  # or else it was said again later, and longer
+                self.enter(kept)
         self.answers = OrderedDict(reversed(self.answers.items()))
+        self.shrink()
         return list(self.answers.values()) if len(found) > 2 * len(self.answers) + SLACK else None
 
     def add(self, seq_id: int, tenant: str, answer: Sequence[int]) -> None:
-        """Keep a sequence's answer, in the place of an earlier one; the oldest answers go until there is room.
-
-        One too large for all room is not kept, nor is one of no tokens.
-        """
+        """Keep a sequence's answer, if it said anything, in the place of an earlier one of it."""
         self.drop(self.name(seq_id))
-        kept = PastAnswer(self.name(seq_id), tenant, answer)
-        if not answer or not self.enter(kept):
+        if not answer:
             return
-        while self.num_bytes > self.max_bytes:
-            self.drop(next(iter(self.answers)))
-        if self.file is not None:
+        kept = PastAnswer(self.name(seq_id), tenant, answer)
+        self.enter(kept)
+        self.shrink()
+        if self.file is not None and kept.name in self.answers:
             self.file.append(kept)
 
     def reopen(self, seq_id: int) -> None:
@@ -72,16 +71,17 @@ class Past:
         """What a sequence's answer is called, here and in files."""
         return f"{self.origin}-{seq_id}"
 
-    def enter(self, kept: PastAnswer) -> bool:
-        """Put an answer in its tenant's tree; False, and it is not there, if it takes more than all room."""
+    def enter(self, kept: PastAnswer) -> None:
+        """Put an answer in its tenant's tree."""
         tree = self.trees.setdefault(kept.tenant, SuffixTree(self.depth))
         before = tree.num_bytes
         self.answers[kept.name] = PastAnswer(kept.name, kept.tenant, tree.add(kept.tokens))
-        grown = tree.num_bytes - before
-        self.num_bytes += grown
-        if grown > self.max_bytes:
-            self.drop(kept.name)
-        return grown <= self.max_bytes
+        self.num_bytes += tree.num_bytes - before
+
+    def shrink(self) -> None:
+        """The oldest answers go until there is room."""
+        while self.num_bytes > self.max_bytes:
+            self.drop(next(iter(self.answers)))
 
     def drop(self, name: str) -> None:
         """Forget an answer; unknown ones are none."""
