@@ -50,17 +50,19 @@ class AsyncLLM:
         self.thread.join()
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None, tenant: str = ""
     ) -> AsyncIterator[Delta]:
         """One request's deltas as rounds give them, of all its samples. Leaving the loop early cancels it."""
-        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation)
+        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation, tenant)
         async with aclosing(self.follow(sequences)) as deltas:
             async for delta in deltas:
                 yield delta
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None) -> Result:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None, tenant: str = ""
+    ) -> Result:
         """One request's answer, once all its samples are finished."""
-        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation)
+        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation, tenant)
         answers = {s.id: Answer(s) for s in sequences}
         async for delta in self.follow(sequences):
             answers[delta.seq_id].add(delta)

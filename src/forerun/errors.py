@@ -15,7 +15,8 @@ Each message says the offending value and what to do about it. Broken invariants
     │   └── PromptTooLong
     ├── DraftError
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
-    │   └── VocabularyMismatch      the drafter's tokenizer is not the target's
+    │   ├── VocabularyMismatch      the drafter's tokenizer is not the target's
+    │   └── PastFileError           a file of past answers is damaged, something else, or out of reach
     ├── DeviceUnavailable           a device, or what is needed to use it, is not there
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
@@ -78,6 +79,10 @@ class UnknownDrafter(DraftError, ValueError):
 
 class VocabularyMismatch(DraftError):
     """The drafter's tokenizer differs from the target's."""
+
+
+class PastFileError(DraftError):
+    """A file of past answers that cannot be understood, read or written."""
 
 
 class DeviceUnavailable(ForerunError):

@@ -152,16 +152,18 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         speculation: Wish = None,
         progress: Progress | None = None,
+        tenant: str = "",
     ) -> list[Result]:
         """Answer all prompts, in order: text or token ids, one or many, with one set of parameters or one each.
 
-        All are checked before any runs. `speculation` overrides the engine's default for these requests.
+        All are checked before any runs. `speculation` overrides the engine's default for these requests. Drafters that
+        learn from answers let those of one `tenant` draft for that tenant alone.
         """
         batch = as_batch(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Seq) else params
         if len(each) != len(batch):
             raise InvalidRequest("params", f"{len(each)} sets of parameters for {len(batch)} prompts: one or each.")
-        requests = [self.requests.sequences(p, q, speculation) for p, q in zip(batch, each, strict=True)]
+        requests = [self.requests.sequences(p, q, speculation, tenant) for p, q in zip(batch, each, strict=True)]
         answers = {s.id: Answer(s) for request in requests for s in request}
         num_open = len(answers)
         for delta in self.rounds([s for request in requests for s in request]):
@@ -176,12 +178,13 @@ class LLM:
         params: SamplingParams | None = None,
         speculation: Wish = None,
         progress: Progress | None = None,
+        tenant: str = "",
     ) -> Iterator[Delta]:
         """One request's deltas as rounds give them. Closing the iterator cancels the request.
 
         `progress` is told how much of the prompt is read, as long as there is nothing else to tell.
         """
-        sequences = self.requests.sequences(prompt, params or SamplingParams(), speculation)
+        sequences = self.requests.sequences(prompt, params or SamplingParams(), speculation, tenant)
         return self.rounds(sequences, progress)
 
     def rounds(self, sequences: Seq[Sequence], progress: Progress | None = None) -> Iterator[Delta]:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from forerun.bench.material import Passage
-from forerun.bench.plan import Selection
+from forerun.bench.plan import Group, Selection, Turn
 from forerun.bench.setup import Models, about, set_up
 from forerun.commands import bench as command
 from forerun.commands.bench import BenchOptions
@@ -44,6 +44,18 @@ def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) 
     assert changed["draft_fingerprint"] != first["models"]["draft_fingerprint"]
     assert changed["fingerprint"] == first["models"]["fingerprint"]
     assert Models(models.target, "ngram").draft_fingerprint() == ""
+
+
+def test_no_repetition_is_drafted_from_the_answers_of_another(target_dir: Path) -> None:
+    """Nor from those of other groups: a drafter that remembers has the same to say every time."""
+    stage = set_up(Models(str(target_dir), "suffix"), PASSAGES, SELECTION)
+    groups, turns = [Group("own", batch, 0.0) for batch in (1, 2)], [Turn(repetition, 2) for repetition in (0, 1)]
+    stage.warm_up(groups[0], (2,))
+    runs = [[stage.run(group, turn) for turn in turns] for group in groups]
+    for first, second in runs:
+        assert first.answers == second.answers
+        assert (first.num_rounds, first.num_drafted) == (second.num_rounds, second.num_drafted)
+    assert runs[0][0].num_drafted * 2 == runs[1][0].num_drafted > 0
 
 
 def test_memory_is_planned_for_the_longest_text_and_the_largest_batch(models: Models) -> None:

@@ -12,10 +12,12 @@ from forerun.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence and all of its text, the root last."""
+    """A sequence and all of its text, the root last, and whose it is."""
 
     seq_id: int
     text: Sequence[int]
+    tenant: str = ""
+    num_prompt: int = 1
 
 
 def committed(rows: Sequence[Row], starts: Sequence[int] | None = None) -> Committed:
@@ -55,5 +57,7 @@ def draws_of(
 ) -> Draws:
     """The draws of a round in which these rows are drafted."""
     params = SamplingParams(temperature=temperature)
-    samplings = [RowSampling(r.seq_id, params, seed + r.seq_id, 0, list(r.text), num_prompt=1) for r in rows]
+    samplings = [
+        RowSampling(r.seq_id, params, seed + r.seq_id, 0, list(r.text), r.num_prompt, tenant=r.tenant) for r in rows
+    ]
     return Draws(samplings, vocab, rejection=rejection, kernels=find_sampling_kernels())

@@ -148,7 +148,7 @@ class Stage:
         own_peak = forget_peak_rss()
         tape, answers = Tape(group.batch, turn.depth), []
         for numbers in waves(len(self.workloads[group.workload].items), group.batch):
-            answers += self.wave(group, turn.depth, numbers, tape)
+            answers += self.wave(group, turn.depth, numbers, tape, tenant=repr((group, turn)))
         return tape.run(group, turn, answers, peak_rss_bytes() if own_peak else None)
 
     def warm_up(self, group: Group, depths: Sequence[int]) -> None:
@@ -157,14 +157,18 @@ class Stage:
             self.wave(group, depth, range(group.batch), Tape(group.batch, depth), WARMUP_TOKENS)
 
     def wave(
-        self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None
+        self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""
     ) -> list[list[int]]:
-        """Requests of these numbers, all at once, to their ends; their answers, of at most `most` tokens."""
+        """Requests of these numbers, all at once, to their ends; their answers, of at most `most` tokens.
+
+        Each repetition is a `tenant` of its own: no drafter shall remember what an earlier one answered to the same.
+        """
         items = self.workloads[group.workload].items
         recording, sequences = Recording(), []
         for number in numbers:
             item = items[number % len(items)]
-            (sequence,) = self.llm.requests.sequences(item.prompt, self.params(item, group, number, most), depth)
+            params = self.params(item, group, number, most)
+            (sequence,) = self.llm.requests.sequences(item.prompt, params, depth, tenant)
             if item.answer is not None:
                 recording.texts[sequence.id] = [*item.prompt, *item.answer]
             sequences.append(sequence)

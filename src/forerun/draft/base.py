@@ -58,7 +58,8 @@ class Committed:
     Sequence `seq_ids[i]` gained `tokens[offsets[i]:offsets[i+1]]`, all read by the target; `roots[i]` is the token
     after them, final too but not yet read. All `Committed.tokens` of a sequence, joined, and then its last root are
     the sequence's text. Host lists: they come from the round's one synchronisation.
-    `features[t]` is the target's state after reading `tokens[t]`, at the drafter's declared taps.
+    `features[t]` is the target's state after reading `tokens[t]`, at the drafter's declared taps. `tenants` says whose
+    each text is, and `num_prompts` how much of it was asked; both empty where nobody knows.
     """
 
     seq_ids: Sequence[int]
@@ -66,6 +67,8 @@ class Committed:
     offsets: Sequence[int]
     roots: Sequence[int]
     features: Float[Tensor, "total taps hidden"] | None = None
+    tenants: Sequence[str] = ()
+    num_prompts: Sequence[int] = ()
 
     def rows(self) -> list[tuple[int, Sequence[int], int]]:
         """(sequence, its new tokens, its root), one per sequence."""
@@ -119,7 +122,10 @@ class Drafter(Protocol):
     def arms(self) -> tuple[str, ...]: ...
 
     def observe(self, news: Committed) -> None:
-        """Learn what became final. The only way in which lasting state grows. New sequences appear here first."""
+        """Learn what became final, a sequence's last tokens too. The only way in which lasting state grows.
+
+        New sequences appear here first.
+        """
         ...
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:

@@ -15,6 +15,9 @@ from forerun.draft.base import Drafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.draft.suffix import SuffixDrafter
+from forerun.draft.suffix_file import PastFile
+from forerun.draft.suffix_past import Past
 from forerun.errors import UnknownDrafter, VocabularyMismatch
 from forerun.models.loading import Blueprint, Progress
 from forerun.text import Tokenizer
@@ -94,9 +97,19 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint)
 
 
+def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE remembers; made where there is none."""
+    refuse_members(spec)
+    if spec.argument is None:
+        return DraftPlan(0, {}, lambda _tokens, _progress: SuffixDrafter())
+    file = PastFile(spec.argument, context.tokenizer.fingerprint())
+    return DraftPlan(0, {}, lambda _tokens, _progress: SuffixDrafter(Past(file=file)))
+
+
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     "model": plan_model,
     "ngram": plan_ngram,
+    "suffix": plan_suffix,
 }
 
 

@@ -200,20 +200,23 @@ class Engine:
             sequence = part.row.sequence
             if part.num_scored:
                 score_prompt(sequence, part, logits[first:])
-            run = next(runs) if part.tree else None
-            if run:
-                delta = commit(sequence, run, logits, first + part.num_scored)
-                outcomes.append(run.outcome(sequence.id, len(delta.token_ids)))
-                deltas.append(delta)
-            if not run or deltas[-1].finish_reason is None:
-                kept.append(Kept(part, run))
-        self.keep(kept, reading)
-        self.leave([self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None])
+            if part.tree is None:
+                kept.append(Kept(part, []))
+                continue
+            run = next(runs)
+            delta = commit(sequence, run, logits, first + part.num_scored)
+            outcomes.append(run.outcome(sequence.id, len(delta.token_ids)))
+            deltas.append(delta)
+            kept.append(Kept(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
+        ended = [self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None]
+        self.keep(kept, {sequence.id for sequence in ended}, reading)
+        self.leave(ended)
         return deltas, outcomes
 
-    def keep(self, kept: Seq[Kept], reading: Reading) -> None:
-        """Keep the accepted paths in the cache and tell the drafter what was read."""
-        self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
+    def keep(self, kept: Seq[Kept], ended: set[int], reading: Reading) -> None:
+        """Keep the accepted paths in the cache, unless the sequence ended, and tell the drafter what was read."""
+        staying = [k for k in kept if k.sequence.id not in ended]
+        self.runner.keep([k.sequence.id for k in staying], [k.path for k in staying])
         tokens: list[int] = []
         offsets = [0]
         for k in kept:
@@ -229,6 +232,8 @@ class Engine:
                     offsets=offsets,
                     roots=[k.sequence.tokens[k.sequence.num_read] for k in kept],
                     features=reading.features(kept),
+                    tenants=[k.sequence.tenant for k in kept],
+                    num_prompts=[k.sequence.num_prompt for k in kept],
                 )
             )
 

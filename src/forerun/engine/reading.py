@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from forerun.accept.commit import Accepted, HostTree
+from forerun.accept.commit import HostTree
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
 from forerun.models.runner import Drawn, Read, States
@@ -54,10 +54,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of a part is final in the cache: its chunk, and the accepted path of its tree."""
+    """What of a part is final: its chunk, and the nodes of its tree that are read and said."""
 
     part: Part
-    run: Accepted | None
+    nodes: Seq[int]
 
     @property
     def sequence(self) -> Sequence:
@@ -68,7 +68,7 @@ class Kept:
     def path(self) -> list[int]:
         """Numbers of the read's tokens that stay, in order."""
         num_chunk = self.part.row.num_chunk
-        return [*range(num_chunk), *(num_chunk + node for node in (self.run.nodes if self.run else []))]
+        return [*range(num_chunk), *(num_chunk + node for node in self.nodes)]
 
 
 def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> Drawn:

@@ -41,12 +41,18 @@ class Requests:
         return self.vocab_size if self.tokenizer is None else min(self.vocab_size, self.tokenizer.num_ids)
 
     def sequences(
-        self, prompt: str | Seq[int], params: SamplingParams, wish: bool | int | Speculation | None = None
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        wish: bool | int | Speculation | None = None,
+        tenant: str = "",
     ) -> list[Sequence]:
         """The request's samples, or InvalidRequest saying which field cannot be served and why."""
         tokens = self.prompt_tokens(prompt)
         if not isinstance(params, SamplingParams):
             raise InvalidRequest("params", f"{params!r} must be SamplingParams.")
+        if not isinstance(tenant, str):
+            raise InvalidRequest("tenant", f"{tenant!r} must be a string that names whose request it is.")
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "stop strings need a tokenizer; use stop_token_ids.")
@@ -76,6 +82,7 @@ class Requests:
                     tokenizer=self.tokenizer,
                     prompt=tokens,
                 ),
+                tenant=tenant,
             )
             for sample in range(params.n)
         ]

@@ -38,7 +38,7 @@ class Sequence:
     """One sample of one request.
 
     `tokens` is prompt and output, the last one (the root) not yet read by the target; `num_read` of them are in the
-    target's cache. `max_length` is the context limit.
+    target's cache. `max_length` is the context limit. What a tenant's sequences say never drafts for another tenant's.
     """
 
     id: int
@@ -52,6 +52,7 @@ class Sequence:
     max_length: int
     speculation: Speculation
     stop: StopChecker
+    tenant: str = ""
     status: Status = Status.WAITING
     num_read: int = 0
     origins: list[Origin] = field(default_factory=list)
@@ -90,4 +91,5 @@ class Sequence:
             tokens=self.tokens,
             num_prompt=self.num_prompt,
             eos_ids=self.eos_ids,
+            tenant=self.tenant,
         )

@@ -1,0 +1,222 @@
+"""Suffix decoding: guess what most often followed the last few tokens, in this text and in past answers.
+
+Decides which context to trust: of the text's last 1, 2, ... tokens that occurred before, the one from which the most
+guesses can be expected to be accepted. A context of n tokens is good for n guesses at most, and a path ends where it is
+no longer likely. So the drafts follow from counts alone, those of the text and those of its tenant's past: there is
+no law to declare. Knows nothing of models. After SuffixDecoding (Oliaro et al., 2411.04975).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.draft.suffix_past import Past, Reader
+from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node, Step, SuffixTree
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
+
+AHEAD = Budget(8)  # what `outlook` looks at: who drafts less far can expect no more than that
+
+
+@dataclass(slots=True)
+class Growing:
+    """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
+
+    `tenant` is None, and the past out of reach, as long as nobody said whose it is.
+    """
+
+    tree: SuffixTree
+    reader: Reader = field(default_factory=Reader)
+    tenant: str | None = None
+    num_prompt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """A tree of guesses behind a root: tokens, parents (0 is the root), and the chance of each to be accepted."""
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    chances: Sequence[float] = ()
+    depth: int = 0
+
+    @property
+    def expected(self) -> float:
+        """How many will be accepted, if counts are a guide."""
+        return math.fsum(self.chances)
+
+
+NONE = Guesses()
+
+
+class SuffixDrafter:
+    """Copies what followed before. What sequences answered stays in `past` when they are forgotten."""
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("suffix",)
+
+    def __init__(self, past: Past | None = None) -> None:
+        self.past = Past() if past is None else past
+        self.sequences: dict[int, Growing] = {}
+
+    def observe(self, news: Committed) -> None:
+        """Enter what became final, the root included: in O(1) per token and context that goes on."""
+        for i, (seq_id, tokens, root) in enumerate(news.rows()):
+            growing = self.sequences.get(seq_id)
+            if growing is None:
+                self.past.reopen(seq_id)
+                growing = self.sequences[seq_id] = Growing(SuffixTree(self.past.depth))
+            if news.tenants:
+                growing.tenant, growing.num_prompt = news.tenants[i], news.num_prompts[i]
+            for token in late(growing, tokens, root):
+                growing.tree.append(token)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """The likeliest chain or tree of each sequence, within its budget, and how likely each guess is."""
+        tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
+        found = []
+        for row, budget in zip(draws.rows, budgets, strict=True):
+            growing = self.sequences.get(row.seq_id)
+            if growing is None:
+                found.append(NONE)
+                continue
+            growing.tenant, growing.num_prompt = row.tenant, row.num_prompt
+            new = late(growing, *tails[row.seq_id]) if row.seq_id in tails else ()
+            found.append(self.guess(growing, budget, new))
+        return as_draft([row.tokens[-1] for row in draws.rows], found, budgets)
+
+    def guess(self, growing: Growing, budget: Budget, tail: Sequence[int] = ()) -> Guesses:
+        """The best that any context has to offer: the text's own before the past's among equals, then the longer."""
+        if budget.depth == 0:
+            return NONE
+        tree, past = growing.tree, self.remembered(growing, tail)
+        steps: list[Step] = []
+        for token in tail:
+            tree.append(token, steps)
+        best, expected = NONE, 0.0
+        grow, wanted = chain if budget.width == 1 else likeliest, min(budget.depth, budget.nodes, tree.depth // 2)
+        for places in (tree.matches, past):
+            for length, most in ranks(len(places), tree.depth, wanted):
+                if most <= expected:
+                    break
+                found = grow(places[length - 1], most, budget)
+                if found.expected > expected:
+                    best, expected = found, found.expected
+        tree.undo(steps)
+        return best
+
+    def remembered(self, growing: Growing, tail: Sequence[int]) -> Sequence[Node | Leaf]:
+        """What its tenant's past holds for a text's last 1, 2, ... tokens, as long as they occurred there."""
+        tree = None if growing.tenant is None else self.past.trees.get(growing.tenant)
+        places = growing.reader.read(tree, growing.tree.text)
+        for token in tail:
+            places = places if tree is None else tree.follow(places, token)
+        return places
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """Never behind; as deep as the longest context is good for, and what it would be worth to go eight ahead."""
+        limit, expected = [], []
+        for seq_id in seq_ids:
+            growing = self.sequences.get(seq_id)
+            best = NONE if growing is None else self.guess(growing, AHEAD)
+            expected.append(best.expected)
+            limit.append(0 if growing is None or best is NONE else self.limit(growing))
+        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected)
+
+    def limit(self, growing: Growing) -> int:
+        """The deepest draft that contexts as long as these can give."""
+        longest = max(len(growing.tree.matches), len(growing.reader.places))
+        return min(longest, growing.tree.depth // 2)
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        """All of each prefix: counts need tokens alone."""
+        return [len(prefix) for prefix in prefixes]
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop these sequences. What they answered is past from now on, for their tenant; unknown ones are none."""
+        for seq_id in seq_ids:
+            growing = self.sequences.pop(seq_id, None)
+            if growing is not None and growing.tenant is not None:
+                self.past.add(seq_id, growing.tenant, growing.tree.text[growing.num_prompt :])
+
+
+def late(growing: Growing, tokens: Sequence[int], root: int) -> Sequence[int]:
+    """What of a sequence's news is not in its text yet: its last root is the first token of them, unless it is new."""
+    if not growing.tree.text:
+        return [*tokens, root]
+    return [*tokens[1:], root] if tokens else ()
+
+
+@cache
+def ranks(longest: int, depth: int, wanted: int) -> Sequence[tuple[int, int]]:
+    """Lengths of contexts, and how many guesses each is good for: those good for most first, then the longer.
+
+    A context of n tokens is good for n guesses, and no more than `depth` tokens are stored together.
+    """
+    good = [(length, min(wanted, length, depth - length)) for length in range(1, longest + 1)]
+    return sorted(good, key=lambda rank: (-rank[1], -rank[0]))
+
+
+def chain(place: Node | Leaf, most: int, budget: Budget) -> Guesses:
+    """The likeliest continuation of the likeliest continuation, and so on, while the whole path is likely."""
+    tokens: list[int] = []
+    chances: list[float] = []
+    chance, least = 1.0, max(LEAST_SHARE, budget.price)
+    while len(tokens) < most:
+        if isinstance(place, Leaf):  # the rest of a text
+            tokens += place.text[place.end : place.end + most - len(tokens)]
+            chances += [chance] * (len(tokens) - len(chances))
+            break
+        offers = place.offers()
+        if not offers or chance * offers[0].share < least:
+            break
+        token, share, place = offers[0]
+        chance *= share
+        tokens.append(token)
+        chances.append(chance)
+    return Guesses(tokens, range(len(tokens)), chances, len(tokens))
+
+
+def likeliest(place: Node | Leaf, most: int, budget: Budget) -> Guesses:
+    """The likeliest of all paths of at most `most` guesses, as many as the budget allows.
+
+    Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    least, depth = max(LEAST_SHARE, budget.price), 0
+    heap: list[tuple[float, tuple[int, ...], int, Node | Leaf]] = [(-1.0, (), -1, place)]
+    while heap and len(tokens) < budget.nodes:
+        minus, path, parent, place = heapq.heappop(heap)
+        if path:
+            tokens.append(path[-1])
+            parents.append(parent)
+            chances.append(-minus)
+            depth = max(depth, len(path))
+        for token, share, longer in place.offers()[: budget.width] if len(path) < most else ():
+            if -minus * share >= least:
+                heapq.heappush(heap, (minus * share, (*path, token), len(tokens), longer))
+    return Guesses(tokens, parents, chances, depth)
+
+
+def as_draft(roots: Sequence[int], found: Sequence[Guesses], budgets: Sequence[Budget]) -> Draft:
+    """Guesses as trees on the host, and their chances: of chains too, for a mix that has to choose."""
+    width, nodes = max((b.width for b in budgets), default=1), 1 + max((len(g.tokens) for g in found), default=0)
+    texts = [[root, *g.tokens] for root, g in zip(roots, found, strict=True)]
+    chances = [[1.0, *g.chances, *[0.0] * (nodes - 1 - len(g.chances))] for g in found]
+    survival = torch.tensor(chances, dtype=torch.float32).view(len(texts), nodes)
+    if width == 1:
+        return Draft(DraftTree.of_texts(texts), survival)
+    tokens = [[*text, *[-1] * (nodes - len(text))] for text in texts]
+    parents = [[-1, *g.parents, *[-1] * (nodes - 1 - len(g.parents))] for g in found]
+    depth = max((g.depth for g in found), default=0)
+    tree = DraftTree(torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long), depth, width)
+    return Draft(tree, survival)

@@ -1,0 +1,191 @@
+"""PastFile: past answers on disk, a line of JSON each, behind a line that says which tokenizer they are of.
+
+Decides that nothing is lost when a process dies, and that nobody's file is harmed: an answer is one write at the end,
+other processes may do the same, and whatever is not understood to the last line is refused and left alone. A later
+line takes the place of an earlier one of the same name. Knows nothing of trees, or of how much is kept in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import PastFileError, VocabularyMismatch
+
+FORM = 1
+HEAD = "forerun past answers, form"
+LARGEST_ID = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class PastAnswer:
+    """An answer: a name that no other has, whose it is, and its tokens."""
+
+    name: str
+    tenant: str
+    tokens: Sequence[int]
+
+    def line(self) -> bytes:
+        """How it stands in a file."""
+        return as_line({"name": self.name, "tenant": self.tenant, "tokens": list(self.tokens)})
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> PastAnswer | None:
+        """What a line says; None where it makes no sense."""
+        name, tenant, tokens = (entry.get(key) for key in ("name", "tenant", "tokens"))
+        if not isinstance(name, str) or not isinstance(tenant, str) or not isinstance(tokens, list):
+            return None
+        sound = all(type(token) is int and 0 <= token < LARGEST_ID for token in tokens)
+        return cls(name, tenant, tokens) if sound else None
+
+
+class PastFile:
+    """A file of past answers, in the ids of the tokenizer with the fingerprint `vocabulary`.
+
+    Made at once where there is none, for its user's eyes only. Raises PastFileError for a file that is damaged, is
+    something else, or cannot be read and written here, VocabularyMismatch for one in the ids of another tokenizer.
+    """
+
+    def __init__(self, path: str | Path, vocabulary: str) -> None:
+        self.path = Path(path).expanduser().resolve()
+        self.vocabulary = vocabulary
+        self.broken = False
+        self.restore(lambda found: None)
+
+    def restore(self, take: Callable[[list[PastAnswer]], list[PastAnswer] | None]) -> None:
+        """Hand over all that is kept, the oldest first. What `take` returns, unless None, replaces it."""
+        with self.reachable(), self.alone() as file:
+            wanted = take(self.read(file))
+            if wanted is not None:
+                with contextlib.suppress(OSError):  # a long file is as good as a short one
+                    self.replace(wanted)
+
+    def append(self, kept: PastAnswer) -> None:
+        """Write an answer down: it survives the process from here on. Where it fails, it warns and gives up."""
+        if self.broken:
+            return
+        try:
+            with self.alone() as file:
+                write_all(file, kept.line())
+        except OSError as error:
+            self.broken = True  # drafting goes on, and no request fails for it
+            warnings.warn(f"{self.path}: past answers are no longer kept there ({error})", RuntimeWarning, stacklevel=2)
+
+    @contextmanager
+    def reachable(self) -> Iterator[None]:
+        """Where the system refuses the file, the error says what to do."""
+        try:
+            yield
+        except OSError as error:
+            fix = "name a file in a folder that exists, where you may read and write"
+            raise PastFileError(f"{self.path} cannot be used for past answers ({error.strerror}): {fix}") from error
+
+    @contextmanager
+    def alone(self) -> Iterator[FileIO]:
+        """The file, open at its end, and no other process at it: not even one that puts a new one in its place."""
+        while True:
+            with open(self.path, "ab+", buffering=0, opener=for_its_user) as file:
+                lock(file)
+                now = os.fstat(file.fileno())
+                if not self.path.exists() or not os.path.samestat(now, self.path.stat()):
+                    continue
+                if not now.st_size:
+                    write_all(file, self.head())
+                yield file
+                return
+
+    def read(self, file: FileIO) -> list[PastAnswer]:
+        """All answers. What a write that was cut short left behind the last one is taken away."""
+        file.seek(0)
+        *lines, end = file.readall().split(b"\n")
+        self.check_head(lines[0] if lines else b"")
+        found = []
+        for number, line in enumerate(lines[1:], start=2):
+            kept = PastAnswer.of(parsed(line))
+            if kept is None:
+                fix = "delete that line, or name another file"
+                raise PastFileError(f"line {number} of {self.path} is damaged: {fix}")
+            found.append(kept)
+        if (kept := PastAnswer.of(parsed(end))) is not None:  # somebody's editor took the end of the line
+            write_all(file, b"\n")
+            return [*found, kept]
+        file.truncate(file.tell() - len(end))
+        return found
+
+    def head(self) -> bytes:
+        """The first line."""
+        return as_line({HEAD: FORM, "vocabulary": self.vocabulary})
+
+    def check_head(self, line: bytes) -> None:
+        """Refuse other files, and other tokenizers' answers."""
+        head, fix = parsed(line), "name another file, or one that does not exist yet"
+        if HEAD not in head:
+            raise PastFileError(f"{self.path} is no file of past answers: {fix}")
+        if head[HEAD] != FORM:
+            raise PastFileError(f"{self.path} is of form {head[HEAD]!r}, and form {FORM} is understood: {fix}")
+        if head.get("vocabulary") != self.vocabulary:
+            raise VocabularyMismatch(f"{self.path} holds answers in another tokenizer's ids: {fix}")
+
+    def replace(self, wanted: Sequence[PastAnswer]) -> None:
+        """Put a file with these answers alone in the place of this one, whole or not at all."""
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with open(handle, "wb") as part:
+                part.writelines([self.head(), *(kept.line() for kept in wanted)])
+                part.flush()
+                os.fsync(handle)
+            shutil.copymode(self.path, name)
+            os.replace(name, self.path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+def as_line(entry: dict[str, Any]) -> bytes:
+    """An entry as it stands in the file."""
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """A line's entry; an empty one where it has none."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def for_its_user(path: str, flags: int) -> int:
+    """Open, or make, a file that others may not read."""
+    return os.open(path, flags, 0o600)
+
+
+def lock(file: FileIO) -> None:
+    """Wait until no other process holds the file; the system lets go of it when it is closed."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        return
+    fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+
+
+def write_all(file: FileIO, line: bytes) -> None:
+    """Write a line at the end, whole or not at all."""
+    before = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        file.truncate(before)
+        raise

@@ -1,0 +1,286 @@
+"""Suffix decoding against a quadratic oracle that counts anew for every question, over three letters."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft.rounds import Row, chunked, committed, draws_of
+from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.suffix import AHEAD, SuffixDrafter
+from forerun.draft.suffix_past import Past
+from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node
+from unchecked import unchecked
+
+VOCAB = 16
+LETTERS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+PAST = st.lists(LETTERS, max_size=3)
+DEPTHS = st.integers(2, 9)
+BUDGETS = st.builds(
+    Budget,
+    depth=st.integers(1, 6),
+    width=st.integers(1, 3),
+    nodes=st.integers(1, 9),
+    price=st.sampled_from([0.0, 0.0, 0.3]),
+)
+Path = tuple[int, ...]
+
+
+def occurrences(texts: Sequence[Sequence[int]], context: Path) -> int:
+    """How often a context occurs."""
+    size = len(context)
+    return sum(tuple(text[i : i + size]) == context for text in texts for i in range(len(text) - size + 1))
+
+
+def paths(texts: Sequence[Sequence[int]], context: Path, budget: Budget, most: int) -> Iterator[tuple[float, Path]]:
+    """All likely continuations of at most `most` tokens: minus their chance, and their tokens."""
+    todo: list[tuple[float, Path]] = [(1.0, ())]
+    while todo:
+        chance, path = todo.pop()
+        yield -chance, path
+        times = [(occurrences(texts, (*context, *path, token)), -token) for token in range(VOCAB)]
+        total = sum(count for count, _ in times)
+        for count, token in sorted(times, reverse=True)[: budget.width] if len(path) < most and total else []:
+            if min(count / total, chance * (count / total)) >= max(LEAST_SHARE, budget.price):
+                todo.append((chance * (count / total), (*path, -token)))
+
+
+def oracle(text: Sequence[int], past: Sequence[Sequence[int]], budget: Budget, depth: int) -> dict[Path, float]:
+    """The best of all contexts: what is guessed, best first, and how likely each is."""
+    best: dict[Path, float] = {}
+    for texts, times in (([text], 2), (past, 1)):
+        ends = [n for n in range(1, min(depth, len(text)) + 1) if occurrences(texts, tuple(text[-n:])) >= times]
+        good = {n: min(budget.depth, budget.nodes, n, depth - n) for n in ends}
+        for n in sorted(ends, key=lambda n: (-good[n], -n)):
+            likely = sorted(paths(texts, tuple(text[-n:]), budget, good[n]))[1 : 1 + budget.nodes]
+            if math.fsum(-minus for minus, _ in likely) > -math.fsum(-chance for chance in best.values()):
+                best = {path: -minus for minus, path in likely}
+    return best
+
+
+def guesses(draft: Draft) -> list[dict[Path, float]]:
+    """A draft's guesses in order, by their path from the root, and their survival."""
+    tree, survival = draft.tree, draft.survival
+    assert survival is not None
+    found = []
+    for tokens, below, chances in zip(
+        tree.tokens.tolist(), tree.path_tokens().tolist(), survival.tolist(), strict=True
+    ):
+        nodes = [i for i, token in enumerate(tokens) if token >= 0][1:]
+        found.append({tuple(token for token in below[i] if token >= 0): chances[i] for i in nodes})
+    return found
+
+
+def in_float32(chances: dict[Path, float]) -> dict[Path, float]:
+    return dict(zip(chances, torch.tensor(list(chances.values()), dtype=torch.float32).tolist(), strict=True))
+
+
+def drafter_of(past: Sequence[Sequence[int]], depth: int, tenant: str = "") -> SuffixDrafter:
+    """A drafter that knows these past answers."""
+    drafter = SuffixDrafter(Past(depth))
+    for i, answer in enumerate(past):
+        drafter.past.add(1000 + i, tenant, answer)
+    return drafter
+
+
+def news(rows: Sequence[Row], starts: Sequence[int] | None = None) -> Committed:
+    """With whose they are, as the engine tells it."""
+    told = committed(rows, starts)
+    return replace(told, tenants=[r.tenant for r in rows], num_prompts=[r.num_prompt for r in rows])
+
+
+@settings(max_examples=150, deadline=None)
+@given(LETTERS, PAST, DEPTHS, BUDGETS, st.integers(0, 99), st.integers(0, 9))
+def test_it_guesses_what_the_oracle_guesses(
+    text: list[int], past: list[list[int]], depth: int, budget: Budget, seed: int, num_late: int
+) -> None:
+    """Chains and trees, with and without a past, told in any pieces, the last of them as a tail."""
+    drafter, row = drafter_of(past, depth, "a"), Row(5, text, "a")
+    drafter.past.add(1, "b", [0, 1, 2] * 5)
+    early = max(1, len(text) - num_late)
+    with unchecked():
+        for piece in chunked([Row(5, text[:early])], seed):
+            drafter.observe(piece)
+        tail = committed([row], [early - 1])
+        found = drafter.propose(draws_of([row], VOCAB), [budget], tail)
+        expected = oracle(text, past, budget, depth)
+    (one,) = guesses(found)
+    assert list(one.items()) == list(in_float32(expected).items())
+    assert (len(one) > 0) == (math.fsum(expected.values()) > 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LETTERS, PAST, DEPTHS, st.integers(0, 99))
+def test_the_outlook_is_what_a_chain_of_eight_would_bring(
+    text: list[int], past: list[list[int]], depth: int, seed: int
+) -> None:
+    drafter, row = drafter_of(past, depth, "a"), Row(5, text, "a")
+    with unchecked():
+        for piece in chunked([row], seed):
+            drafter.observe(replace(piece, tenants=["a"], num_prompts=[1]))
+        expected = math.fsum(oracle(text, past, AHEAD, depth).values())
+        outlook = drafter.outlook([5, 6])
+        assert outlook.expected == [expected, 0.0]
+        assert outlook.unread == [0, 0]
+        assert (outlook.limit[0] > 0) == (expected > 0)
+        assert outlook.limit[1] == 0
+        for budget in (Budget(30), Budget(30, 3, 60)):
+            assert drafter.propose(draws_of([row], VOCAB), [budget]).tree.depth <= outlook.limit[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(LETTERS, LETTERS, PAST, st.integers(0, 99))
+def test_state_is_that_of_one_rebuilt_from_the_text(
+    text: list[int], other: list[int], past: list[list[int]], seed: int
+) -> None:
+    """After any chunks, drafts, tails and outlooks; node by node."""
+    dice = random.Random(seed)
+    rows, budgets = [Row(0, text), Row(1, other)], [Budget(4), Budget(3, 2, 6)]
+    drafted, rebuilt = drafter_of(past, 6), drafter_of(past, 6)
+    with unchecked():
+        for piece in chunked(rows, seed):
+            drafted.observe(piece)
+            longer = [Row(r.seq_id, [*drafted.sequences[r.seq_id].tree.text, *other[:5]]) for r in rows]
+            told = [len(r.text) - min(len(other), 5) for r in longer]
+            tail = committed(longer, [n - 1 for n in told]) if dice.random() < 0.7 else None
+            drafted.propose(draws_of(rows, VOCAB), budgets, tail)
+            drafted.outlook([0, 1])
+        rebuilt.observe(committed(rows))
+        for drafter in (drafted, rebuilt):
+            drafter.propose(draws_of(rows, VOCAB), budgets)
+    assert drafted.sequences == rebuilt.sequences
+
+
+def test_an_answer_drafts_for_its_tenant_and_for_nobody_else() -> None:
+    drafter = SuffixDrafter()
+    said = [9, 8, 1, 2, 3, 4, 5, 6]
+    drafter.observe(news([Row(0, said, "a", num_prompt=2)]))
+    for tenant, expected in (("a", []), ("b", []), ("", [])):
+        assert chain_of(drafter, Row(1, [7, 1, 2, 3], tenant)) == expected  # not yet: it is still being said
+        drafter.forget([1])
+    drafter.forget([0])
+    for tenant, expected in (("a", [4, 5, 6]), ("b", []), ("", [])):
+        assert chain_of(drafter, Row(2, [7, 1, 2, 3], tenant)) == expected
+        assert chain_of(drafter, Row(3, [9, 8], tenant)) == []  # the prompt was not answered
+        drafter.forget([2, 3])
+
+
+def chain_of(drafter: SuffixDrafter, row: Row) -> list[int]:
+    """What a sequence that is told at once gets, if its outlook promises anything."""
+    drafter.observe(news([row]))
+    limit = drafter.outlook([row.seq_id]).limit[0]
+    if limit == 0:
+        return []
+    tokens: list[int] = drafter.propose(draws_of([row], VOCAB), [Budget(min(3, limit))]).tree.tokens[0, 1:].tolist()
+    return tokens
+
+
+def test_a_text_that_nobody_owns_stays_out_of_every_past() -> None:
+    drafter = SuffixDrafter()
+    drafter.observe(committed([Row(0, [1, 2, 3, 4, 1, 2])]))
+    assert drafter.outlook([0]).limit == [2]  # its own text is its own
+    drafter.forget([0])
+    assert not drafter.past.answers
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), LETTERS, st.integers(0, 3)), min_size=2, max_size=12))
+def test_what_other_tenants_say_changes_nothing(traffic: list[tuple[str, list[int], int]]) -> None:
+    """Every draft and every outlook is the same in mixed traffic and in one's own alone."""
+    mixed = SuffixDrafter(Past(8))
+    alone = {"a": SuffixDrafter(Past(8)), "b": SuffixDrafter(Past(8))}
+    with unchecked():
+        for seq_id, (tenant, text, num_prompt) in enumerate(traffic):
+            row = Row(seq_id, text, tenant, num_prompt)
+            both = mixed, alone[tenant]
+            for drafter in both:
+                drafter.observe(news([row]))
+            assert mixed.outlook([seq_id]) == alone[tenant].outlook([seq_id])
+            here, there = (guesses(d.propose(draws_of([row], VOCAB), [Budget(4, 2, 6)])) for d in both)
+            assert here == there
+            if seq_id % 3:
+                for drafter in both:
+                    drafter.forget([seq_id])
+
+
+def test_who_is_preempted_and_comes_back_is_past_once() -> None:
+    whole, once = Row(0, [9, 1, 2, 3, 4, 5], "a"), SuffixDrafter()
+    often = SuffixDrafter()
+    once.observe(news([whole]))
+    for length in (3, 4, 6):
+        often.forget([0])
+        assert len(often.past.answers) == (length > 3)  # until it is back, what it said can serve others
+        often.observe(news([replace(whole, text=whole.text[:length])]))
+        assert not often.past.answers
+    for drafter in (once, often):
+        drafter.forget([0, 77])
+    assert often.past.trees["a"].root == once.past.trees["a"].root
+    assert [kept.tokens for kept in often.past.answers.values()] == [[1, 2, 3, 4, 5]]
+
+
+def test_rows_keep_their_own_budgets_and_strangers_get_a_root_alone() -> None:
+    drafter = SuffixDrafter()
+    rows = [Row(4, [5, 6, 5, 6, 5, 6]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7, 7])]
+    drafter.observe(committed([rows[2], rows[0]]))
+    tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
+    assert tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, -1, -1]]
+    branching = drafter.propose(draws_of(rows, VOCAB), [Budget(2, 2, 4), Budget(3), Budget(1)])
+    assert branching.tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, 7, -1]]
+    assert branching.tree.depth == 2
+    assert branching.survival is not None
+    assert branching.survival.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+
+
+@pytest.mark.parametrize("letters", [2, 4000])
+@pytest.mark.parametrize("length", [300, 6000])
+def test_a_round_costs_at_most_the_same_however_long_the_text_and_the_past(
+    length: int, letters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations on trees are counted: looking a continuation up, and asking what is likely. Depths bound them."""
+    dice, counts = random.Random(length), Counter[str]()
+
+    def counting(name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def counted(place: Node | Leaf, *args: int) -> object:
+            counts[name] += 1
+            return method(place, *args)
+
+        return counted
+
+    drafter = SuffixDrafter()
+    depth, text = drafter.past.depth, [dice.randrange(letters) for _ in range(length)]
+    with unchecked():
+        for i, start in enumerate(range(0, length, 100)):
+            drafter.past.add(1000 + i, "a", text[start : start + 100])
+        text += text[-100:]
+        drafter.observe(news([Row(0, text, "a")]))
+        drafter.outlook([0])
+        for kind in (Node, Leaf):
+            for name in ("after", "offers"):
+                monkeypatch.setattr(kind, name, counting(name, getattr(kind, name)))
+        for budget in (Budget(8), Budget(4, 3, 8)):
+            for _ in range(20):
+                text.append(text[-100])
+                row = Row(0, text, "a")
+                counts.clear()
+                drafter.observe(news([row], [len(text) - 2]))
+                assert counts["after"] <= depth
+                assert counts["offers"] <= 1
+                counts.clear()
+                drafter.outlook([0])
+                assert counts["after"] <= depth  # the past, one token on
+                counts.clear()
+                drafter.propose(draws_of([row], VOCAB), [budget])
+                assert counts["after"] == 0
+                assert 0 < counts["offers"] <= 2 * depth * 9  # of each context at most eight guesses and an end
+        drafter.past.add(5, "a", [1, 2, 3])
+        counts.clear()
+        drafter.outlook([0])
+        assert counts["after"] <= depth * (depth + 1) / 2  # a past that changed is walked again, by the last few tokens

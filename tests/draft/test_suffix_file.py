@@ -1,0 +1,304 @@
+"""Past answers on disk: nothing is lost when a process dies, and no file is harmed that is not understood."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import warnings
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from forerun.draft import suffix_file
+from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.suffix import SuffixDrafter
+from forerun.draft.suffix_file import PastFile, write_all
+from forerun.draft.suffix_past import SLACK, Past
+from forerun.errors import PastFileError, UnknownDrafter, VocabularyMismatch
+from forerun.models.loading import Blueprint
+
+TENANTS = ("", "a", "b\n\ud800{")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "answers.jsonl"
+
+
+def opened(path: Path, max_bytes: int = 1 << 20, vocabulary: str = "v") -> Past:
+    """The past as a process that starts finds it."""
+    return Past(6, max_bytes, PastFile(path, vocabulary))
+
+
+def contents(past: Past) -> list[tuple[str, str, list[int]]]:
+    return [(kept.name, kept.tenant, list(kept.tokens)) for kept in past.answers.values()]
+
+
+def answer(dice: random.Random) -> list[int]:
+    return [dice.randrange(3) for _ in range(dice.randrange(1, 20))]
+
+
+def fill(past: Past, count: int, seed: int = 0) -> None:
+    dice = random.Random(seed)
+    for seq_id in range(count):
+        past.add(seq_id, dice.choice(TENANTS), answer(dice))
+
+
+def in_a_process(work: Callable[[], None]) -> int:
+    """Do it in a process of its own; how that ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_what_is_written_is_read_back(path: Path) -> None:
+    """In the next process too, and in the one after that; sequences are numbered from 0 in each."""
+    known: list[tuple[str, str, list[int]]] = []
+    for process in range(3):
+        past = opened(path)
+        assert contents(past) == known
+        fill(past, 5, seed=process)
+        known = contents(past)
+        assert len(known) == 5 * (process + 1)
+    again = opened(path)
+    for tenant, tree in past.trees.items():
+        assert again.trees[tenant].root == tree.root
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # these are somebody's texts
+
+
+def test_a_sequence_that_came_back_is_restored_once(path: Path) -> None:
+    past = opened(path)
+    for said in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):
+        past.reopen(7)
+        past.add(7, "a", said)
+    assert len(path.read_bytes().splitlines()) == 4
+    assert [tokens for _, _, tokens in contents(opened(path))] == [[1, 2, 3, 4]]
+
+
+def test_what_a_killed_process_had_answered_is_there(path: Path) -> None:
+    def work() -> None:
+        fill(opened(path), 9)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.WTERMSIG(in_a_process(work)) == signal.SIGKILL
+    assert len(contents(opened(path))) == 9
+
+
+def test_processes_that_share_a_file_lose_nothing(path: Path) -> None:
+    """While one starts after the other, and each start writes the file anew without what is dead in it."""
+    past = opened(path)
+    for _ in range(SLACK + 9):
+        past.add(0, "", [1, 2, 3])
+    children = []
+    for seed in range(4):
+        child = os.fork()
+        if child == 0:
+            own = opened(path)
+            for seq_id in range(40):
+                own.add(seq_id, str(seed), [seq_id])
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    found = contents(opened(path))
+    for seed in range(4):
+        assert [tokens for _, tenant, tokens in found if tenant == str(seed)] == [[i] for i in range(40)]
+    assert len(found) == 161
+
+
+def test_wherever_a_write_was_cut_short_all_whole_answers_are_there(path: Path) -> None:
+    """Cut at every byte; what is added then is not lost either."""
+    past = opened(path)
+    fill(past, 2)
+    known, data = contents(past), path.read_bytes()
+    ends = [i for i, byte in enumerate(data) if byte == ord("\n")]
+    for cut in range(1, len(data)):
+        path.write_bytes(data[:cut])
+        if cut <= ends[0]:
+            with pytest.raises(PastFileError, match="no file of past answers: name another file"):
+                opened(path)
+            assert path.read_bytes() == data[:cut]
+            continue
+        whole = sum(end <= cut for end in ends[1:])  # one that lacks the end of its line alone is whole
+        found = opened(path)
+        assert contents(found) == known[:whole]
+        found.add(0, "z", [1, 1])
+        assert contents(opened(path)) == [*known[:whole], (found.name(0), "z", [1, 1])]
+
+
+def test_a_damaged_line_is_refused_and_the_file_left_alone(path: Path) -> None:
+    """Bytes changed, lost or put in at random: refused, or something sound is read."""
+    past, dice = opened(path), random.Random(0)
+    fill(past, 4)
+    data, num_refused = path.read_bytes(), 0
+    for _ in range(150):
+        at, what = dice.randrange(len(data)), bytes([dice.randrange(256)])
+        damaged = data[:at] + what * dice.randrange(3) + data[at + dice.randrange(2) :]
+        path.write_bytes(damaged)
+        refusal = None
+        try:
+            found = opened(path)
+        except (PastFileError, VocabularyMismatch) as error:
+            refusal = str(error)
+        if refusal is None:
+            for _, tenant, tokens in contents(found):
+                assert isinstance(tenant, str)
+                assert all(type(token) is int and token >= 0 for token in tokens)
+            continue
+        num_refused += 1
+        assert str(path) in refusal
+        assert "name another file" in refusal
+        assert path.read_bytes() == damaged
+    assert num_refused > 50
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"", "line 3 of .* is damaged: delete that line, or name another file"),
+        (b"[1]", "line 3"),
+        (b'{"name":"x","tenant":"a"}', "line 3"),
+        (b'{"name":"x","tenant":1,"tokens":[]}', "line 3"),
+        (b'{"name":"x","tenant":"a","tokens":[true]}', "line 3"),
+        (b'{"name":"x","tenant":"a","tokens":[-1]}', "line 3"),
+        (b'{"name":"x","tenant":"a","tokens":[99999999999]}', "line 3"),
+        (b"[" * 100_000, "line 3"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_named(path: Path, line: bytes, said: str) -> None:
+    fill(opened(path), 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], line + b"\n", *lines[2:]]))
+    with pytest.raises(PastFileError, match=said):
+        opened(path)
+
+
+@pytest.mark.parametrize("data", [b"my diary\n", b"my diary", b"\x89PNG\r\n\x1a\n", b"\n", b"{}\n", b"[]\n{}\n"])
+def test_another_file_is_refused_and_left_alone(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    with pytest.raises(PastFileError, match="no file of past answers: name another file, or one that does not exist"):
+        opened(path)
+    assert path.read_bytes() == data
+
+
+def test_other_tokenizers_and_other_forms_are_refused(path: Path) -> None:
+    fill(opened(path), 3)
+    data = path.read_bytes()
+    with pytest.raises(VocabularyMismatch, match="another tokenizer's ids: name another file"):
+        opened(path, vocabulary="w")
+    assert path.read_bytes() == data
+    path.write_bytes(data.replace(b'form":1', b'form":2', 1))
+    with pytest.raises(PastFileError, match="is of form 2, and form 1 is understood"):
+        opened(path)
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_once(path: Path, tmp_path: Path) -> None:
+    path.write_bytes(b"")
+    places = [tmp_path / "no" / "folder", tmp_path, path / "below", Path("/dev/full")]
+    for place in places:
+        with pytest.raises(PastFileError, match=f"{place} .*: name a file in a folder that exists"):
+            opened(place)
+    if os.geteuid():  # root may write anywhere
+        tmp_path.chmod(0o500)
+        with pytest.raises(PastFileError, match="Permission denied"):
+            opened(tmp_path / "new")
+        tmp_path.chmod(0o700)
+    assert len(contents(opened(path))) == 0  # an empty file is a new one
+
+
+class Full(FileIO):
+    """A disk without room for all of it."""
+
+    def write(self, data: bytes) -> int:
+        return super().write(data[: len(data) // 2])
+
+
+def test_a_line_is_written_whole_or_not_at_all(path: Path) -> None:
+    path.write_bytes(b"before\n")
+    with Full(path, "a") as file, pytest.raises(OSError, match="No space"):
+        write_all(file, b"a line\n")
+    assert path.read_bytes() == b"before\n"
+
+
+def test_a_disk_that_fills_up_costs_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once; drafting goes on, and the file is as it was."""
+    past = opened(path)
+    fill(past, 3)
+    data = path.read_bytes()
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(suffix_file, "write_all", fails)
+    with pytest.warns(RuntimeWarning, match="no longer kept"):
+        past.add(10, "a", [1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        past.add(11, "a", [2])
+    assert len(past.answers) == 5
+    assert path.read_bytes() == data
+
+
+def test_a_file_that_vanishes_is_begun_anew(path: Path) -> None:
+    past = opened(path)
+    fill(past, 3)
+    path.unlink()
+    past.add(9, "a", [5, 6])
+    assert [tokens for _, _, tokens in contents(opened(path))] == [[5, 6]]
+
+
+def test_what_there_is_no_room_for_leaves_the_file_at_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest are restored, and if most of a file is dead it is written anew, whole or not at all."""
+    past = opened(path)
+    fill(past, 5 * SLACK)
+    known, data = contents(past), path.read_bytes()
+    path.chmod(0o640)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    small = opened(path, max_bytes=40_000)
+    kept = len(small.answers)
+    assert 10 < kept < SLACK
+    assert contents(small) == known[-kept:]
+    assert path.read_bytes() == data
+    assert list(path.parent.iterdir()) == [path]
+    monkeypatch.undo()
+    assert contents(opened(path, max_bytes=40_000)) == known[-kept:]
+    assert len(path.read_bytes().splitlines()) == 1 + kept
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert contents(opened(path)) == known[-kept:]
+
+
+def test_an_answer_too_large_for_all_room_is_not_written(path: Path) -> None:
+    past = opened(path, max_bytes=10_000)
+    past.add(0, "a", [1, 2])
+    data = path.read_bytes()
+    past.add(1, "a", list(range(500)))
+    assert path.read_bytes() == data
+
+
+def test_the_drafter_by_its_name(target_dir: Path, path: Path) -> None:
+    """Checked when it is planned; each drafter that is built finds what the ones before it left."""
+    target = Blueprint.of(str(target_dir), "float32")
+    context = DraftContext(target, target.tokenizer(), "float32")
+    plan = plan_drafter(f"suffix:{path}", context)
+    assert path.exists()
+    assert not plan.weights_bytes
+    assert not plan.bytes_per_token
+    first = plan.build({}, None)
+    assert isinstance(first, SuffixDrafter)
+    first.past.add(0, "a", [1, 2, 3])
+    second = plan.build({}, None)
+    assert isinstance(second, SuffixDrafter)
+    assert contents(second.past) == contents(first.past)
+    assert isinstance(plan_drafter("suffix", context).build({}, None), SuffixDrafter)
+    path.write_bytes(b"damaged")
+    with pytest.raises(PastFileError):
+        plan_drafter(f"suffix:{path}", context)
+    with pytest.raises(UnknownDrafter, match="no list"):
+        plan_drafter("suffix[ngram]", context)

@@ -1,0 +1,115 @@
+"""What is kept of sequences that are gone: by tenant, up to a size, the oldest first to go; and found again quickly."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft.test_suffix_tree import counted, stored
+from forerun.draft.suffix_past import Past, Reader
+from forerun.draft.suffix_tree import TOKEN_BYTES
+from unchecked import unchecked
+
+DEPTH = 5
+LETTERS = st.lists(st.integers(0, 2), max_size=30)
+
+
+def check(past: Past) -> None:
+    """The trees are those of the answers that are kept, each in its tenant's, and the size is theirs."""
+    assert past.num_bytes <= past.max_bytes
+    assert past.num_bytes == sum(tree.num_bytes for tree in past.trees.values())
+    assert set(past.trees) == {kept.tenant for kept in past.answers.values()}
+    for tenant, tree in past.trees.items():
+        texts = [kept.tokens for kept in past.answers.values() if kept.tenant == tenant]
+        assert stored(tree, sum(map(len, texts))) == (counted(texts, DEPTH), tree.num_bytes)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abc"), LETTERS), min_size=1, max_size=30),
+    st.integers(0, 12_000),
+    st.randoms(use_true_random=False),
+)
+def test_the_oldest_go_when_there_is_no_room(
+    operations: list[tuple[int, str, list[int]]], max_bytes: int, dice: random.Random
+) -> None:
+    """After any operations what is left is the newest of what was added, word for word."""
+    past = Past(DEPTH, max_bytes)
+    added: dict[str, tuple[str, list[int]]] = {}
+    with unchecked():
+        for seq_id, tenant, answer in operations:
+            name = past.name(seq_id)
+            order = [other for other in past.answers if other != name]
+            if dice.random() < 0.2:
+                past.reopen(seq_id)
+            else:
+                past.add(seq_id, tenant, answer)
+                added[name] = (tenant, answer)
+                order += [name] if answer else []
+            left = order[len(order) - len(past.answers) :]
+            assert list(past.answers) == left
+            assert {n: (kept.tenant, kept.tokens) for n, kept in past.answers.items()} == {n: added[n] for n in left}
+            check(past)
+    past.clear()
+    assert not past.answers
+    assert not past.trees
+    assert past.num_bytes == 0
+
+
+def test_nobody_goes_before_there_is_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice, past, sizes = random.Random(3), Past(DEPTH, 40_000), []
+    drop = past.drop
+
+    def watched(name: str) -> None:
+        if name in past.answers:
+            sizes.append(past.num_bytes)
+        drop(name)
+
+    monkeypatch.setattr(past, "drop", watched)
+    for seq_id in range(200):
+        past.add(seq_id, dice.choice("ab"), [dice.randrange(99) for _ in range(dice.randrange(40))])
+    check(past)
+    assert len(sizes) > 50
+    assert min(sizes) > past.max_bytes
+
+
+def test_the_same_answer_again_and_again_does_not_grow_for_ever() -> None:
+    """It adds no context, but it is kept all the same: its tokens count."""
+    past = Past(DEPTH, 100 * 20 * TOKEN_BYTES)
+    for seq_id in range(300):
+        past.add(seq_id, "a", list(range(20)))
+    assert 50 < len(past.answers) <= 100
+    check(past)
+
+
+def test_an_answer_that_is_too_large_for_all_room_is_not_kept() -> None:
+    past = Past(DEPTH, 20_000)
+    past.add(0, "a", [1, 2, 3])
+    past.add(1, "b", [])
+    assert [kept.tokens for kept in past.answers.values()] == [[1, 2, 3]]
+    past.add(2, "b", list(range(1000)))
+    assert not past.answers
+    check(past)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LETTERS, st.lists(LETTERS, max_size=4), st.randoms(use_true_random=False))
+def test_a_reader_finds_what_a_fresh_one_finds(text: list[int], answers: list[list[int]], dice: random.Random) -> None:
+    """However far the text has grown since, and whatever became of the past meanwhile."""
+    past, reader, length = Past(DEPTH), Reader(), 0
+    with unchecked():
+        while length < len(text):
+            length = min(len(text), length + dice.randrange(1, 9))
+            if dice.random() < 0.4:
+                past.add(dice.randrange(3), "a", dice.choice([[], *answers]))
+            if dice.random() < 0.1:
+                past.clear()
+            tree = past.trees.get("a")
+            found = reader.read(tree, text[:length])
+            counts: Counter[tuple[int, ...]] = counted([k.tokens for k in past.answers.values()], DEPTH)
+            ends = [tuple(text[max(0, length - n) : length]) for n in range(1, min(DEPTH, length) + 1)]
+            assert [place.count for place in found] == [counts[end] for end in ends if counts[end]]

@@ -1,0 +1,245 @@
+"""Suffix trees against brute force: every context of every text counted by hand, over three letters."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.draft.suffix_tree import (
+    LEAF_BYTES,
+    LEAST_SHARE,
+    NODE_BYTES,
+    TOKEN_BYTES,
+    Leaf,
+    Node,
+    SuffixTree,
+)
+from unchecked import unchecked
+
+LETTERS = st.integers(0, 2)
+TEXTS = st.lists(st.lists(LETTERS, max_size=25), min_size=1, max_size=4)
+DEPTHS = st.integers(2, 6)
+Context = tuple[int, ...]
+
+
+def counted(texts: Sequence[Sequence[int]], depth: int) -> Counter[Context]:
+    """How often each context of at most `depth` tokens occurs."""
+    return Counter(
+        tuple(text[start : start + length])
+        for text in texts
+        for length in range(1, depth + 1)
+        for start in range(len(text) - length + 1)
+    )
+
+
+def stored(tree: SuffixTree, num_tokens: int) -> tuple[Counter[Context], int]:
+    """What a tree says of the same, and the bytes that its nodes, its leaves and so many tokens should take."""
+    counts: Counter[Context] = Counter()
+    num_bytes = TOKEN_BYTES * num_tokens
+    todo: list[tuple[Context, Node | Leaf]] = [((), tree.root)]
+    while todo:
+        context, place = todo.pop()
+        if context:
+            num_bytes += LEAF_BYTES if isinstance(place, Leaf) else NODE_BYTES
+            counts[context] = place.count
+        if isinstance(place, Leaf):
+            rest = place.text[place.end : place.end + tree.depth - len(context)]
+            for length in range(1, len(rest) + 1):
+                counts[(*context, *rest[:length])] = 1
+        else:
+            todo += [((*context, token), child) for token, child in place.children()]
+    return counts, num_bytes
+
+
+def grown(texts: Sequence[Sequence[int]], depth: int) -> tuple[SuffixTree, list[list[int]]]:
+    """A tree of finished texts and of one that still grows, the last."""
+    tree = SuffixTree(depth)
+    kept = [tree.add(text) for text in texts[:-1]]
+    for token in texts[-1]:
+        tree.append(token)
+    return tree, kept
+
+
+def found(tree: SuffixTree, context: Sequence[int]) -> Node | Leaf | None:
+    """What is stored for a context, from the root down."""
+    place: Node | Leaf | None = tree.root
+    for token in context:
+        place = place and place.after(token)
+    return place
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, DEPTHS)
+def test_counts_are_those_of_brute_force(texts: list[list[int]], depth: int) -> None:
+    tree, _ = grown(texts, depth)
+    assert stored(tree, sum(map(len, texts))) == (counted(texts, depth), tree.num_bytes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, DEPTHS)
+def test_matches_are_the_ends_that_occurred_before(texts: list[list[int]], depth: int) -> None:
+    tree, _ = grown(texts, depth)
+    counts, text = counted(texts, depth), texts[-1]
+    ends = [tuple(text[-length:]) for length in range(1, min(depth, len(text)) + 1)]
+    again = [end for end in ends if counts[end] > 1]
+    assert [node.count for node in tree.matches] == [counts[end] for end in again]
+    assert all(found(tree, end) is node for end, node in zip(again, tree.matches, strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.lists(LETTERS, max_size=12), DEPTHS)
+def test_another_text_is_followed_as_far_as_it_occurred(texts: list[list[int]], text: list[int], depth: int) -> None:
+    """Token by token, the ends of the other text are the contexts that a look from the root finds."""
+    tree, _ = grown(texts, depth)
+    counts, places = counted(texts, depth), []
+    for i, token in enumerate(text, start=1):
+        places = tree.follow(places, token)
+        ends = [tuple(text[i - length : i]) for length in range(1, min(depth, i) + 1)]
+        assert [place.count for place in places] == [counts[end] for end in ends if counts[end]]
+        for end, place in zip(ends, places, strict=False):
+            assert found(tree, end) == place
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.lists(LETTERS, min_size=1, max_size=4), DEPTHS)
+def test_offers_are_shares_of_what_followed(texts: list[list[int]], context: list[int], depth: int) -> None:
+    tree, _ = grown(texts, depth)
+    counts, context = counted(texts, depth), context[: depth - 1]
+    place = found(tree, context)
+    followed = {token: counts[(*context, token)] for token in range(3) if counts[(*context, token)]}
+    if place is None:
+        assert not followed
+        return
+    for _ in range(2):  # they are remembered
+        offers = place.offers()
+        assert [(offer.token, offer.share) for offer in offers] == sorted(
+            (
+                (token, count / sum(followed.values()))
+                for token, count in followed.items()
+                if count / sum(followed.values()) >= LEAST_SHARE
+            ),
+            key=lambda offer: (-offer[1], offer[0]),
+        )
+        for offer in offers:
+            assert offer.place.count == counts[(*context, offer.token)]
+
+
+def test_what_seldom_follows_is_not_offered() -> None:
+    tree = SuffixTree(3)
+    tree.add([0, 1] * 19 + [0, 2] * 2)
+    assert [(offer.token, offer.share) for offer in found(tree, [0]).offers()] == [(1, 19 / 21)]
+    tree.add([0, 2])
+    assert [offer.token for offer in found(tree, [0]).offers()] == [1, 2]
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, DEPTHS, st.randoms(use_true_random=False))
+def test_texts_that_leave_are_forgotten(texts: list[list[int]], depth: int, dice: random.Random) -> None:
+    """Counts and offers are those of a tree of the texts that are left, and an empty tree is empty."""
+    tree = SuffixTree(depth)
+    kept = [tree.add(text) for text in texts]
+    left = list(range(len(texts)))
+    while left:
+        for context in counted(texts, depth - 1):
+            if place := found(tree, context):
+                place.offers()  # what it remembers has to go too
+        gone = left.pop(dice.randrange(len(left)))
+        tree.remove(kept[gone])
+        rest = [texts[i] for i in left]
+        counts = counted(rest, depth)
+        assert stored(tree, sum(map(len, rest))) == (counts, tree.num_bytes)
+        fresh = SuffixTree(depth)
+        for text in rest:
+            fresh.add(text)
+        for context in counts:
+            if len(context) < depth:
+                now, anew = ([offer[:2] for offer in found(t, context).offers()] for t in (tree, fresh))
+                assert now == anew
+    assert tree.root == Node()
+    assert tree.num_bytes == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.lists(LETTERS, max_size=10), DEPTHS)
+def test_what_is_undone_never_was(texts: list[list[int]], tail: list[int], depth: int) -> None:
+    """Everything is as it was, node by node."""
+    tree, _ = grown(texts, depth)
+    before, steps = copy.deepcopy(tree), []
+    for token in tail:
+        tree.append(token, steps)
+    longer = [*texts[:-1], [*texts[-1], *tail]]
+    assert stored(tree, sum(map(len, longer))) == (counted(longer, depth), tree.num_bytes)
+    for context in counted(longer, depth - 1):
+        found(tree, context).offers()
+    tree.undo(steps)
+    assert tree == before
+    for context in counted(texts, depth - 1):
+        assert found(tree, context).offers() == found(before, context).offers()
+
+
+class Operations:
+    """Counts how often nodes are asked for a continuation: there is no other way through a tree."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for kind in (Node, Leaf):
+            monkeypatch.setattr(kind, "after", self.counting(kind.after))
+
+    def counting(self, after: object) -> object:
+        def counted_after(place: Node | Leaf, token: int) -> Node | Leaf | None:
+            self.count += 1
+            return after(place, token)  # type: ignore[operator]
+
+        return counted_after
+
+
+def test_a_token_costs_at_most_the_depth_however_long_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In text that repeats itself all contexts match; in fresh text hardly any does."""
+    operations, tree = Operations(monkeypatch), SuffixTree(8)
+    for _ in range(1000):
+        before = operations.count
+        tree.append(7)
+        assert operations.count - before <= 8
+    assert tree.num_bytes < 1000 * TOKEN_BYTES + 10 * NODE_BYTES
+    operations.count, tree, dice = 0, SuffixTree(24), random.Random(0)
+    for _ in range(5000):
+        tree.append(dice.randrange(5000))
+    assert operations.count < 3 * 5000
+
+
+def texts_of(kind: str) -> list[list[int]]:
+    """Text of several kinds, no two numbers of which are one object, as with tokens that come from tensors."""
+    dice = random.Random(1)
+    if kind == "letters":
+        texts = [[dice.randrange(3) for _ in range(300)] for _ in range(8)]
+    elif kind == "fresh":
+        texts = [[dice.randrange(50_000) for _ in range(300)] for _ in range(8)]
+    else:
+        texts = [[min(49_999, int(1 / (1 - dice.random()))) for _ in range(300)] for _ in range(4)] * 2
+    return [[int(str(token)) for token in text] for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["letters", "fresh", "twice"])
+def test_its_size_is_about_what_it_takes(kind: str) -> None:
+    tree = SuffixTree(24)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        texts = texts_of(kind)
+        with unchecked():
+            for text in texts:
+                tree.add(text)
+        del texts, text
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.6 < tree.num_bytes / taken < 1.6

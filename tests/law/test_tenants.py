@@ -1,0 +1,199 @@
+"""Through the whole engine: answers draft for their tenant's next ones, and for nobody else's.
+
+What a request is drafted, round for round, must be what it would have been had other tenants never asked anything. And
+what is kept of an answer is all of it, once, however the sequence ended and whatever became of it on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+
+import pytest
+from fuzz import Bench, run
+
+from forerun.async_llm import AsyncLLM
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.suffix import SuffixDrafter
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM
+from forerun.sampling.params import SamplingParams
+from unchecked import unchecked
+
+TARGET = Path(__file__).resolve().parent.parent / "data" / "stories260k"
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park.", "One day, a big dog")
+DEEP = Speculation(6)
+
+
+def asking(seed: int = 0, **others: object) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "seed": seed, "max_tokens": 32, "ignore_eos": True} | others))
+
+
+def suffix(draft: str = "suffix", **options: object) -> LLM:
+    return LLM(str(TARGET), draft, dtype="float32", **options)
+
+
+@cache
+def plain() -> LLM:
+    return LLM(str(TARGET), dtype="float32")
+
+
+def ask(llm: LLM, prompt: str, params: SamplingParams, tenant: str = "", wish: object = DEEP) -> tuple[int, ...]:
+    with unchecked():
+        return llm.generate(prompt, params, wish, tenant=tenant)[0].completions[0].token_ids
+
+
+def past_of(llm: LLM) -> list[tuple[str, tuple[int, ...]]]:
+    """What is kept, and whose it is."""
+    assert isinstance(llm.drafter, SuffixDrafter)
+    return [(kept.tenant, tuple(kept.tokens)) for kept in llm.drafter.past.answers.values()]
+
+
+def effort(llm: LLM) -> tuple[int, int, int, int]:
+    """Counters that are not times."""
+    stats = llm.stats
+    return stats.num_passes, stats.num_rounds, stats.num_drafted, stats.num_accepted
+
+
+def spent(llm: LLM, prompt: str, params: SamplingParams, tenant: str) -> tuple[int, ...]:
+    """By how much the counters grow with this request."""
+    before = effort(llm)
+    assert ask(llm, prompt, params, tenant) == ask(plain(), prompt, params)
+    return tuple(now - then for now, then in zip(effort(llm), before, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_drafts_for_its_tenants_next_one_and_for_nobody_elses(temperature: float) -> None:
+    llm, params = suffix(), asking(3, temperature=temperature, max_tokens=64)
+    fresh = spent(llm, PROMPTS[0], params, "a")
+    known = spent(llm, PROMPTS[0], params, "a")
+    assert known[1] < fresh[1] / 2  # rounds
+    assert known[3] > fresh[3]
+    for stranger in ("b", "", "A"):
+        assert spent(llm, PROMPTS[0], params, stranger) == fresh
+    assert spent(llm, PROMPTS[0], params, "b")[1] < fresh[1] / 2
+
+
+def test_other_tenants_traffic_leaves_no_trace_in_what_is_drafted() -> None:
+    """The same requests of one tenant, alone and between those of others."""
+    dice, alone, crowd = random.Random(0), suffix(), suffix()
+    for _ in range(6):
+        prompt, params = dice.choice(PROMPTS), asking(dice.randrange(2), temperature=dice.choice([0.0, 0.7]))
+        for _ in range(2):
+            spent(crowd, dice.choice(PROMPTS), asking(dice.randrange(2)), dice.choice(["b", "c"]))
+        assert spent(crowd, prompt, params, "a") == spent(alone, prompt, params, "a")
+
+
+@pytest.mark.parametrize("wish", [False, Speculation(5), Speculation(4, 3, 9)])
+def test_an_answer_is_kept_to_its_last_token_however_it_ended(wish: bool | Speculation) -> None:
+    """By its limit, a stop string, a stop id inside an accepted run: undrafted ones too."""
+    llm, answers = suffix(), []
+    whole = ask(plain(), PROMPTS[0], asking())
+    text = plain().generate(PROMPTS[0], asking())[0].completions[0].text
+    ends = [
+        *({"max_tokens": n} for n in (1, 2, 7, 32)),
+        *({"stop": text[n : n + 4]} for n in (20, 40)),
+        *({"stop_token_ids": [whole[n]]} for n in (3, 19)),
+    ]
+    for _ in range(2):
+        answers += [("a", ask(llm, PROMPTS[0], asking(**end), "a", wish)) for end in ends]
+    assert past_of(llm) == answers
+    assert (llm.stats.num_accepted > 0) == bool(wish)
+
+
+def test_a_cancelled_answer_is_kept_as_far_as_it_went() -> None:
+    llm, said = suffix(), []
+    for delta in llm.stream(PROMPTS[0], asking(), DEEP, tenant="a"):
+        said += delta.token_ids
+        if len(said) > 9:
+            break
+    assert past_of(llm) == [("a", tuple(said))]
+
+
+@pytest.fixture(scope="module")
+def bench(target_dir: Path, draft_dir: Path) -> Bench:
+    return Bench.of(target_dir, draft_dir)
+
+
+def test_preempted_answers_are_kept_once_and_whole(bench: Bench) -> None:
+    """In a cache too small for all, sequences leave and come back, and what drafts for them is right all the same."""
+    dice, requests, drafter = random.Random(4), bench.requests(), SuffixDrafter()
+    asked = [([1, *dice.choices(range(3, 512), k=20)], asking(i, temperature=i % 2, max_tokens=60)) for i in range(8)]
+    options = EngineOptions(max_batch=8, chunk_tokens=32)
+    engine = bench.engine(drafter, num_tokens=400, options=options)
+    texts = [requests.sequences(p, q, DEEP, "ab"[i % 2])[0] for i, (p, q) in enumerate(asked)]
+    found = run(engine, texts)
+    assert found == run(bench.engine(), [requests.sequences(p, q)[0] for p, q in asked])
+    assert sum(text.num_preempted for text in texts) > 1
+    assert engine.stats.num_accepted > 0
+    kept = sorted((k.tenant, tuple(k.tokens)) for k in drafter.past.answers.values())
+    assert kept == sorted(("ab"[i % 2], tuple(text[21:])) for i, text in enumerate(found))
+    assert not drafter.sequences
+
+
+def test_a_file_goes_on_drafting_after_a_restart(tmp_path: Path) -> None:
+    spec, params = f"suffix:{tmp_path / 'past'}", asking(max_tokens=64)
+    first = suffix(spec)
+    fresh = spent(first, PROMPTS[0], params, "a")
+    second = suffix(spec)
+    assert past_of(second) == past_of(first)
+    assert spent(second, PROMPTS[0], params, "b") == fresh
+    assert spent(second, PROMPTS[0], params, "a")[1] < fresh[1] / 2
+    assert len(past_of(suffix(spec))) == 3
+
+
+def test_tenants_at_every_front_door() -> None:
+    llm = suffix()
+
+    async def work(front: AsyncLLM) -> None:
+        await front.generate(PROMPTS[0], asking(n=2), tenant="async")
+        assert [delta async for delta in front.stream(PROMPTS[0], asking(), tenant="streamed")]
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as front:
+            await work(front)
+
+    llm.generate(list(PROMPTS), asking(), tenant="batch")
+    assert list(llm.stream(PROMPTS[0], asking(), tenant="stream"))
+    asyncio.run(main())
+    llm.generate(PROMPTS[0], asking())
+    owners = [tenant for tenant, _ in past_of(llm)]
+    assert owners == ["batch"] * 3 + ["stream"] + ["async"] * 2 + ["streamed", ""]
+
+
+@pytest.mark.parametrize("tenant", [None, 7, b"a", ["a"]])
+def test_what_is_no_tenant_is_refused(tenant: object) -> None:
+    with (
+        unchecked(),
+        pytest.raises(InvalidRequest, match=r"tenant: .* must be a string that names whose"),
+    ):
+        plain().generate(PROMPTS[0], tenant=tenant)  # type: ignore[arg-type]
+
+
+def test_no_draw_depends_on_the_tenant() -> None:
+    """Nor does anything that a round makes once for equal rows."""
+    params = asking(5, temperature=1.0, repetition_penalty=1.2, top_k=20)
+    (one,), (other,) = (plain().requests.sequences([1, 5, 6], params, tenant=tenant) for tenant in "ab")
+    assert one.sampling() != other.sampling()
+    assert astuple(one.sampling())[1:-1] == astuple(other.sampling())[1:-1]
+    assert ask(plain(), PROMPTS[0], params, "a") == ask(plain(), PROMPTS[0], params, "b")
+
+
+def shared(prompts: Sequence[str]) -> LLM:
+    """An LLM that answers all prompts side by side, each for a tenant of its own."""
+    llm = suffix(max_batch=len(prompts))
+    sequences = [
+        llm.requests.sequences(prompt, asking(), DEEP, str(tenant))[0] for tenant, prompt in enumerate(prompts)
+    ]
+    assert len(list(llm.rounds(sequences))) > 3
+    return llm
+
+
+def test_tenants_in_one_batch_are_kept_apart() -> None:
+    llm = shared([PROMPTS[0]] * 3)
+    whole = ask(plain(), PROMPTS[0], asking())
+    assert sorted(past_of(llm)) == [(str(tenant), whole) for tenant in range(3)]
