@@ -15,7 +15,8 @@ Each message says the offending value and what to do about it. Broken invariants
     │   └── PromptTooLong
     ├── DraftError
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
-    │   └── VocabularyMismatch      the drafter's tokenizer is not the target's
+    │   ├── VocabularyMismatch      the drafter's tokenizer is not the target's
+    │   └── WrongTarget             a drafter that reads one target's cache was given to an engine of another
     ├── DeviceUnavailable           a device, or what is needed to use it, is not there
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
@@ -78,6 +79,10 @@ class UnknownDrafter(DraftError, ValueError):
 
 class VocabularyMismatch(DraftError):
     """The drafter's tokenizer differs from the target's."""
+
+
+class WrongTarget(DraftError):
+    """The drafter reads the cache of another engine's target."""
 
 
 class DeviceUnavailable(ForerunError):

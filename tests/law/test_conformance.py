@@ -7,7 +7,7 @@ decoding, token for token.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from dataclasses import replace as changed
 from functools import cache
 from pathlib import Path
@@ -20,21 +20,26 @@ from torch import Tensor
 
 from draft.rounds import Row, chunked, committed, draws_of
 from forerun.config import Speculation
-from forerun.draft.base import Budget, Committed, Draft, Drafter
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.draft.model import ModelDrafter
 from forerun.llm import LLM
+from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
+from forerun.models.runner import Read, Runner
+from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.verify.sanitize import sanitize
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-DRAFTERS = ("ngram", "ngram:2", f"model:{SMALL}", f"model:{TARGET}", PAGE.name)
-NAMES = ("ngram", "ngram:2", "model:stories280k", "model:itself", PAGE.name)
+EXITS = ("early-exit:1", "early-exit:4")
+DRAFTERS = ("ngram", "ngram:2", f"model:{SMALL}", f"model:{TARGET}", *EXITS, PAGE.name)
+NAMES = ("ngram", "ngram:2", "model:stories280k", "model:itself", *EXITS, PAGE.name)
 
 VOCAB = 512
 CACHE_TOKENS = 2048
+LONGEST = 1024  # more than any text here: a target has read all of a text that it drafts for
 MODES = [(t, w, r) for t in (0.0, 1.0) for w in (1, 3) for r in (False, True)]  # temperature, width, rejection
 
 
@@ -50,13 +55,62 @@ def documented() -> Drafter:
     return phrase_drafter([context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
 
 
+@dataclass(slots=True)
+class Beside:
+    """A drafter beside the target that it drafts for, which has read what is final: some read in its cache."""
+
+    target: Runner
+    drafter: Drafter
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return self.drafter.arms
+
+    def observe(self, news: Committed) -> None:
+        for seq_id, tokens, _ in news.rows():
+            if tokens:
+                self.target.read([Read(seq_id, tokens)])
+                self.target.keep([seq_id], [range(len(tokens))])
+        self.drafter.observe(news)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        draft = self.drafter.propose(draws, budgets, tail)
+        self.target.drop(draws.seq_ids)  # a round that ends here
+        return draft
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return self.drafter.outlook(seq_ids)
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return self.drafter.adopt(seq_ids, prefixes)
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        self.target.release(seq_ids)
+        self.drafter.forget(seq_ids)
+
+
+@cache
+def decoder() -> Decoder:
+    target = context().target
+    return changed(target, config=changed(target.config, max_positions=LONGEST)).load(0).decoder
+
+
 @pytest.fixture(params=DRAFTERS, ids=NAMES)
 def make(request: pytest.FixtureRequest) -> Callable[[], Drafter]:
     """Builds a fresh drafter of one kind."""
     if request.param == PAGE.name:
         return documented
     plan = plan_drafter(request.param, context())
-    return lambda: plan.build(dict.fromkeys(plan.bytes_per_token, CACHE_TOKENS), None)
+
+    def build() -> Drafter:
+        target = Runner.of(decoder(), 2 * CACHE_TOKENS)
+        return Beside(target, plan.build(dict.fromkeys(plan.bytes_per_token, CACHE_TOKENS), None, target))
+
+    return build
 
 
 def story(length: int, seed: int) -> list[int]:
