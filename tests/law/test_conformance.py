@@ -7,7 +7,7 @@ decoding, token for token.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from dataclasses import replace as changed
 from functools import cache
 from pathlib import Path
@@ -18,16 +18,15 @@ from documented import PAGE, PHRASES, phrase_drafter
 from hostile import HOSTILE, Hostile
 from torch import Tensor
 
-from draft.rounds import Row, chunked, committed, draws_of
+from draft.rounds import Beside, Row, chunked, committed, draws_of
 from forerun.config import Speculation
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.base import Budget, Committed, Draft, Drafter
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.draft.model import ModelDrafter
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read, Runner
-from forerun.sampling.draws import Draws
+from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.verify.sanitize import sanitize
 
@@ -53,44 +52,6 @@ def documented() -> Drafter:
     """The drafter that the documentation builds. It knows phrases of the target's, and pieces of made-up stories."""
     pieces = [story(300, seed)[start : start + 9] for seed in range(4) for start in range(0, 290, 4)]
     return phrase_drafter([context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
-
-
-@dataclass(slots=True)
-class Beside:
-    """A drafter beside the target that it drafts for, which has read what is final: some read in its cache."""
-
-    target: Runner
-    drafter: Drafter
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        return self.drafter.arms
-
-    def observe(self, news: Committed) -> None:
-        for seq_id, tokens, _ in news.rows():
-            if tokens:
-                self.target.read([Read(seq_id, tokens)])
-                self.target.keep([seq_id], [range(len(tokens))])
-        self.drafter.observe(news)
-
-    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        draft = self.drafter.propose(draws, budgets, tail)
-        self.target.drop(draws.seq_ids)  # a round that ends here
-        return draft
-
-    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return self.drafter.outlook(seq_ids)
-
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return self.drafter.adopt(seq_ids, prefixes)
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        self.target.release(seq_ids)
-        self.drafter.forget(seq_ids)
 
 
 @cache
