@@ -38,7 +38,11 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 STORIES = DATA / "stories260k"
 VOCAB, LAYERS = 512, 5
 FORMATS = ("float32", "bfloat16", "int8", pytest.param("float32 by torch", marks=pytest.mark.full), "bfloat16 by torch")
-SHAPES = (Speculation(4), Speculation(3, 2, 7))
+SHAPES = {
+    "chains": (Speculation(2), Speculation(5), Speculation(4)),
+    "trees": (Speculation(3, 2, 7),),
+    "mixed": (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2)),
+}
 Benches = Callable[[str], Bench]
 
 
@@ -123,22 +127,22 @@ def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) 
     return engine
 
 
-def texts_of(bench: Bench, engine: Engine, count: int, wish: Speculation | None, num_tokens: int = 20) -> list[object]:
-    """Submitted: prompts of any length, greedy and sampled in turn, every other one with more to ask for."""
-    lengths, shapes, texts = random.Random(count), random.Random(count), []
+def texts_of(bench: Bench, engine: Engine, count: int, shapes: str, drafted: bool = True) -> list[object]:
+    """Submitted: prompts of any length, greedy and sampled in turn; where shapes are mixed, some ask for more."""
+    rng, texts = random.Random(count), []
     requests = bench.requests()
     for i in range(count):
-        more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 else {}
-        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=num_tokens, ignore_eos=True, **more)
-        shape = wish or shapes.choice([Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2)])
-        texts += requests.sequences(story(lengths.choice([1, 2, 30, 70]), i), params, shape)
+        more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and shapes == "mixed" else {}
+        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True, **more)
+        wish = SHAPES[shapes][i % len(SHAPES[shapes])] if drafted else Speculation(0)
+        texts += requests.sequences(story(rng.choice([1, 2, 30, 70]), i), params, wish)
         engine.submit(texts[-1])
     return texts
 
 
-def plain(bench: Bench, count: int) -> list[list[int]]:
+def plain(bench: Bench, count: int, shapes: str) -> list[list[int]]:
     engine = bench.engine()
-    texts = texts_of(bench, engine, count, Speculation(0))
+    texts = texts_of(bench, engine, count, shapes, drafted=False)
     return run(bench, engine, texts, check=False)
 
 
@@ -163,11 +167,10 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
 ) -> None:
     """Chains beside trees beside prompts in chunks, in a cache of which rows are sent back."""
     bench = bench_of(name)
-    expected = plain(bench, batch + 1)
-    for wish in (*SHAPES, None):
+    for shapes in SHAPES:
         engine = engine_of(bench, layer, 256 if batch > 1 else 2048, max_batch=batch, chunk_tokens=24)
-        texts = texts_of(bench, engine, batch + 1, wish)
-        assert run(bench, engine, texts) == expected, wish
+        texts = texts_of(bench, engine, batch + 1, shapes)
+        assert run(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
         assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
         assert not engine.drafter.told  # type: ignore[union-attr]
 
@@ -234,17 +237,17 @@ def recorded(engine: Engine) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("wish", [*SHAPES, None], ids=str)
+@pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(
-    bench_of: Benches, name: str, wish: Speculation | None, monkeypatch: pytest.MonkeyPatch
+    bench_of: Benches, name: str, shapes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, made = bench_of(name), []
     for forgetful in (False, True):
         engine = engine_of(bench, 3, max_batch=4, chunk_tokens=40)
         if forgetful:
             engine.drafter = Forgetful(engine.drafter)  # type: ignore[arg-type]
-        texts, found = texts_of(bench, engine, 6, wish), recorded(engine)
+        texts, found = texts_of(bench, engine, 6, shapes), recorded(engine)
         with watched(monkeypatch) as work:
             tokens = run(bench, engine, texts, check=False)
         made.append((tokens, found, work.layers_run(), engine.stats.num_accepted))
@@ -252,7 +255,7 @@ def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(
     assert tokens == whole_tokens
     assert accepted == whole_accepted > 0
     assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
-    assert (layers_run < all_layers) == (wish is None or wish.width == 1)
+    assert (layers_run < all_layers) == (shapes != "trees")
 
 
 @pytest.mark.parametrize("name", ["float32", "float32 by torch"])
@@ -296,9 +299,17 @@ def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkey
     bench = bench_of("float32")
     engine = engine_of(bench, 2, max_batch=3)
     engine.controller = Pruning(first)
-    texts = texts_of(bench, engine, 6, Speculation(4))
+    texts = texts_of(bench, engine, 6, "chains")
+    read = engine.runner.read
+
+    def reading(reads: Sequence[Read], *rest: object) -> object:
+        cache = engine.runner.cache
+        assert all(cache.tail(r.seq_id) == 0 for r in reads if r.seq_id in cache), "slots taken that nobody needs"
+        return read(reads, *rest)  # type: ignore[arg-type]
+
+    engine.runner.read = reading  # type: ignore[assignment,method-assign]
     with watched(monkeypatch) as work:
-        assert run(bench, engine, texts) == plain(bench, 6)
+        assert run(bench, engine, texts) == plain(bench, 6, "chains")
     assert all(start == 0 for _, start, _ in work.passes)
     assert (engine.stats.num_drafted > 0) != first
 
@@ -351,7 +362,7 @@ def test_an_engine_on_another_runner_is_refused(bench_of: Benches) -> None:
     bench = bench_of("float32")
     elsewhere = EarlyExitDrafter(bench.with_cache(bench.runner, 512), 2)
     engine = bench.engine(elsewhere)
-    texts_of(bench, engine, 1, Speculation(4))
+    texts_of(bench, engine, 1, "chains")
     with pytest.raises(WrongTarget, match="early-exit:2 reads in the cache of the target that it was built for"):
         run(bench, engine, [])
 
