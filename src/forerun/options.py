@@ -43,7 +43,8 @@ class ModelOptions:
         str, typer.Option("--model", "-m", help=f"Hugging Face folder, hub id, or bundled: {BUNDLED_NAMES}.")
     ]
     draft: Annotated[
-        str | None, typer.Option("--draft", "-d", help="What guesses ahead: ngram, ngram:3, model:DIR. None: plain.")
+        str | None,
+        typer.Option("--draft", "-d", help="What guesses ahead: ngram, ngram:3, model:DIR, early-exit:2. None: plain."),
     ] = None
     depth: Annotated[int, typer.Option(min=0, help="Tokens guessed per round.")] = DEFAULT_DEPTH
     verification: Annotated[Verification, typer.Option(help="How guesses are judged.")] = "coupled"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -80,17 +80,16 @@ class EarlyExitDrafter:
         """A tree per sequence, grown from the lower layers; the root alone where text or memory is full."""
         wishes = self.wishes(draws, budgets, tail)
         self.runner.drop(draws.seq_ids)
-        passes = Passes(self.runner, draws.seq_ids)
+        passes = Passes(self.runner, draws.seq_ids, noted=self.target.resumes and tail is None)
         wishes, logits = passes.read_roots(wishes)
         granted = {wish.row: wish.budget for wish in wishes}
         draft = self.grow(draws, granted, logits, passes) if wishes else self.nothing(draws)
-        chained = [w for w in wishes if w.budget.width == 1]
-        resumes = self.target.resumes and tail is None and bool(chained)
-        if resumes:
+        chained = [wish for wish in wishes if wish.budget.width == 1 and passes.noted]
+        if chained:
             self.runner.hand_over([wish.seq_id for wish in chained])
             resume = passes.resume(self.layer, {wish.row for wish in chained}, draft.tree.tokens.shape[1])
             draft = replace(draft, resume=resume)
-        self.runner.drop([w.seq_id for w in wishes if not (resumes and w.budget.width == 1)])
+        self.runner.drop([wish.seq_id for wish in wishes if wish not in chained])
         return replace(draft, pass_s=passes.pass_s)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Tensor, passes: Passes) -> Draft:
@@ -150,12 +149,13 @@ class EarlyExitDrafter:
 class Passes:
     """The passes of one proposal, the states that they left, and how long they took.
 
-    Called with growing trees it reads their nodes, for `expand`. `nodes` says whose states are in `states`: row of the
-    round and node of its tree. `numbers` are their places in the sequences' tails.
+    Called with growing trees it reads their nodes, for `expand`. `nodes` says whose states are in `states`, if they are
+    to be `noted`: row of the round and node of its tree. `numbers` are their places in the sequences' tails.
     """
 
     runner: Runner
     seq_ids: Sequence[int]
+    noted: bool
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     nodes: list[tuple[int, int]] = field(default_factory=list)
     states: list[Float[Tensor, "read hidden"]] = field(default_factory=list)
@@ -166,9 +166,7 @@ class Passes:
         while wishes:
             states = self.read([wish.read() for wish in wishes])
             if states is not None:
-                ends = list(accumulate(len(wish.late) for wish in wishes))
-                self.nodes += [(wish.row, 0) for wish in wishes]
-                self.states.append(states.hidden[[end - 1 for end in ends]])
+                self.note([(wish.row, 0) for wish in wishes], states.hidden)
                 self.numbers |= {(wish.row, 0): len(wish.late) - 1 for wish in wishes}
                 return wishes, states.logits
             youngest = max(wish.seq_id for wish in wishes)  # ids grow with arrival
@@ -189,19 +187,17 @@ class Passes:
         for row, group in groupby(places, key=lambda place: place.row):
             first = len(self.runner.tails[self.seq_ids[row]].parents) - sum(place.row == row for place in places)
             self.numbers |= {(row, place.node): first + i for i, place in enumerate(group)}
-        self.nodes += [(place.row, place.node) for place in places]
-        self.states.append(states.hidden)
+        self.note([(place.row, place.node) for place in places], states.hidden)
         return states.logits
 
     def read_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
         """One more guess of each of these rows' chains, and the logits after it; None where there is no room."""
         seq_ids = [self.seq_ids[row] for row in rows]
-        firsts = [len(self.runner.tails[seq_id].parents) for seq_id in seq_ids]
+        nodes = [(row, len(self.runner.tails[seq_id].parents)) for row, seq_id in zip(rows, seq_ids, strict=True)]
         states = self.read([Read(s, [token], judged=(0,)) for s, token in zip(seq_ids, tokens, strict=True)])
         if states is None:
             return None
-        self.nodes += zip(rows, firsts, strict=True)
-        self.states.append(states.hidden)
+        self.note(nodes, states.hidden)
         return states.logits
 
     def read_unseen(self, reads: Sequence[Read], drawn: Drawn) -> Tensor | None:
@@ -223,9 +219,14 @@ class Passes:
         for i, (row, depth, chain) in enumerate(zip(rows, depths, found, strict=True)):
             drawn[row] += chain
             num_read = min(len(chain), depth - 1)
-            self.nodes += [(row, 1 + j) for j in range(num_read)]
-            self.states.append(states[i, :num_read])
+            self.note([(row, 1 + j) for j in range(num_read)], states[i, :num_read])
         return DraftTree.of_texts(drawn)
+
+    def note(self, nodes: Sequence[tuple[int, int]], states: Float[Tensor, "read hidden"]) -> None:
+        """Keep the states of nodes that were read. Where there is text before a root, nothing is noted."""
+        if self.noted:
+            self.nodes += nodes
+            self.states.append(states)
 
     def resume(self, layer: int, rows: Collection[int], columns: int) -> Resume:
         """Where the target's pass may go on for the chains of these rows, in a draft of so many columns."""
