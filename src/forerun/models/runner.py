@@ -171,19 +171,18 @@ class Runner:
             counts = [count - n for count, n in zip(counts, begun.counts, strict=True)]
         self.cache.reserve([r.seq_id for r in reads], counts)
         batch = self.pack(reads)
-        hidden = self.forward(batch, taps) if begun is None else self.resume(batch, taps, begun, begun.places(reads))
+        if begun is None:
+            hidden = self.decoder.forward(batch, self.cache, taps=taps)
+        else:
+            hidden = self.resume(batch, taps, begun, begun.places(reads))
         firsts = itertools.accumulate((len(r.tokens) for r in reads), initial=0)
         judged = [first + i for first, r in zip(firsts, reads, strict=False) for i in r.judged]
         if not judged:
             return States(hidden.last.new_empty(0, self.decoder.config.vocab_size), hidden.last, hidden.taps)
         return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.taps)
 
-    def forward(self, batch: TokenBatch, taps: Sequence[int]) -> Hidden:
-        """The batch through all layers."""
-        return self.decoder.forward(batch, self.cache, taps=taps)
-
     def resume(self, batch: TokenBatch, taps: Sequence[int], begun: Begun, known: Sequence[int]) -> Hidden:
-        """The same, to the bit: the lower layers for tokens outside `known` alone, the others for all."""
+        """What a whole pass gives, to the bit: the lower layers for tokens outside `known` alone, the rest for all."""
         rest = sorted(set(range(len(batch.tokens))) - set(known))
         inputs = begun.hidden.new_empty(len(batch.tokens), self.decoder.config.hidden)
         inputs[torch.tensor(known)] = begun.hidden
