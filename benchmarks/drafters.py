@@ -83,7 +83,7 @@ def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
     depth, width, nodes = (int(found[name]) if found[name] else None for name in ("depth", "width", "nodes"))
     context = DraftContext(replace(target, quantize="int8") if found["int8"] else target, llm.tokenizer)
     planned = plan(widened(parse_spec(found["spec"])), context)
-    drafter = planned.build(dict.fromkeys(planned.bytes_per_token, cache_tokens), None)
+    drafter = planned.build(dict.fromkeys(planned.bytes_per_token, cache_tokens), None, llm.engine.runner)
     return Mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
 
 

@@ -31,7 +31,7 @@ from forerun.draft.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.kernels.sampling import find_sampling_kernels
-from forerun.models.runner import Drawn, Read, Runner, States, Tail
+from forerun.models.runner import Begun, Drawn, Read, Runner, States, Tail
 from forerun.sampling.params import SamplingParams
 from forerun.text import Tokenizer
 
@@ -69,7 +69,9 @@ class ReadyRunner(Runner):
         super().__init__(SimpleNamespace(config=config, native=None), cache)  # type: ignore[arg-type]
         self.table, self.clock, self.weights = table, clock, weights
 
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+    def read(
+        self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None, begun: Begun | None = None
+    ) -> States:
         started = time.perf_counter()
         if self.weights is not None:
             self.weights.sum()

@@ -16,7 +16,8 @@ Each message says the offending value and what to do about it. Broken invariants
     ├── DraftError
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
     │   ├── VocabularyMismatch      the drafter's tokenizer is not the target's
-    │   └── PastFileError           a file of past answers is damaged, something else, or out of reach
+    │   ├── PastFileError           a file of past answers is damaged, something else, or out of reach
+    │   └── WrongTarget             a drafter that reads one target's cache was given to an engine of another
     ├── DeviceUnavailable           a device, or what is needed to use it, is not there
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
@@ -83,6 +84,10 @@ class VocabularyMismatch(DraftError):
 
 class PastFileError(DraftError):
     """A file of past answers that cannot be understood, read or written."""
+
+
+class WrongTarget(DraftError):
+    """The drafter reads the cache of another engine's target."""
 
 
 class DeviceUnavailable(ForerunError):

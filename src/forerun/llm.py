@@ -120,7 +120,7 @@ class LLM:
             memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
         self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
-        self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress)
+        self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress, runner)
         self.fingerprint, self.format = target.fingerprint(), target.format
         self.kernels = target.computed_by
         self.requests = Requests(
@@ -234,7 +234,7 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
         return plan_drafter(draft, context)
     if draft is not None and not isinstance(draft, Drafter):
         raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', nor a Drafter.")
-    return DraftPlan(0, {}, lambda _tokens, _progress: draft)
+    return DraftPlan(0, {}, lambda _tokens, _progress, _target: draft)
 
 
 def plan_llm(

@@ -4,8 +4,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.draft.base import Committed
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.kernels.sampling import find_sampling_kernels
+from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 
@@ -61,3 +62,41 @@ def draws_of(
         RowSampling(r.seq_id, params, seed + r.seq_id, 0, list(r.text), r.num_prompt, tenant=r.tenant) for r in rows
     ]
     return Draws(samplings, vocab, rejection=rejection, kernels=find_sampling_kernels())
+
+
+@dataclass(slots=True)
+class Beside:
+    """A drafter beside the target that it drafts for, which has read what is final: some read in its cache."""
+
+    target: Runner
+    drafter: Drafter
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return self.drafter.arms
+
+    def observe(self, news: Committed) -> None:
+        for seq_id, tokens, _ in news.rows():
+            if tokens:
+                self.target.read([Read(seq_id, tokens)])
+                self.target.keep([seq_id], [range(len(tokens))])
+        self.drafter.observe(news)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        draft = self.drafter.propose(draws, budgets, tail)
+        self.target.drop(draws.seq_ids)  # a round that ends here
+        return draft
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return self.drafter.outlook(seq_ids)
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return self.drafter.adopt(seq_ids, prefixes)
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        self.target.release(seq_ids)
+        self.drafter.forget(seq_ids)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.draft.build import PLANNERS, DraftContext, plan_drafter
+from forerun.draft.early_exit import EarlyExitDrafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -80,18 +81,24 @@ def context(target_dir: Path) -> DraftContext:
 
 
 def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
-    ngram = plan_drafter("ngram:6", context).build({}, None)
+    target = context.target.load(64)
+    ngram = plan_drafter("ngram:6", context).build({}, None, target)
     assert isinstance(ngram, NgramDrafter)
     assert ngram.max_n == 6
-    assert isinstance(plan_drafter("ngram", context).build({}, None), NgramDrafter)
+    assert isinstance(plan_drafter("ngram", context).build({}, None, target), NgramDrafter)
     name, said = f"model:{draft_dir}", []
     plan = plan_drafter(name, context)
     assert plan.bytes_per_token == {name: 5 * 2 * 4 * 8 * 4}  # layers, K and V, heads, their width, float32
     assert plan.weights_bytes > 250_000 * 4
-    model = plan.build({name: 256}, lambda what, done: said.append((what, done)))
+    model = plan.build({name: 256}, lambda what, done: said.append((what, done)), target)
     assert isinstance(model, ModelDrafter)
     assert model.vocab_size == context.target.config.vocab_size
     assert said[-1][1] == 1.0
+    exits = plan_drafter("early-exit:2", context)
+    assert (exits.weights_bytes, dict(exits.bytes_per_token), exits.fingerprint()) == (0, {}, "")
+    drafter = exits.build({}, None, target)
+    assert isinstance(drafter, EarlyExitDrafter)
+    assert (drafter.target, drafter.layer) == (target, 2)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,11 @@ def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
         ("ngram[ngram]", "no list"),
         ("model", "model:DIR"),
         ("model[ngram]", "no list"),
+        ("early-exit", "at least 1 and at most 4, as the target has 5, for instance early-exit:1"),
+        ("early-exit:0", "at least 1 and at most 4"),
+        ("early-exit:5", "at most 4, as the target has 5"),
+        ("early-exit:x", "at least 1"),
+        ("early-exit[ngram]", "no list"),
     ],
 )
 def test_what_cannot_be_built_is_refused(context: DraftContext, text: str, said: str) -> None:

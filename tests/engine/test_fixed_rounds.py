@@ -43,7 +43,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("shape", [1, 4, Speculation(depth=3, width=2)])
-@pytest.mark.parametrize("drafter", ["model", "ngram", None])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 def test_the_same_tokens_as_on_the_cpu(
     target_dir: Path, draft_dir: Path, shape: int | Speculation, drafter: str | None
 ) -> None:
@@ -129,7 +129,7 @@ def counted() -> Iterator[list[str]]:
     found += reads.found + waits.found
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram", None])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 @pytest.mark.parametrize("params", PARAMS[:3], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("rule", ["coupled", "token"])
 def test_one_synchronisation_per_round(

@@ -18,24 +18,28 @@ from documented import PAGE, PHRASES, phrase_drafter
 from hostile import HOSTILE, Hostile
 from torch import Tensor
 
-from draft.rounds import Row, chunked, committed, draws_of
+from draft.rounds import Beside, Row, chunked, committed, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.suffix_past import Past
 from forerun.llm import LLM
+from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
+from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.verify.sanitize import sanitize
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-DRAFTERS = ("ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", PAGE.name)
-NAMES = ("ngram", "ngram:2", "suffix", "model:stories280k", "model:itself", PAGE.name)
+EXITS = ("early-exit:1", "early-exit:4")
+DRAFTERS = ("ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", *EXITS, PAGE.name)
+NAMES = ("ngram", "ngram:2", "suffix", "model:stories280k", "model:itself", *EXITS, PAGE.name)
 
 VOCAB = 512
 CACHE_TOKENS = 2048
+LONGEST = 1024  # more than any text here: a target has read all of a text that it drafts for
 MODES = [(t, w, r) for t in (0.0, 1.0) for w in (1, 3) for r in (False, True)]  # temperature, width, rejection
 
 
@@ -51,13 +55,24 @@ def documented() -> Drafter:
     return phrase_drafter([context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
 
 
+@cache
+def decoder() -> Decoder:
+    target = context().target
+    return changed(target, config=changed(target.config, max_positions=LONGEST)).load(0).decoder
+
+
 @pytest.fixture(params=DRAFTERS, ids=NAMES)
 def make(request: pytest.FixtureRequest) -> Callable[[], Drafter]:
     """Builds a fresh drafter of one kind."""
     if request.param == PAGE.name:
         return documented
     plan = plan_drafter(request.param, context())
-    return lambda: plan.build(dict.fromkeys(plan.bytes_per_token, CACHE_TOKENS), None)
+
+    def build() -> Drafter:
+        target = Runner.of(decoder(), 2 * CACHE_TOKENS)
+        return Beside(target, plan.build(dict.fromkeys(plan.bytes_per_token, CACHE_TOKENS), None, target))
+
+    return build
 
 
 def story(length: int, seed: int) -> list[int]:

@@ -18,6 +18,7 @@ from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
 from forerun.accept.outcome import Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed
+from forerun.draft.early_exit import EarlyExitDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Text
 from forerun.engine.sequence import Status
@@ -43,6 +44,8 @@ class Traffic:
         self.drafter = RandomlyRight(random.Random(seed + 1), self.answers, self.members, 512)
         options = EngineOptions(max_batch=8, chunk_tokens=48)
         self.engine = bench.engine(self.drafter, num_tokens=800, options=options)
+        self.exit = EarlyExitDrafter(self.engine.runner, 2)
+        self.drafter.members = (*self.members, self.exit)
         self.plain = bench.engine()
         self.pool = [self.known(i) for i in range(24)]
         self.live: dict[int, tuple[Text, list[int]]] = {}
@@ -133,6 +136,7 @@ def check_index(traffic: Traffic) -> None:
         tokens = text.tokens[: text.num_read]
         fresh.observe(Committed([text.id], tokens, [0, len(tokens)], [text.tokens[text.num_read]]))
     assert fresh.histories == ngram.histories
+    assert traffic.exit.told == {seq_id: text.num_read for seq_id, text in read.items()}
 
 
 def assert_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
@@ -186,6 +190,8 @@ def assert_empty(traffic: Traffic) -> None:
     assert not engine.scheduler.waiting
     assert not ngram.histories
     assert not model.sequences
+    assert not traffic.exit.told
+    assert not traffic.exit.runner.tails
     assert not traffic.drafter.texts
     for runner in (engine.runner, model.runner):
         assert not runner.tails

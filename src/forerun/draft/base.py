@@ -80,7 +80,13 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Early exit: the layers below `layer` of these nodes are already computed."""
+    """Early exit: the target's layers below `layer` have read these nodes, and need not do so again.
+
+    Their keys and values lie in the tails of the target's own cache, at the places of a chain, and nothing else does.
+    `nodes` are numbered through all trees (row times columns plus column), ascending: of each chain its first ones.
+    `hidden` are their states. This is believed unchecked, unlike guesses: it is for a drafter that reads with the
+    target's own runner. It counts for the tree as it was proposed; if anything of that changes, all is read anew.
+    """
 
     layer: int
     nodes: Int[Tensor, " known"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from forerun.draft.base import Drafter
+from forerun.draft.early_exit import EarlyExitDrafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -20,6 +21,7 @@ from forerun.draft.suffix_file import PastFile
 from forerun.draft.suffix_past import Past
 from forerun.errors import UnknownDrafter, VocabularyMismatch
 from forerun.models.loading import Blueprint, Progress
+from forerun.models.runner import Runner
 from forerun.text import Tokenizer
 
 
@@ -43,13 +45,14 @@ class DraftPlan:
     """A drafter that was found and checked but not loaded: enough to plan memory.
 
     `bytes_per_token` has an entry for every cache it wants, by name. `build` loads it, given the tokens that each of
-    these caches may hold; a cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
+    these caches may hold, and the loaded target, whose weights and cache it may share: the drafter is then for engines
+    on that runner alone. A cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
     from others; nothing for a drafter without any.
     """
 
     weights_bytes: int
     bytes_per_token: Mapping[str, int]
-    build: Callable[[CacheTokens, Progress | None], Drafter | None]
+    build: Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
     fingerprint: Callable[[], str] = str
 
 
@@ -74,11 +77,11 @@ def plan_ngram(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`ngram[:N]`: prompt lookup with matches of up to N tokens. Needs no memory to speak of."""
     refuse_members(spec)
     if spec.argument is None:
-        return DraftPlan(0, {}, lambda _tokens, _progress: NgramDrafter())
+        return DraftPlan(0, {}, lambda _tokens, _progress, _target: NgramDrafter())
     if not spec.argument.isdecimal() or int(spec.argument) < 1:
         refuse(spec, "the argument is the longest match in tokens, a whole number of at least 1, as in ngram:5")
     longest = int(spec.argument)
-    return DraftPlan(0, {}, lambda _tokens, _progress: NgramDrafter(max_n=longest))
+    return DraftPlan(0, {}, lambda _tokens, _progress, _target: NgramDrafter(max_n=longest))
 
 
 def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
@@ -91,22 +94,39 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
-    def build(cache_tokens: CacheTokens, progress: Progress | None) -> Drafter:
+    def build(cache_tokens: CacheTokens, progress: Progress | None, _target: Runner) -> Drafter:
         return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
 
     return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint)
+
+
+def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`early-exit:E`: the target's first E layers, its norm and its head, in its own cache."""
+    refuse_members(spec)
+    layers = context.target.config.layers
+    if layers < 2:
+        refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")
+    if spec.argument is None or not spec.argument.isdecimal() or not 1 <= int(spec.argument) < layers:
+        refuse(
+            spec,
+            f"the argument is the number of layers that guess: at least 1 and at most {layers - 1}, as the target has "
+            f"{layers}, for instance early-exit:{max(1, layers // 4)}",
+        )
+    layer = int(spec.argument)
+    return DraftPlan(0, {}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`suffix[:FILE]`: contexts of this text and of past answers, which FILE remembers; made where there is none."""
     refuse_members(spec)
     if spec.argument is None:
-        return DraftPlan(0, {}, lambda _tokens, _progress: SuffixDrafter())
+        return DraftPlan(0, {}, lambda _tokens, _progress, _target: SuffixDrafter())
     file = PastFile(spec.argument, context.tokenizer.fingerprint())
-    return DraftPlan(0, {}, lambda _tokens, _progress: SuffixDrafter(Past(file=file)))
+    return DraftPlan(0, {}, lambda _tokens, _progress, _target: SuffixDrafter(Past(file=file)))
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
+    "early-exit": plan_early_exit,
     "model": plan_model,
     "ngram": plan_ngram,
     "suffix": plan_suffix,

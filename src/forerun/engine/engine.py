@@ -22,7 +22,7 @@ from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Draft, Drafter
 from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.engine.delta import Delta, commit, score_prompt
-from forerun.engine.reading import Kept, Part, Reading, drawn_tokens
+from forerun.engine.reading import Kept, Part, Reading, begun_parts, drawn_tokens, resumable
 from forerun.engine.scheduler import RowPlan, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.errors import RequestFailed
@@ -128,7 +128,7 @@ class Engine:
         started = time.perf_counter()
         draft = self.draft(plan)  # draft
         drafted = time.perf_counter()
-        reading = self.read(plan, draft.tree)  # one target pass
+        reading = self.read(plan, draft)  # one target pass
         passed = time.perf_counter()
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
@@ -173,22 +173,27 @@ class Engine:
         budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
             return none_drafted(roots)
-        draft = self.drafter.propose(plan.draws, budgets)
+        draft = drafted = self.drafter.propose(plan.draws, budgets)
         if draft.tree.tokens.device != roots.device:
             roots = plan.draws.roots_tokens
         safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
         draft = draft if safe is draft.tree else replace(draft, tree=safe)
         tree = self.controller.admit(draft, load)
+        if not resumable(drafted, tree, self.drafter.taps):
+            draft = replace(draft, resume=None)
+            self.runner.drop(seq_ids)  # what a drafter may have read there
         return draft, tree if tree is safe else tree.without_law()  # pruned after drawing: it has another law
 
-    def read(self, plan: Round, tree: DraftTree) -> Reading:
+    def read(self, plan: Round, draft: Draft) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""
+        tree = draft.tree
         tree_of = {row.sequence.id: host for row, host in zip(plan.drawing, host_trees(tree), strict=True)}
         parts = [Part.of(row, tree_of.get(row.sequence.id)) for row in plan.rows]
         taps = self.drafter.taps if self.drafter else ()
         unseen = tree.known is not None and tree.known.tokens is None
         drawn = drawn_tokens(parts, tree.tokens) if unseen else None
-        states = self.runner.read([part.read() for part in parts], taps, drawn)
+        begun = begun_parts(parts, draft) if draft.resume is not None else None
+        states = self.runner.read([part.read() for part in parts], taps, drawn, begun)
         return Reading(parts, states, tree.tokens if unseen else None)
 
     def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:

@@ -15,9 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.accept.commit import HostTree
+from forerun.draft.base import Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
-from forerun.models.runner import Drawn, Read, States
+from forerun.models.runner import Begun, Drawn, Read, States
+from forerun.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,25 @@ def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> Drawn:
             source += [first + node for node in part.tree.number]
             first += tokens.shape[1]
     return Drawn(tokens, source)
+
+
+def resumable(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
+    """Whether the pass may go on where a drafter's stopped: every node is judged as proposed, and no tap was passed."""
+    resume, own = draft.resume, draft.tree
+    if resume is None or any(0 <= tap < resume.layer for tap in taps):
+        return False
+    return torch.equal(own.tokens, tree.tokens) and torch.equal(own.parents, tree.parents)
+
+
+def begun_parts(parts: Seq[Part], draft: Draft) -> Begun:
+    """What of the parts a drafter has read through the target's lower layers: of each chain the first nodes."""
+    resume, columns = draft.resume, draft.tree.tokens.shape[1]
+    assert resume is not None, "a pass goes on where another one stopped"
+    nodes = [divmod(node, columns) for node in resume.nodes.tolist()]
+    known = [sum(row == b for row, _ in nodes) for b in range(len(draft.tree.tokens))]
+    assert nodes == [(b, i) for b, count in enumerate(known) for i in range(count)], "nodes from each root on"
+    of_trees = iter(known)
+    return Begun(resume.layer, [0 if part.tree is None else next(of_trees) for part in parts], resume.hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ struct Chains {
   const float* norm;
   float norm_eps;
   int64_t* tokens;  // [num_rows, depth], out; -1 where there are none
+  float* states;    // [num_rows, depth, hidden], out: the residual stream behind each guess that was read; or null
 };
 
 // A token's embedding in float32.
@@ -76,6 +77,8 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     pass.slots = slots.data(), pass.path_of = order.data(), pass.first_slots = starts.data();
     pass.num_plain = whole.data(), pass.source_ends = pass.sources = none.data();
     forerun_forward(decoder, &pass);
+    for (size_t i = 0; c.states && i < rows.size(); i++)
+      memcpy(c.states + (rows[i] * c.depth + level) * c.hidden, x.data() + i * c.hidden, c.hidden * sizeof(float));
     forerun_multiply(c.head, x.data(), rows.size(), c.norm, c.norm_eps, logits.data(), frame->num_threads);
     given = logits.data(), stride = width;
   }

@@ -9,7 +9,8 @@ drafting or sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -40,6 +41,17 @@ class TokenBatch:
     positions: Int[Tensor, " total"]
     slots: Int[Tensor, " total"]  # where their keys and values are stored
     paths: list[AttentionPath]
+
+    def some(self, rows: Sequence[int]) -> TokenBatch:
+        """Some of the tokens, in ascending order: these queries alone, over the same keys."""
+        number, index = {row: i for i, row in enumerate(rows)}, torch.tensor(rows, dtype=torch.long)
+        paths = []
+        for path in self.paths:
+            chosen = [(number[q], p) for q, p in zip(path.queries, path.positions, strict=True) if q in number]
+            if chosen:
+                queries, positions = zip(*chosen, strict=True)
+                paths.append(replace(path, queries=queries, positions=positions, masks={}))
+        return TokenBatch(self.tokens[index], self.positions[index], self.slots[index], paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +106,18 @@ class Decoder:
         self.head = self.make(head.to(dtype))
         self.rope = rope_tables(config).to(self.embedding.device)
         self.native = kernels.decoder(config, self.layers, self.norm, self.head) if kernels else None
+
+    def lower(self, num_layers: int) -> Decoder:
+        """The first layers under the same norm and head, as a decoder of its own: the same tensors, no copies.
+
+        It computes what the whole decoder does up to there, to the bit, and reads and writes the first layers of the
+        same caches.
+        """
+        part = copy(self)
+        part.config = replace(self.config, layers=num_layers, windows=self.config.windows[:num_layers])
+        part.layers = self.layers[:num_layers]
+        part.native = None if self.native is None else self.native.lower(num_layers)
+        return part
 
     def ask_query_rule(self) -> QueryRule:
         """How torch's attention wants queries of this shape, on this machine."""

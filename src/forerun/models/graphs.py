@@ -19,7 +19,7 @@ from forerun.device import upload
 from forerun.models.decoder import Decoder
 from forerun.models.fixed import LEAST_PATH, Inputs, Layout, Outputs, Shape, run_pass, tile_rows
 from forerun.models.ops import SPLIT, ops_for, power_of_two
-from forerun.models.runner import Drawn, Read, Runner, States, Tail
+from forerun.models.runner import Begun, Drawn, Read, Runner, States, Tail
 
 Result = TypeVar("Result")
 CAPTURED_ROWS = 128  # larger passes are prompts
@@ -72,6 +72,8 @@ class Graphs:
 class GraphRunner(Runner):
     """Reads as Runner does, with the decoder's matrix products as its loader made them for this device."""
 
+    resumes = False
+
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         super().__init__(decoder, cache)
         self.device = cache.keys.device
@@ -85,8 +87,11 @@ class GraphRunner(Runner):
         self.most_keys = -(-min(c.max_positions, num_slots) // SPLIT) * SPLIT
 
     @torch.inference_mode()
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+    def read(
+        self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None, begun: Begun | None = None
+    ) -> States:
         """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room."""
+        assert begun is None, "a pass of fixed shape begins at the first layer"
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
         layout, judged = self.lay_out(reads)
         shape = self.shape_of(layout, len(judged))

@@ -12,6 +12,7 @@ import itertools
 import weakref
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
@@ -81,7 +82,7 @@ class CChains(Structure):
         *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
         *((name, c_void_p) for name in ("head", "norm")),
         ("norm_eps", c_float),
-        ("tokens", c_void_p),
+        *((name, c_void_p) for name in ("tokens", "states")),
     ]
 
 
@@ -193,7 +194,7 @@ class NativeDecoder:
             raise UnsupportedModel(message)
         self.lib = kernels.lib
         self.norm, self.head, self.norm_eps = padded_gains(norm), native(head), config.norm_eps
-        self.num_layers = len(layers)
+        self.num_layers = len(layers)  # of a chain's passes
         self.kept: list[object] = [layers]  # what the library points at
         shape = CShape(
             hidden=config.hidden,
@@ -224,6 +225,13 @@ class NativeDecoder:
         """Its address, for as long as this lives."""
         self.kept.append(tensor)
         return tensor.data_ptr()
+
+    def lower(self, num_layers: int) -> NativeDecoder:
+        """The same decoder, its chains drawn behind the first layers."""
+        part = copy(self)
+        part.num_layers = num_layers
+        part.kept = [self]  # which frees what both point at
+        return part
 
     def forward(
         self, x: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache, rope: RopeTables, layers: range
@@ -277,11 +285,13 @@ class NativeDecoder:
         embedding: Float[Tensor, "own_vocab hidden"],
         cache: PagedCache,
         rope: RopeTables,
+        states: Float[Tensor, "rows depth hidden"] | None = None,
     ) -> list[list[int]]:
         """Up to `depths[i]` guesses of each row, drawn and read in turn; `logits` are those after the roots.
 
         `starts` are the first slots of the rows' runs, `positions` where their first guesses stand. All but a row's
-        last guess are read into the cache, which has room. A chain ends where its draw is not certain.
+        last guess are read into the cache, which has room. A chain ends where its draw is not certain. `states`, if
+        given, is of float32 and gets the residual stream behind every guess that is read.
         """
         deepest, logits = max(depths), logits.float().contiguous()
         tables = [as_array(numbers) for numbers in (depths, starts, positions)]
@@ -303,6 +313,7 @@ class NativeDecoder:
             norm=self.norm.data_ptr(),
             norm_eps=self.norm_eps,
             tokens=address(tokens),
+            states=None if states is None else states.data_ptr(),
         )
         frame = CPass(
             num_threads=torch.get_num_threads(),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -22,7 +23,7 @@ from torch import Tensor
 from forerun.cache.paged import PagedCache
 from forerun.kernels.sampling import PlainLaws
 from forerun.models.attention import AttentionPath, Copy, QueryRule, make_paths
-from forerun.models.decoder import Decoder, TokenBatch
+from forerun.models.decoder import Decoder, Hidden, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,25 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """Tokens that the layers below `layer` have read: what is left of their pass begins there.
+
+    The first `counts[i]` tokens of the i-th read are a chain behind the committed text. Their keys and values of those
+    layers lie in the sequence's tail, where this read would put them, and nothing else does. `hidden`, packed over the
+    reads, are their states.
+    """
+
+    layer: int
+    counts: Sequence[int]
+    hidden: Float[Tensor, "known hidden"]
+
+    def places(self, reads: Sequence[Read]) -> list[int]:
+        """Where these tokens are among those of all reads, packed."""
+        firsts = itertools.accumulate((len(read.tokens) for read in reads), initial=0)
+        return [first + i for first, count in zip(firsts, self.counts, strict=False) for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """What a pass gives: the logits asked for and the states of all tokens read, packed in the order of the reads."""
 
@@ -101,7 +121,12 @@ class Tail:
 
 
 class Runner:
-    """Reads tokens through a decoder into its cache. One row per sequence; rows appear with their first read."""
+    """Reads tokens through a decoder into its cache. One row per sequence; rows appear with their first read.
+
+    `resumes`: whether a pass can go on where one through the lower layers stopped (`Begun`).
+    """
+
+    resumes: ClassVar[bool] = True
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder = decoder
@@ -123,31 +148,62 @@ class Runner:
         )
         return cls(decoder, cache)
 
+    def lower(self, num_layers: int) -> Runner:
+        """A runner of the decoder's first layers, over the same cache: its tails are tails there too."""
+        return type(self)(self.decoder.lower(num_layers), self.cache)
+
     def length(self, seq_id: int) -> int:
         """Committed tokens read so far; 0 for an unknown sequence."""
         return self.cache.length(seq_id) if seq_id in self.cache else 0
 
     @torch.inference_mode()
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
-        """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room."""
+    def read(
+        self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None, begun: Begun | None = None
+    ) -> States:
+        """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room.
+
+        Tokens that are `begun` are read from their layer on; taps are then of that layer or later ones.
+        """
         reads = reads if drawn is None else drawn.resolve(reads)
         counts = [len(r.tokens) + (0 if r.seq_id in self.tails else r.scratch) for r in reads]
+        if begun is not None:
+            assert all(self.cache.tail(r.seq_id) == n for r, n in zip(reads, begun.counts, strict=True) if n), "no tail"
+            counts = [count - n for count, n in zip(counts, begun.counts, strict=True)]
         self.cache.reserve([r.seq_id for r in reads], counts)
         batch = self.pack(reads)
-        hidden = self.decoder.forward(batch, self.cache, taps=taps)
+        if begun is None:
+            hidden = self.decoder.forward(batch, self.cache, taps=taps)
+        else:
+            hidden = self.resume(batch, taps, begun, begun.places(reads))
         firsts = itertools.accumulate((len(r.tokens) for r in reads), initial=0)
         judged = [first + i for first, r in zip(firsts, reads, strict=False) for i in r.judged]
         if not judged:
             return States(hidden.last.new_empty(0, self.decoder.config.vocab_size), hidden.last, hidden.taps)
         return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.taps)
 
+    def resume(self, batch: TokenBatch, taps: Sequence[int], begun: Begun, known: Sequence[int]) -> Hidden:
+        """What a whole pass gives, to the bit: the lower layers for tokens outside `known` alone, the rest for all."""
+        rest = sorted(set(range(len(batch.tokens))) - set(known))
+        inputs = begun.hidden.new_empty(len(batch.tokens), self.decoder.config.hidden)
+        inputs[torch.tensor(known)] = begun.hidden
+        if rest:
+            lower = self.decoder.forward(batch.some(rest), self.cache, layers=range(begun.layer))
+            inputs[torch.tensor(rest)] = lower.last
+        layers = range(begun.layer, self.decoder.config.layers)
+        return self.decoder.forward(batch, self.cache, layers=layers, inputs=inputs, taps=taps)
+
     def draw_chains(
-        self, seq_ids: Sequence[int], depths: Sequence[int], logits: Float[Tensor, "rows vocab"], laws: PlainLaws
+        self,
+        seq_ids: Sequence[int],
+        depths: Sequence[int],
+        logits: Float[Tensor, "rows vocab"],
+        laws: PlainLaws,
+        states: Float[Tensor, "rows depth hidden"] | None = None,
     ) -> list[list[int]] | None:
         """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.
 
-        `logits` are those after the tails' last nodes. None, with nothing changed, where the decoder has no such call,
-        or the cache no room.
+        `logits` are those after the tails' last nodes; `states`, if given, gets those of the guesses that are read.
+        None, with nothing changed, where the decoder has no such call, or the cache no room.
         """
         native = self.decoder.native
         assert all(self.tails[seq_id].scratch == 0 for seq_id in seq_ids), "a chain goes on from a chain"
@@ -158,7 +214,7 @@ class Runner:
         starts = [self.cache.start(seq_id) for seq_id in seq_ids]
         positions = [self.length(seq_id) + len(self.tails[seq_id].parents) for seq_id in seq_ids]
         embedding, rope = self.decoder.embedding, self.decoder.rope
-        chains = native.draw_chains(logits, laws, depths, starts, positions, embedding, self.cache, rope)
+        chains = native.draw_chains(logits, laws, depths, starts, positions, embedding, self.cache, rope, states)
         for seq_id, chain, count in zip(seq_ids, chains, counts, strict=True):
             self.tails[seq_id].grow(None, min(len(chain), count))
         return chains
@@ -190,6 +246,11 @@ class Runner:
             rows += [scratch + node for node in path]
             offsets.append(len(rows))
         self.cache.keep(seq_ids, rows, offsets)
+
+    def hand_over(self, seq_ids: Sequence[int]) -> None:
+        """Forget the tails of these sequences but leave what was read, for another runner over the same cache."""
+        for seq_id in seq_ids:
+            self.tails.pop(seq_id, None)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forget the tails of these sequences."""

@@ -1,0 +1,382 @@
+"""Early exit against a checkpoint cut off at the exit, against plain decoding, and against reading everything again."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from functools import cache
+from pathlib import Path
+from shutil import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compiled import require_compiler
+from draft.rounds import Beside, Row, committed, draws_of
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Budget, Committed, Draft, Drafter
+from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.draft.model import ModelDrafter
+from forerun.engine.controller import FixedDepth, Load
+from forerun.engine.engine import Engine
+from forerun.errors import WrongTarget
+from forerun.kernels.sampling import find_sampling_kernels
+from forerun.llm import LLM
+from forerun.models.decoder import Decoder, Hidden, TokenBatch
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read, Runner
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+from law.fuzz import Bench, number_format, read_anew, rows_of
+from unchecked import unchecked
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+STORIES = DATA / "stories260k"
+VOCAB, LAYERS = 512, 5
+FORMATS = ("float32", "bfloat16", "int8", pytest.param("float32 by torch", marks=pytest.mark.full), "bfloat16 by torch")
+SHAPES = {
+    "chains": (Speculation(2), Speculation(5), Speculation(4)),
+    "trees": (Speculation(3, 2, 7),),
+    "mixed": (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2)),
+}
+Benches = Callable[[str], Bench]
+
+
+def edited(source: Path, folder: Path, layers: int, quiet: int = LAYERS) -> Path:
+    """A checkpoint's first layers under its norm and head; those from `quiet` on add little to what is below them."""
+    folder.mkdir()
+    copy(source / "tokenizer.json", folder)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    tensors = load_file(source / "model.safetensors")
+    for i in range(layers, LAYERS):
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(f"model.layers.{i}.")}
+    for i in range(quiet, layers):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"model.layers.{i}.{name}.weight"] *= 0.5
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose first layers know what it will say, as those of one that was trained for early exit do."""
+    return edited(STORIES, tmp_path_factory.mktemp("early") / "target", LAYERS, quiet=2)
+
+
+@pytest.fixture(scope="module")
+def bench_of(target: Path) -> Callable[[str], Bench]:
+    return cache(lambda name: Bench.of(target, target, name))
+
+
+def story(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [1, *(rng.randrange(3, VOCAB) for _ in range(length - 1))]
+
+
+def assert_same(found: Draft, expected: Draft) -> None:
+    """The same guesses, laws and confidence."""
+    assert torch.equal(found.tree.tokens, expected.tree.tokens)
+    assert torch.equal(found.tree.parents, expected.tree.parents)
+    assert (found.survival is None) == (expected.survival is None)
+    if found.survival is not None and expected.survival is not None:
+        assert torch.equal(found.survival, expected.survival)
+    if found.tree.q is not None and expected.tree.q is not None:
+        assert torch.equal(found.tree.q.dense(VOCAB), expected.tree.q.dense(VOCAB))
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_guesses_what_a_checkpoint_cut_off_there_guesses(
+    bench_of: Benches, target: Path, name: str, layer: int, tmp_path: Path
+) -> None:
+    """To the bit: the same chains and trees, confidence and laws, after any history."""
+    rng, bench = random.Random(layer), bench_of(name)
+    short = Blueprint.of(str(edited(target, tmp_path / "short", layer)), **number_format(name))
+    runner = bench.with_cache(bench.runner, 2048)
+    ours = Beside(runner, EarlyExitDrafter(runner, layer))
+    theirs = ModelDrafter(short.load(2048), VOCAB)
+    texts = {seq_id: story(3 + 20 * seq_id, seq_id) for seq_id in range(4)}
+    news = committed([Row(s, t) for s, t in texts.items()])
+    num_guesses = 0
+    for number in range(12):
+        ours.observe(news)
+        theirs.observe(news)
+        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
+        width = 1 if number % 3 else 2
+        budgets = [Budget(rng.randint(0, 5), width, rng.randint(4, 9)) for _ in rows]
+        draws = draws_of(rows, VOCAB, temperature=rng.choice([0.0, 1.0]), rejection=number % 4 == 3)
+        found, expected = ours.propose(draws, budgets), theirs.propose(draws, budgets)
+        assert_same(found, expected)
+        num_guesses += int(found.tree.valid.sum()) - len(rows)
+        for i, row in enumerate(rows):
+            chain = [token for token in found.tree.tokens[i, 1:].tolist() if token >= 0]
+            texts[row.seq_id] += [*chain[: rng.randint(0, len(chain))], rng.randrange(3, VOCAB)]
+        news = committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows])
+    assert num_guesses > 30
+
+
+def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) -> Engine:
+    engine = bench.engine(None, num_tokens, options=EngineOptions(**options))
+    engine.drafter = EarlyExitDrafter(engine.runner, layer)
+    engine.kernels = find_sampling_kernels() if bench.target.kernels == "auto" else None
+    return engine
+
+
+def texts_of(bench: Bench, engine: Engine, count: int, shapes: str, drafted: bool = True) -> list[object]:
+    """Submitted: prompts of any length, greedy and sampled in turn; where shapes are mixed, some ask for more."""
+    rng, texts = random.Random(count), []
+    requests = bench.requests()
+    for i in range(count):
+        more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and shapes == "mixed" else {}
+        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True, **more)
+        wish = SHAPES[shapes][i % len(SHAPES[shapes])] if drafted else Speculation(0)
+        texts += requests.sequences(story(rng.choice([1, 2, 30, 70]), i), params, wish)
+        engine.submit(texts[-1])
+    return texts
+
+
+def plain(bench: Bench, count: int, shapes: str) -> list[list[int]]:
+    engine = bench.engine()
+    texts = texts_of(bench, engine, count, shapes, drafted=False)
+    return run(bench, engine, texts, check=False)
+
+
+def run(bench: Bench, engine: Engine, texts: Sequence[object], check: bool = True) -> list[list[int]]:
+    """All rounds; after each the cache holds what a fresh reading of the committed tokens would leave."""
+    with unchecked():
+        while engine.has_work:
+            engine.step()
+            assert not engine.runner.tails
+            engine.runner.cache.check()
+            for text in engine.sequences.values() if check else ():
+                if text.id in engine.runner.cache and text.num_read:
+                    anew = read_anew(bench, engine.runner, text.tokens[: text.num_read])
+                    assert all(torch.equal(a, b) for a, b in zip(rows_of(engine.runner, text.id), anew, strict=True))
+    return [text.tokens for text in texts]
+
+
+@pytest.mark.parametrize(("batch", "layer"), [(1, 4), (5, 2)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_keys_and_values_are_those_of_plain_decoding(
+    bench_of: Benches, name: str, batch: int, layer: int
+) -> None:
+    """Chains beside trees beside prompts in chunks, in a cache of which rows are sent back."""
+    bench = bench_of(name)
+    for shapes in SHAPES:
+        engine = engine_of(bench, layer, 256 if batch > 1 else 2048, max_batch=batch, chunk_tokens=24)
+        texts = texts_of(bench, engine, batch + 1, shapes)
+        assert run(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
+        assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
+        assert not engine.drafter.told  # type: ignore[union-attr]
+
+
+def test_one_layer_less_is_right_half_the_time() -> None:
+    """Of a real model that nobody trained for it, on its own kind of text."""
+    llm = LLM(str(STORIES), "early-exit:4", dtype="float32")
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=60, ignore_eos=True)
+    llm.generate(["Once upon a time", "Lily had a red ball", "One day, a big dog"], params)
+    assert sum(llm.stats.accepted_at_depth) > 0.45 * sum(llm.stats.offered_at_depth) > 0
+
+
+@dataclass(slots=True)
+class Work:
+    """Passes of a decoder: how many tokens went through which layers."""
+
+    passes: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def layers_run(self) -> int:
+        return sum(count * (stop - start) for count, start, stop in self.passes)
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    """Counts what decoders read one pass at a time; a drafter's chains in one call are not seen."""
+    work, forward = Work(), Decoder.forward
+
+    def counting(
+        self: Decoder, batch: TokenBatch, *rest: object, layers: range | None = None, **more: object
+    ) -> Hidden:
+        through = layers or range(self.config.layers)
+        work.passes.append((len(batch.tokens), through.start, through.stop))
+        return forward(self, batch, *rest, layers=layers, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "forward", counting)
+        yield work
+
+
+@dataclass(slots=True)
+class Forgetful:
+    """A drafter that does not say what it has read."""
+
+    drafter: Drafter
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.drafter, name)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        return changed(self.drafter.propose(draws, budgets, tail), resume=None)
+
+
+def recorded(engine: Engine) -> list[torch.Tensor]:
+    """The logits and states of all its passes, as they are made."""
+    found: list[torch.Tensor] = []
+    read = engine.runner.read
+
+    def reading(*arguments: object) -> object:
+        states = read(*arguments)  # type: ignore[arg-type]
+        found.extend((states.logits.clone(), states.hidden.clone()))
+        return states
+
+    engine.runner.read = reading  # type: ignore[assignment,method-assign]
+    return found
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(
+    bench_of: Benches, name: str, shapes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, made = bench_of(name), []
+    for forgetful in (False, True):
+        engine = engine_of(bench, 3, max_batch=4, chunk_tokens=40)
+        if forgetful:
+            engine.drafter = Forgetful(engine.drafter)  # type: ignore[arg-type]
+        texts, found = texts_of(bench, engine, 6, shapes), recorded(engine)
+        with watched(monkeypatch) as work:
+            tokens = run(bench, engine, texts, check=False)
+        made.append((tokens, found, work.layers_run(), engine.stats.num_accepted))
+    (tokens, found, layers_run, accepted), (whole_tokens, whole, all_layers, whole_accepted) = made
+    assert tokens == whole_tokens
+    assert accepted == whole_accepted > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+    assert (layers_run < all_layers) == (shapes != "trees")
+
+
+@pytest.mark.parametrize("name", ["float32", "float32 by torch"])
+def test_what_the_drafter_has_read_is_not_read_again(
+    bench_of: Benches, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of two sequences, one drafted 4 deep, one 2: each last guess alone goes through the lower layers."""
+    require_compiler()
+    bench = bench_of(name)
+    engine = engine_of(bench, 2)
+    requests = bench.requests()
+    for i, depth in enumerate((4, 2)):
+        params = SamplingParams(temperature=0.0, seed=i, max_tokens=30, ignore_eos=True)
+        (text,) = requests.sequences(story(20, i), params, Speculation(depth))
+        engine.submit(text)
+    engine.step()
+    with watched(monkeypatch) as work:
+        engine.step()
+    assert work.passes[0] == (2, 0, 2)  # the roots, by the drafter
+    assert work.passes[-2:] == [(2, 0, 2), (8, 2, 5)]
+    drafted = [(2, 0, 2), (1, 0, 2), (1, 0, 2)] if name.endswith("torch") else []  # else in one call, unseen
+    assert work.passes[1:-2] == drafted
+
+
+class Pruning(FixedDepth):
+    """Admits less than was drafted: the last guess of every chain goes, or the first with all below it."""
+
+    def __init__(self, first: bool) -> None:
+        self.first = first
+
+    def admit(self, draft: Draft, load: Load) -> DraftTree:
+        tree = draft.tree
+        last = tree.valid.sum(1) - 1
+        node = torch.arange(tree.tokens.shape[1]).expand_as(tree.tokens)
+        gone = (node > 0) if self.first else (node > 0) & (node == last[:, None])
+        return changed(tree, tokens=tree.tokens.masked_fill(gone, -1), parents=tree.parents.masked_fill(gone, -1))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of("float32")
+    engine = engine_of(bench, 2, max_batch=3)
+    engine.controller = Pruning(first)
+    texts = texts_of(bench, engine, 6, "chains")
+    read = engine.runner.read
+
+    def reading(reads: Sequence[Read], *rest: object) -> object:
+        cache = engine.runner.cache
+        assert all(cache.tail(r.seq_id) == 0 for r in reads if r.seq_id in cache), "slots taken that nobody needs"
+        return read(reads, *rest)  # type: ignore[arg-type]
+
+    engine.runner.read = reading  # type: ignore[assignment,method-assign]
+    with watched(monkeypatch) as work:
+        assert run(bench, engine, texts) == plain(bench, 6, "chains")
+    assert all(start == 0 for _, start, _ in work.passes)
+    assert (engine.stats.num_drafted > 0) != first
+
+
+def test_want_of_room_makes_drafts_shallower(bench_of: Benches) -> None:
+    """Of a cache with room for so many tokens more, alone and beside another sequence."""
+    bench, text = bench_of("float32"), story(60, 0)
+    for left in range(0, 7):
+        target = Runner.of(bench.runner.decoder, len(text) - 1 + left, block_size=1)
+        drafter = EarlyExitDrafter(target, 2)
+        beside = Beside(target, drafter)
+        beside.observe(committed([Row(0, text)]))
+        for budget in (Budget(5), Budget(3, 2, 6)):
+            tree = drafter.propose(draws_of([Row(0, text)], VOCAB, temperature=1.0), [budget]).tree
+            target.drop([0])
+            assert int(tree.depths().max()) == min(left, 5) or budget.width > 1
+            assert target.cache.num_free_tokens == left
+            target.cache.check()
+    target = Runner.of(bench.runner.decoder, 2 * len(text) - 1, block_size=1)
+    beside = Beside(target, EarlyExitDrafter(target, 2))
+    rows = [Row(0, text), Row(1, text)]
+    beside.observe(committed(rows))
+    tree = beside.propose(draws_of(rows, VOCAB), [Budget(5), Budget(5)]).tree
+    assert tree.depths().max(1).values.tolist() == [1, 0]  # the youngest is left out
+    assert target.cache.num_free_tokens == 1
+
+
+def test_a_request_whose_code_fails_while_it_is_drafted_hurts_nobody(bench_of: Benches) -> None:
+    bench, calls = bench_of("float32"), []
+
+    def fails(text: list[int], logits: torch.Tensor) -> torch.Tensor:
+        calls.append(len(text))
+        if len(calls) == 7:
+            raise RuntimeError("once")
+        return logits
+
+    engine = engine_of(bench, 2)
+    requests = bench.requests()
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=20, ignore_eos=True)
+    each = [params, changed(params, logits_processors=(fails,)), params]
+    texts = [requests.sequences(story(20, 0), p, Speculation(4))[0] for p in each]
+    for text in texts:
+        engine.submit(text)
+    assert len({tuple(tokens) for tokens in run(bench, engine, texts)}) == 1
+    assert len(calls) > 7
+    assert not engine.drafter.runner.tails  # type: ignore[union-attr]
+
+
+def test_an_engine_on_another_runner_is_refused(bench_of: Benches) -> None:
+    bench = bench_of("float32")
+    elsewhere = EarlyExitDrafter(bench.with_cache(bench.runner, 512), 2)
+    engine = bench.engine(elsewhere)
+    texts_of(bench, engine, 1, "chains")
+    with pytest.raises(WrongTarget, match="early-exit:2 reads in the cache of the target that it was built for"):
+        run(bench, engine, [])
+
+
+def test_layers_are_shared_not_copied(bench_of: Benches) -> None:
+    target = bench_of("float32 by torch").runner
+    part = target.lower(2)
+    assert part.cache is target.cache
+    assert [a is b for a, b in zip(part.decoder.layers, target.decoder.layers, strict=False)] == [True, True]
+    assert part.decoder.head is target.decoder.head
+    whole = target.read([Read(7, [1, 2, 3], judged=[2])], taps=(2,))
+    target.drop([7])
+    lower = part.read([Read(7, [1, 2, 3], judged=[2])])
+    part.drop([7])
+    assert whole.taps is not None
+    assert torch.equal(lower.hidden, whole.taps[:, 0])
+    assert torch.equal(lower.logits, target.decoder.logits(whole.taps[2:, 0]))
