@@ -285,18 +285,18 @@ def test_an_answer_too_large_for_all_room_is_not_written(path: Path) -> None:
 def test_the_drafter_by_its_name(target_dir: Path, path: Path) -> None:
     """Checked when it is planned; each drafter that is built finds what the ones before it left."""
     target = Blueprint.of(str(target_dir), "float32")
-    context = DraftContext(target, target.tokenizer(), "float32")
+    context, runner = DraftContext(target, target.tokenizer(), "float32"), target.load(64)
     plan = plan_drafter(f"suffix:{path}", context)
     assert path.exists()
     assert not plan.weights_bytes
     assert not plan.bytes_per_token
-    first = plan.build({}, None)
+    first = plan.build({}, None, runner)
     assert isinstance(first, SuffixDrafter)
     first.past.add(0, "a", [1, 2, 3])
-    second = plan.build({}, None)
+    second = plan.build({}, None, runner)
     assert isinstance(second, SuffixDrafter)
     assert contents(second.past) == contents(first.past)
-    assert isinstance(plan_drafter("suffix", context).build({}, None), SuffixDrafter)
+    assert isinstance(plan_drafter("suffix", context).build({}, None, runner), SuffixDrafter)
     path.write_bytes(b"damaged")
     with pytest.raises(PastFileError):
         plan_drafter(f"suffix:{path}", context)

@@ -214,14 +214,13 @@ class Engine:
             deltas.append(delta)
             kept.append(Kept(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
         ended = [self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None]
-        self.keep(kept, {sequence.id for sequence in ended}, reading)
+        self.keep(kept, reading)
         self.leave(ended)
         return deltas, outcomes
 
-    def keep(self, kept: Seq[Kept], ended: set[int], reading: Reading) -> None:
-        """Keep the accepted paths in the cache, unless the sequence ended, and tell the drafter what was read."""
-        staying = [k for k in kept if k.sequence.id not in ended]
-        self.runner.keep([k.sequence.id for k in staying], [k.path for k in staying])
+    def keep(self, kept: Seq[Kept], reading: Reading) -> None:
+        """Keep the accepted paths in the cache and tell the drafter what was read; of those, too, that end here."""
+        self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
         tokens: list[int] = []
         offsets = [0]
         for k in kept:
