@@ -346,7 +346,7 @@ def test_lengths_are_told_what_rounds_took_and_gave(
     runs: list[tuple[int, int]] = []
     drafter = CascadeDrafter(model(large), model(large))
     assert isinstance(drafter.lengths, MeasuredLengths)
-    monkeypatch.setattr(MeasuredLengths, "best", lambda self, batch: 3)
+    monkeypatch.setattr(MeasuredLengths, "best", lambda self, batch, most: min(3, most))
     monkeypatch.setattr(MeasuredLengths, "time", lambda self, timing: timings.append(timing))
     monkeypatch.setattr(MeasuredLengths, "count", lambda self, news: runs.extend(news))
     rows = [Row(0, story(30, 0)), Row(1, story(40, 1))]

@@ -106,8 +106,9 @@ class CascadeDrafter:
 
     def round(self, draws: Draws, chains: Sequence[Chain], timed: bool) -> float:
         """One round inside the round; chains that the judge has no room for end. Gives what the passes took."""
-        length = self.lengths.best(len(chains))
-        budgets = [Budget(min(length, chain.left - 1)) for chain in chains]  # the last token is the judge's own
+        most = max(chain.left for chain in chains) - 1  # the last token is the judge's own
+        length = self.lengths.best(len(chains), most)
+        budgets = [Budget(min(length, chain.left - 1)) for chain in chains]
         started_s = time.perf_counter()
         draft = self.guess(draws, chains, budgets)
         guesses = chains_of(draft.tree)

@@ -54,8 +54,8 @@ class Timing:
 class Lengths(Protocol):
     """Says how long the drafts of a cascade's lower member should be."""
 
-    def best(self, batch: int) -> int:
-        """How many guesses to ask for, for each of `batch` sequences."""
+    def best(self, batch: int, most: int) -> int:
+        """How many guesses to ask for, for each of `batch` sequences, where `most` are of use."""
         ...
 
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
@@ -73,9 +73,9 @@ class FixedLength:
 
     length: int
 
-    def best(self, batch: int) -> int:
-        """What was fixed."""
-        return self.length
+    def best(self, batch: int, most: int) -> int:
+        """What was fixed, or what is of use."""
+        return min(self.length, most)
 
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
         """Nothing is learned."""
@@ -135,12 +135,12 @@ class MeasuredLengths:
         overall = (sum(self.accepted) + WEIGHT * BELIEF) / (sum(self.offered) + WEIGHT)
         return [(a + WEIGHT * overall) / (o + WEIGHT) for a, o in zip(self.accepted, self.offered, strict=True)]
 
-    def best(self, batch: int) -> int:
+    def best(self, batch: int, most: int) -> int:
         """The length with the least time per token, for passes over `batch` chains."""
         if self.num_guesses == 0:
-            return FIRST
+            return min(FIRST, most)
         guess_s = self.guesses_s / self.num_guesses
-        return best_length(self.acceptance(), lambda k: self.passes.expect(batch * (k + 1)) + k * guess_s)
+        return best_length(self.acceptance()[:most], lambda k: self.passes.expect(batch * (k + 1)) + k * guess_s)
 
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
         """A guess counts where all before it were accepted."""
