@@ -200,9 +200,9 @@ def joined(draws: Draws, chains: Sequence[Chain]) -> DraftTree:
     laws = [law for chain in chains for law in chain.laws]
     if not laws:
         return tree
-    rows, first = torch.full_like(tree.tokens, -1), 0
+    rows, first, greedy = torch.full_like(tree.tokens, -1), 0, draws.greedy
     for chain in chains:
-        if not draws.greedy[chain.row]:
+        if not greedy[chain.row]:
             rows[chain.row, : len(chain.emitted)] = torch.arange(first, first + len(chain.emitted))
         first += len(chain.emitted)
     law = DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws))
