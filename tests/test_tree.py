@@ -110,3 +110,15 @@ def test_a_tree_without_its_law_keeps_its_guesses() -> None:
     assert judged_by_match.q is None
     assert torch.equal(judged_by_match.tokens, tree.tokens)
     assert tree.q is not None
+
+
+def test_some_of_the_trees_keep_their_laws() -> None:
+    tokens = torch.tensor([[7, 11, 12], [9, 21, -1], [5, 6, 7]])
+    parents = torch.tensor([[-1, 0, 1], [-1, 0, -1], [-1, 0, 1]])
+    law = DraftLaw(torch.tensor([[0, 1, -1], [2, -1, -1], [3, 4, -1]]), torch.eye(5))
+    some = DraftTree(tokens, parents, depth=2, q=law).to(torch.device("cpu")).select([2, 0])
+    assert some.tokens.tolist() == [[5, 6, 7], [7, 11, 12]]
+    assert some.q is not None
+    assert some.q.row.tolist() == [[3, 4, -1], [0, 1, -1]]
+    assert torch.equal(some.q.probs, law.probs)
+    assert some.host().tokens == [[5, 6, 7], [7, 11, 12]]

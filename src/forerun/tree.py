@@ -179,6 +179,12 @@ class DraftTree:
         flat = [row * columns + node for row, nodes in enumerate(self.known.nodes) for node in nodes]
         return upload(flat, torch.long, self.tokens.device)
 
+    def select(self, rows: Sequence[int]) -> DraftTree:
+        """The trees of some of the sequences."""
+        index = upload(rows, torch.long, self.tokens.device)
+        q = None if self.q is None else replace(self.q, row=self.q.row[index])
+        return replace(self, tokens=self.tokens[index], parents=self.parents[index], q=q, known=None)
+
     def without_law(self) -> DraftTree:
         """The same guesses, to be judged by `follow`: for trees pruned after their tokens were drawn."""
         return replace(self, q=None)

@@ -140,6 +140,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.oracle.committed)
     @rule(data=st.data())
+    def cut(self, data):
+        seq_id = data.draw(st.sampled_from(sorted(self.oracle.committed)))
+        tail = data.draw(st.integers(0, len(self.oracle.tails[seq_id])))
+        self.oracle.cache.cut([seq_id], [tail])
+        self.oracle.tails[seq_id] = self.oracle.tails[seq_id][:tail]
+
+    @precondition(lambda self: self.oracle.committed)
+    @rule(data=st.data())
     def truncate(self, data):
         seq_id = data.draw(st.sampled_from(sorted(self.oracle.committed)))
         length = data.draw(st.integers(0, len(self.oracle.committed[seq_id])))

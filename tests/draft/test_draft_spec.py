@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.draft.build import PLANNERS, DraftContext, plan_drafter
+from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.early_exit import EarlyExitDrafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -16,6 +17,7 @@ from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import ModelNotFound, UnknownDrafter, VocabularyMismatch
 from forerun.models.loading import Blueprint
 
+SMALL = Path(__file__).resolve().parent.parent / "data" / "stories280k"
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}(-[a-z0-9]{1,4})?", fullmatch=True)
 ARGUMENTS = st.text(st.characters(exclude_characters='"', exclude_categories=("C",)), min_size=1, max_size=12)
 SPECS = st.recursive(
@@ -104,7 +106,13 @@ def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("cascade[ngram]", "no drafter 'cascade': choose one of " + ", ".join(sorted(PLANNERS))),
+        ("oracle[ngram]", "no drafter 'oracle': choose one of " + ", ".join(sorted(PLANNERS))),
+        ("cascade", "two members or more: name the cheapest first"),
+        ("cascade:ngram", "two members or more"),
+        ("cascade[ngram]", "two members or more"),
+        (f"cascade[model:{SMALL},ngram]", "'ngram' cannot judge .* as in cascade.ngram,model:SMALL"),
+        (f"cascade[ngram,cascade[ngram,model:{SMALL}]]", "cannot judge"),
+        ("cascade[ngram:x,ngram]", "whole number"),
         ("ngram:x", "whole number"),
         ("ngram:0", "whole number"),
         ("ngram[ngram]", "no list"),
@@ -120,6 +128,27 @@ def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
 def test_what_cannot_be_built_is_refused(context: DraftContext, text: str, said: str) -> None:
     with pytest.raises(UnknownDrafter, match=said):
         plan_drafter(text, context)
+
+
+def test_a_cascade_plans_for_all_of_its_members(context: DraftContext, target_dir: Path, draft_dir: Path) -> None:
+    """One checkpoint may serve twice, with a cache for each."""
+    small, large = f"model:{draft_dir}", f"model:{target_dir}"
+    alone = {name: plan_drafter(name, context) for name in (small, large)}
+    plan = plan_drafter(f"cascade[cascade[{small},{small}],{large},{small}]", context)
+    each = alone[small].bytes_per_token[small]
+    names = [small, f"{small} (2)", large, f"{small} (3)"]
+    assert plan.bytes_per_token == dict.fromkeys(names, each) | alone[large].bytes_per_token
+    assert plan.weights_bytes == 3 * alone[small].weights_bytes + alone[large].weights_bytes
+    prints = [alone[name].fingerprint() for name in (small, small, large, small)]
+    assert plan.fingerprint() == " ".join(prints)
+    assert plan.build_judge is None
+    sizes = dict(zip(names, (64, 128, 192, 256), strict=True))
+    found, drafter = [], plan.build(sizes, None)
+    for _ in range(3):
+        assert isinstance(drafter, CascadeDrafter)
+        found.append(drafter.judge.runner.cache.blocks.num_blocks * 64)
+        drafter = drafter.lower
+    assert [drafter.runner.cache.blocks.num_blocks * 64, *found[::-1]] == [64, 128, 192, 256]
 
 
 def test_a_drafter_that_is_nowhere(context: DraftContext) -> None:

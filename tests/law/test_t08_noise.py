@@ -128,19 +128,45 @@ def test_a_request_id_does_not_change_the_draw() -> None:
     assert torch.equal(one.draw(flat, one.roots()), other.draw(flat, other.roots()))
 
 
-def test_rejection_noise_is_fresh_in_every_round_and_level() -> None:
-    """The same position, drafted from another root or at another level of a cascade, has other coins and draws."""
+def test_rejection_noise_is_fresh_in_every_round() -> None:
+    """The same position, drafted from another root, has other coins and draws."""
     flat = torch.zeros(1, VOCAB)
     text = [1, 2, 3]
     rounds = [
-        Draws([RowSampling(0, SamplingParams(), 5, 0, text[:length], 1)], VOCAB, rejection=True, level=level)
-        for length, level in ((3, 0), (2, 0), (3, 1))
+        Draws([RowSampling(0, SamplingParams(), 5, 0, text[:length], 1)], VOCAB, rejection=True) for length in (3, 2)
     ]
     states = [r.roots() for r in rounds]
     states[1] = rounds[1].advance(states[1], torch.tensor([0]), torch.tensor([3]))
-    assert [s.position.item() for s in states] == [3, 3, 3]
+    assert [s.position.item() for s in states] == [3, 3]
     token = torch.tensor([3])
-    assert len({r.coins(s, token).item() for r, s in zip(rounds, states, strict=True)}) == 3
-    assert len({r.recover(flat, s).item() for r, s in zip(rounds, states, strict=True)}) == 3
-    assert len({r.children(flat, s, 1).tokens.item() for r, s in zip(rounds, states, strict=True)}) == 3
+    assert len({r.coins(s, token).item() for r, s in zip(rounds, states, strict=True)}) == 2
+    assert len({r.recover(flat, s).item() for r, s in zip(rounds, states, strict=True)}) == 2
+    assert len({r.children(flat, s, 1).tokens.item() for r, s in zip(rounds, states, strict=True)}) == 2
     assert len({r.draw(flat, s).item() for r, s in zip(rounds, states, strict=True)}) == 1
+
+
+def test_rounds_inside_rounds_share_noise_of_positions_and_no_other() -> None:
+    """Behind one root, an inner round of another round, of another level, or of none has noise of its own."""
+    flat, text = torch.zeros(1, VOCAB), [1, 2, 3, 4]
+
+    def inner(start: int, *steps: int, rejection: bool) -> Draws:
+        draws = Draws([RowSampling(0, SamplingParams(), 5, 0, text[:start], 1)], VOCAB, rejection=rejection)
+        for end in steps:
+            draws = draws.within([0], [text[len(draws.rows[0].tokens) : end]])
+        return draws
+
+    for rejection, num_draws in ((True, 6), (False, 1)):
+        rounds = [
+            inner(4, rejection=rejection),
+            inner(4, 4, rejection=rejection),
+            inner(3, 4, rejection=rejection),
+            inner(2, 4, rejection=rejection),
+            inner(2, 3, 4, rejection=rejection),
+            inner(2, 2, 4, rejection=rejection),
+        ]
+        assert all(list(r.rows[0].tokens) == text for r in rounds)
+        token = torch.tensor([3])
+        assert len({r.coins(r.roots(), token).item() for r in rounds}) == 6
+        assert len({r.recover(flat, r.roots()).item() for r in rounds}) == 6
+        assert len({r.draw(flat, r.roots()).item() for r in rounds}) == num_draws
+        assert len({r.children(flat, r.roots(), 1).tokens.item() for r in rounds}) == num_draws

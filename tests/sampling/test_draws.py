@@ -149,7 +149,7 @@ def test_advance_forks_and_agrees_with_trees() -> None:
 def test_after_is_the_round_with_a_tail_committed() -> None:
     row = RowSampling(0, SamplingParams(frequency_penalty=1.0), 3, 0, [5, 6], 1)
     draws, longer = Draws([row], VOCAB), Draws([RowSampling(0, row.params, 3, 0, [5, 6, 7, 8], 1)], VOCAB)
-    then = draws.after([[7, 8]])
+    then = draws.within([0], [[7, 8]])
     logits = random_logits(1, 1, torch.float32)
     assert torch.equal(then.roots().position, longer.roots().position)
     assert torch.equal(then.law(logits, then.roots()), longer.law(logits, longer.roots()))

@@ -170,6 +170,13 @@ class PagedCache:
             if seq_id in self._rows:
                 self._settle(seq_id, self._rows[seq_id].length)
 
+    def cut(self, seq_ids: Sequence[int], tails: Sequence[int]) -> None:
+        """Forget all but the first `tails[i]` tokens of each row's tail."""
+        for seq_id, tail in zip(seq_ids, tails, strict=True):
+            row = self._row(seq_id)
+            assert 0 <= tail <= row.tail, f"sequence {seq_id} has a tail of {row.tail}, not {tail} to keep"
+            self._settle(seq_id, row.length, tail)
+
     def truncate(self, seq_ids: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget each row's tail and its tokens from `lengths[i]` on."""
         for seq_id, length in zip(seq_ids, lengths, strict=True):
@@ -212,12 +219,12 @@ class PagedCache:
                 wanted[seq_id] = -(-(used + count) // self.blocks.block_size)
         return wanted
 
-    def _settle(self, seq_id: int, length: int) -> None:
-        """A row has `length` committed tokens and no tail; blocks behind them are freed."""
+    def _settle(self, seq_id: int, length: int, tail: int = 0) -> None:
+        """A row has `length` committed tokens and so long a tail; blocks behind them are freed."""
         row, size = self._rows[seq_id], self.blocks.block_size
-        row.length, row.tail = length, 0
-        if row.room - length >= size:
-            num_blocks = -(-length // size)
+        row.length, row.tail = length, tail
+        if row.room - length - tail >= size:
+            num_blocks = -(-(length + tail) // size)
             self.blocks.shrink(seq_id, num_blocks)
             row.room = num_blocks * size
 

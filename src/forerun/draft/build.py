@@ -6,13 +6,16 @@ target's. Memory is planned between the steps, so planning loads no weights. Kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from forerun.draft.base import Drafter
+from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.draft.judge import Judge
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -38,6 +41,8 @@ class DraftContext:
 
 
 CacheTokens = Mapping[str, int]
+BuildJudge = Callable[[CacheTokens, Progress | None, Runner], Judge]
+ORDER = "name the cheapest first, then models from small to large, as in cascade[ngram,model:SMALL,model:MIDDLE]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,30 @@ class DraftPlan:
     `bytes_per_token` has an entry for every cache it wants, by name. `build` loads it, given the tokens that each of
     these caches may hold, and the loaded target, whose weights and cache it may share: the drafter is then for engines
     on that runner alone. A cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
-    from others; nothing for a drafter without any.
+    from others; nothing for a drafter without any. `build_judge` loads it as one that can judge others in a cascade;
+    None where it cannot.
     """
 
     weights_bytes: int
     bytes_per_token: Mapping[str, int]
     build: Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
     fingerprint: Callable[[], str] = str
+    build_judge: BuildJudge | None = None
+
+    def renamed(self, taken: Collection[str]) -> DraftPlan:
+        """The same plan, with names for its caches that are not taken: one checkpoint may serve twice."""
+        names = {name: free_name(name, taken) for name in self.bytes_per_token}
+
+        def own(cache_tokens: CacheTokens) -> CacheTokens:
+            return {name: cache_tokens[new] for name, new in names.items()}
+
+        build_judge = self.build_judge
+        return replace(
+            self,
+            bytes_per_token={names[name]: each for name, each in self.bytes_per_token.items()},
+            build=lambda tokens, progress, target: self.build(own(tokens), progress, target),
+            build_judge=build_judge and (lambda tokens, progress, target: build_judge(own(tokens), progress, target)),
+        )
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
@@ -94,10 +116,40 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     check_vocabulary(context, drafter.folder, drafter.tokenizer())
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
-    def build(cache_tokens: CacheTokens, progress: Progress | None, _target: Runner) -> Drafter:
+    def build(cache_tokens: CacheTokens, progress: Progress | None, _target: Runner) -> ModelDrafter:
         return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
 
-    return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint)
+    return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint, build)
+
+
+def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`cascade[A,B,...]`: each drafter's guesses are verified by the next, the cheapest first."""
+    if len(spec.members) < 2:
+        refuse(spec, f"a cascade has two members or more: {ORDER}")
+    first = plan(spec.members[0], context)
+    plans, judges = [first], list[BuildJudge]()
+    for member in spec.members[1:]:
+        own = plan(member, context).renamed([name for other in plans for name in other.bytes_per_token])
+        if own.build_judge is None:
+            refuse(spec, f"{str(member)!r} cannot judge the guesses of the drafter before it; only models can: {ORDER}")
+        plans.append(own)
+        judges.append(own.build_judge)
+
+    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Drafter | None:
+        lower = first.build(cache_tokens, progress, target)
+        for build_judge in judges:
+            assert lower is not None, "a member is a drafter"
+            if lower.taps:
+                refuse(spec, f"{str(spec.members[0])!r} reads the target's states, and guesses have none: {ORDER}")
+            lower = CascadeDrafter(lower, build_judge(cache_tokens, progress, target))
+        return lower
+
+    return DraftPlan(
+        weights_bytes=sum(own.weights_bytes for own in plans),
+        bytes_per_token={name: each for own in plans for name, each in own.bytes_per_token.items()},
+        build=build,
+        fingerprint=lambda: " ".join(filter(None, (own.fingerprint() for own in plans))),
+    )
 
 
 def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
@@ -126,6 +178,7 @@ def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
+    "cascade": plan_cascade,
     "early-exit": plan_early_exit,
     "model": plan_model,
     "ngram": plan_ngram,
@@ -148,6 +201,12 @@ def check_vocabulary(context: DraftContext, folder: Path, tokenizer: Tokenizer) 
         f"{context.target.folder} ({own.vocab_size} tokens): id {differs} is {tokenizer.surface(differs)!r} there and "
         f"{own.surface(differs)!r} here. Use a drafter of the same model family, or ngram, which needs no vocabulary"
     )
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """The name, numbered where it is taken."""
+    numbered = (f"{name} ({i})" for i in itertools.count(2))
+    return name if name not in taken else next(each for each in numbered if each not in taken)
 
 
 def refuse_members(spec: DraftSpec) -> None:

@@ -2,8 +2,8 @@
 
 Decides what the small model reads and when: committed text lazily, when a sequence is drafted again; its own guesses
 one level at a time. The K, V of guesses that turned out right are kept, so that a round usually starts with the
-root and at most one token more. Want of memory makes drafts shallower, never an error. How trees grow is `expand`'s
-business; where tokens lie in the cache is the runner's.
+root and at most one token more. It can judge another's chains, which it reads as it reads its own. Want of memory makes
+drafts shallower, never an error. How trees grow is `expand`'s business; where tokens lie in the cache is the runner's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -25,6 +25,8 @@ from forerun.draft import chains
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.chain_graph import ChainGraph
 from forerun.draft.expand import Growth, Place, expand
+from forerun.draft.following import Following, Wish
+from forerun.draft.judge import Judged, Question
 from forerun.draft.loop import Pending, Start, draw_chains, possible
 from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Drawn, Read, Runner, States
@@ -33,60 +35,6 @@ from forerun.tree import DraftTree
 
 CHUNK_TOKENS = 512  # most tokens of committed text in one pass
 TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out their paths behind the kept text
-
-
-@dataclass(slots=True)
-class Following:
-    """One sequence as the drafter knows it; how much of its text the cache holds is the runner's to say.
-
-    `tail` finds what was read behind the kept text, right or wrong: (parent node, token) -> node, numbered as the
-    runner does; parent -1 is the kept text itself.
-    """
-
-    text: list[int] = field(default_factory=list)
-    root: int | None = None
-    highest: int = 0  # the largest token id in the text
-    tail: dict[tuple[int, int], int] = field(default_factory=dict)
-    pending: Pending | None = None  # guesses in the tail, behind all others, that the host has not seen
-
-    def add(self, parent: int, token: int) -> int:
-        """Number a tail node that is about to be read."""
-        return self.tail.setdefault((parent, token), len(self.tail))
-
-    def append(self, token: int) -> None:
-        """Number a token behind the tail's last node."""
-        self.add(len(self.tail) - 1, token)
-
-    def settle(self) -> None:
-        """Number the tail nodes that were read unseen."""
-        if self.pending is not None:
-            for token in self.pending.tokens():
-                self.append(token)
-        self.pending = None
-
-    def clear(self) -> None:
-        """Forget the tail."""
-        self.tail.clear()
-        self.pending = None
-
-    def path(self, tokens: Sequence[int]) -> list[int]:
-        """The tail's nodes that spell the longest possible beginning of `tokens`."""
-        path: list[int] = []
-        for token in tokens:
-            node = self.tail.get((path[-1] if path else -1, token))
-            if node is None:
-                break
-            path.append(node)
-        return path
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A sequence to be drafted: the final tokens that were not observed yet, its root the last, and how far."""
-
-    seq_id: int
-    late: Sequence[int]
-    budget: Budget
 
 
 class ModelDrafter:
@@ -128,7 +76,7 @@ class ModelDrafter:
         """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
         self.pass_s = 0.0
         wishes = self.wishes(draws.seq_ids, budgets, tail)
-        self.forget_tails([wish.seq_id for wish in wishes])
+        self.cut_tails(wishes)
         passed = self.read_roots(self.catch_up(wishes))
         granted = {wish.seq_id: wish.budget for wish in passed.wishes}
         if granted and self.graph is not None and possible(draws, list(granted.values())):
@@ -139,6 +87,21 @@ class ModelDrafter:
         reader = LevelReader(self, draws.seq_ids, ends)
         draft = expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
         return replace(draft, pass_s=self.pass_s)
+
+    def judge(self, questions: Sequence[Question]) -> Judged:
+        """Its logits behind the roots and guesses; what earlier questions had it read is not read again."""
+        self.pass_s = 0.0
+        rooms = [self.room(self.sequences[q.seq_id], q.late) for q in questions]
+        asked = {q.seq_id: i for i, (q, room) in enumerate(zip(questions, rooms, strict=True)) if room > len(q.guesses)}
+        # An id beyond its vocabulary is one that it never says: what is read in its place is of no consequence.
+        known = self.runner.decoder.config.vocab_size
+        wishes = [
+            Wish(q.seq_id, q.late, Budget(depth=1), [g if g < known else 0 for g in q.guesses])
+            for q in (questions[i] for i in asked.values())
+        ]
+        self.cut_tails(wishes)
+        passed = self.read_roots(self.catch_up(wishes))
+        return Judged([asked[wish.seq_id] for wish in passed.wishes], passed.logits, self.pass_s)
 
     def draw_chains(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
         """Chains of which nothing is asked but their tokens: in one call where there is one, else step by step."""
@@ -243,18 +206,22 @@ class ModelDrafter:
         return wishes
 
     def read_roots(self, wishes: list[Wish]) -> Passed:
-        """Read what is left of the text, and the roots; the wishes that had room, and the logits after their roots."""
+        """Read what is left of the text, the roots, and guesses to be judged.
+
+        Gives the wishes that had room, and the logits after their roots and guesses.
+        """
         reads = []
         for wish in wishes:
-            tokens = [*self.unread(wish.seq_id), *wish.late]
+            text = [*self.unread(wish.seq_id), *wish.late]
+            num_read, tokens = len(self.sequences[wish.seq_id].tail), [*text, *wish.guesses]
             deepest = len(tokens) + wish.budget.depth - 1  # the last guess is not read
             scratch = deepest if wish.budget.width > 1 else 0
-            reads.append(Read(wish.seq_id, tokens, judged=[len(tokens) - 1], scratch=scratch))
+            judged = range(len(text) - 1 - num_read, len(tokens) - num_read)
+            reads.append(Read(wish.seq_id, tokens[num_read:], judged=judged, scratch=scratch))
         passed = self.read_fitting(reads, wishes)
         for read in passed.reads:
-            node = -1
             for token in read.tokens:
-                node = self.sequences[read.seq_id].add(node, token)
+                self.sequences[read.seq_id].append(token)
         return passed
 
     def read_fitting(self, reads: list[Read], wishes: list[Wish]) -> Passed:
@@ -290,11 +257,18 @@ class ModelDrafter:
         missing = self.vocab_size - logits.shape[1]
         return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self.vocab_size]
 
-    def forget_tails(self, seq_ids: Sequence[int]) -> None:
-        """Forget guesses that were neither confirmed nor refuted: these sequences are drafted anew."""
-        self.runner.drop(seq_ids)
-        for seq_id in seq_ids:
-            self.sequences[seq_id].clear()
+    def cut_tails(self, wishes: Sequence[Wish]) -> None:
+        """Forget guesses that were neither confirmed nor refuted, but for those that these texts go on with.
+
+        A root is always read, for its logits; a tail that may branch begins where the kept text ends.
+        """
+        for wish in wishes:
+            self.sequences[wish.seq_id].settle()
+        texts = [[*self.unread(wish.seq_id), *wish.late[:-1]] if wish.budget.width == 1 else [] for wish in wishes]
+        counts = [self.sequences[wish.seq_id].shared(text) for wish, text in zip(wishes, texts, strict=True)]
+        left = self.runner.cut([wish.seq_id for wish in wishes], counts)
+        for wish, count in zip(wishes, left, strict=True):
+            self.sequences[wish.seq_id].clear(count)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Give up these sequences' K, V; their text stays known and is read again when they are drafted again."""

@@ -252,6 +252,21 @@ class Runner:
         for seq_id in seq_ids:
             self.tails.pop(seq_id, None)
 
+    def cut(self, seq_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Forget each sequence's tail but for its first `counts[i]` nodes; one with scratch goes as a whole.
+
+        Returns how many nodes are left of each.
+        """
+        left = []
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            tail = self.tails.pop(seq_id, Tail(0))
+            left.append(0 if tail.scratch else min(count, len(tail.parents)))
+            if left[-1] > 0:
+                self.tails[seq_id] = Tail(0, tail.parents[:count], tail.depths[:count])
+        rows = [(seq_id, count) for seq_id, count in zip(seq_ids, left, strict=True) if seq_id in self.cache]
+        self.cache.cut([seq_id for seq_id, _ in rows], [count for _, count in rows])
+        return left
+
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forget the tails of these sequences."""
         for seq_id in seq_ids:

@@ -65,6 +65,7 @@ class Draws:
         self.device = torch.device(device)
         self.seq_ids = [row.seq_id for row in rows]
         self.root_places = [len(row.tokens) - 1 for row in rows]
+        self.rounds = self.root_places  # what tells a sequence's rounds apart
         self.transforms = Transforms(rows, vocab, self.num_ids, self.device)
         self.on_host = self.device.type == "cpu"
         self.kernels = kernels if self.on_host else None
@@ -98,22 +99,24 @@ class Draws:
         """Which nodes belong to greedy sequences, whose drafts are chosen and not drawn."""
         return self.transforms.greedy_nodes(at)[:, 0]
 
-    def after(self, tails: Sequence[Sequence[int]], level: int | None = None) -> Draws:
-        """The same round as it would be with these tokens committed: what a cascade's lower drafter is given."""
-        rows = [
-            replace(row, tokens=[*row.tokens, *tail]) if tail else row
-            for row, tail in zip(self.rows, tails, strict=True)
-        ]
-        level = self.level if level is None else level
-        return Draws(
-            rows,
+    def within(self, places: Sequence[int], tails: Sequence[Sequence[int]]) -> Draws:
+        """A round inside this one: these of its rows, as they would be with `tails` committed, one level down.
+
+        It is what a cascade's lower members draw with. Coupled noise is that of this round's positions. In rejection
+        modes it shares no noise with this round, with other rounds inside it, or with those inside any other.
+        """
+        rows = [self.rows[place] for place in places]
+        inner = Draws(
+            [replace(row, tokens=[*row.tokens, *tail]) for row, tail in zip(rows, tails, strict=True)],
             self.vocab,
             rejection=self.rejection,
             device=self.device,
             num_ids=self.num_ids,
-            level=level,
+            level=self.level + 1,
             kernels=self.kernels,
         )
+        inner.rounds = [mix((self.rounds[i], root)) for i, root in zip(places, inner.root_places, strict=True)]
+        return inner
 
     def roots(self) -> PathState:
         """The root of every sequence, in batch order."""
@@ -286,15 +289,17 @@ class Draws:
         return self._keys[purpose]
 
     def _host_keys(self, purpose: Purpose) -> list[int]:
-        return [self._row_key(row, purpose, root) for row, root in zip(self.rows, self.root_places, strict=True)]
+        return [self._row_key(row, purpose, round_) for row, round_ in zip(self.rows, self.rounds, strict=True)]
 
-    def _row_key(self, row: RowSampling, purpose: Purpose, root: int) -> int:
+    def _row_key(self, row: RowSampling, purpose: Purpose, round_: int) -> int:
         """Coupled noise belongs to a position; all other noise to a position in one round at one level.
 
         A block verdict looks at later draft tokens, so in rejection modes the noise of a position that is drafted
-        again would not be fresh if the round's root did not count.
+        again would not be fresh if the round did not count: its root, and the roots of the rounds it lies in. The
+        tokens that a cascade's middle model draws are drafts too, whatever they are drawn for.
         """
-        where = (0, 0) if purpose is Purpose.COUPLED else (self.level, root)
+        shared = purpose is Purpose.COUPLED and not (self.rejection and self.level)
+        where = (0, 0) if shared else (self.level, round_)
         return mix((row.seed, row.sample, purpose, *where))
 
     def _perturb(self, logits: Logits, at: PathState, purpose: Purpose) -> Logits:

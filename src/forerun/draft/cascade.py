@@ -1,0 +1,209 @@
+"""A cascade: a drafter whose guesses a better one verifies before the target sees them.
+
+Decides the rounds inside a round: the lower member guesses, the judge reads the guesses in one pass, `verify` says
+what the judge would have said itself, and so on until the chain is as deep as its budget. It is the `verify` that
+judges for the target. Three or more members are a cascade whose lower member is one. Knows nothing of models.
+
+What is emitted is the judge's own text, so the chain carries the judge's law, whoever guessed:
+
+- Coupled: `verify` gives what the judge itself draws under the round's noise. The chain is, token for token, the one
+  that the judge would have drafted alone; the lower member decides how many passes that takes, and nothing else.
+- Rejection modes: one inner round emits a string Z with P(Z_j = v | Z_<j = z, |Z| >= j) = m(v | z), m being the
+  judge's law, be the token accepted, recovered or bonus. Whether another round follows is settled when one is over, by
+  numbers of tokens and by room, so the strings joined have the property too. They are joined until there are `depth`
+  tokens; the surplus is dropped by its place and not for what it is: |Z| >= j holds for every j <= depth, whatever was
+  drawn, so what is left is distributed as `depth` tokens drawn from m one after the other. Hence q = m at every place.
+  Noise must be fresh for that: an inner round's is keyed by the roots of all rounds it lies in (`Draws.within`), as a
+  verdict of the target has looked at what was drawn inside an earlier round, behind the same root perhaps.
+
+How many guesses are asked for at a time changes the number of passes, not the law; under coupled noise not a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from forerun.device import upload_tensor
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.judge import Judge, Question
+from forerun.draft.lengths import Lengths, MeasuredLengths, Timing
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftLaw, DraftTree
+from forerun.verify.sanitize import sanitize
+from forerun.verify.verify import verify
+
+BEHIND = 16  # unread tokens of one sequence above which a round's time is that of its text
+
+
+@dataclass(slots=True)
+class Chain:
+    """One sequence's chain while it grows.
+
+    `late` is what stands behind the observed text: its root, then the tail, then what was emitted. `laws` are those
+    that the emitted tokens were drawn from; rejection modes only.
+    """
+
+    row: int
+    seq_id: int
+    late: list[int]
+    left: int
+    emitted: list[int] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add what was emitted."""
+        self.emitted += tokens
+        self.late += tokens
+        self.left -= len(tokens)
+
+
+class CascadeDrafter:
+    """Drafts what `judge` would, by having it read what `lower` guesses instead of drawing token by token.
+
+    Chains only, whatever width a budget allows, and without survival: a price does not end them. A sequence that the
+    judge has no room for is not drafted; where the lower member has nothing to say the judge goes on alone.
+    """
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("cascade",)
+
+    def __init__(self, lower: Drafter, judge: Judge, lengths: Lengths | None = None) -> None:
+        assert not lower.taps, "there are no features behind tokens that the target has not read"
+        assert not judge.taps, "there are no features behind tokens that the target has not read"
+        self.lower = lower
+        self.judge = judge
+        self.lengths: Lengths = lengths or MeasuredLengths()
+
+    def observe(self, news: Committed) -> None:
+        """Both members are told."""
+        self.lower.observe(news)
+        self.judge.observe(news)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """A chain for every sequence, as deep as its budget and the judge's room."""
+        chains, pass_s = self.begin(draws, budgets, tail), 0.0
+        timed = max(self.outlook([chain.seq_id for chain in chains]).unread, default=0) <= BEHIND
+        while going := [chain for chain in chains if chain.left > 0]:
+            pass_s += self.round(draws, going, timed)
+        return Draft(joined(draws, chains), pass_s=pass_s)
+
+    def begin(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> list[Chain]:
+        """Empty chains for the sequences that are drafted, and how deep they will be."""
+        tails = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
+        limits = self.judge.outlook(draws.seq_ids).limit
+        chains = []
+        for row, (sampling, budget, limit) in enumerate(zip(draws.rows, budgets, limits, strict=True)):
+            late = tails.get(sampling.seq_id, [sampling.tokens[-1]])
+            depth = min(budget.depth, budget.nodes, limit + 1 - len(late))
+            if depth > 0:
+                chains.append(Chain(row, sampling.seq_id, late, depth))
+        return chains
+
+    def round(self, draws: Draws, chains: Sequence[Chain], timed: bool) -> float:
+        """One round inside the round; chains that the judge has no room for end. Gives what the passes took."""
+        most = max(chain.left for chain in chains) - 1  # the last token is the judge's own
+        length = self.lengths.best(len(chains), most)
+        budgets = [Budget(min(length, chain.left - 1)) for chain in chains]
+        started_s = time.perf_counter()
+        draft = self.guess(draws, chains, budgets)
+        guesses = chains_of(draft.tree)
+        drafted_s = time.perf_counter()
+        judged = self.judge.judge([Question(c.seq_id, c.late, own) for c, own in zip(chains, guesses, strict=True)])
+        judged_s = time.perf_counter()
+        if timed:
+            deepest, num_tokens = max(b.depth for b in budgets), sum(1 + len(own) for own in guesses)
+            self.lengths.time(Timing(deepest, drafted_s - started_s, num_tokens, judged_s - drafted_s))
+        for i in set(range(len(chains))).difference(judged.answered):
+            chains[i].left = 0
+        if judged.answered:
+            tree = draft.tree if len(judged.answered) == len(chains) else draft.tree.select(judged.answered)
+            self.emit(draws, [chains[i] for i in judged.answered], tree, judged.logits)
+        return draft.pass_s + judged.pass_s
+
+    def guess(self, draws: Draws, chains: Sequence[Chain], budgets: Sequence[Budget]) -> Draft:
+        """What the lower member guesses behind texts and chains, made harmless; nothing where nothing is asked for."""
+        inner = inside(draws, chains)
+        if not any(budget.depth for budget in budgets):
+            return Draft(DraftTree.bare(inner.roots_tokens))
+        draft = self.lower.propose(inner, budgets, tail_of(chains))
+        roots = inner.roots_tokens.to(draft.tree.tokens.device)
+        tree = sanitize(draft.tree, roots, budgets, inner.vocab, inner.kernels)
+        return replace(draft, tree=replace(tree, known=None).to(inner.device))
+
+    def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
+        """Add to every chain what the judge says of its guesses, and its own token behind them."""
+        inner = inside(draws, chains)
+        verdict = verify(tree, logits, inner, "block" if inner.rejection else "coupled")
+        laws = inner.probs(logits, inner.nodes(tree)) if inner.rejection else None
+        first, runs = 0, []
+        for chain, guesses, (length, next_token, *_) in zip(
+            chains, chains_of(tree), verdict.packed.tolist(), strict=True
+        ):
+            run = [*guesses[:length], next_token][: chain.left]
+            if laws is not None:
+                chain.laws.append(laws[first : first + len(run)])
+            chain.extend(run)
+            runs.append((len(guesses), length))
+            first += 1 + len(guesses)
+        self.lengths.count(runs)
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """As far as the judge can go; as far behind as the member that is behind the most."""
+        lower, judge = self.lower.outlook(seq_ids), self.judge.outlook(seq_ids)
+        unread = [max(each) for each in zip(lower.unread, judge.unread, strict=True)]
+        return Outlook(unread=unread, limit=judge.limit, expected=[None] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        """What both members can restore."""
+        lower, judge = self.lower.adopt(seq_ids, prefixes), self.judge.adopt(seq_ids, prefixes)
+        return [min(each) for each in zip(lower, judge, strict=True)]
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Both members forget."""
+        self.lower.forget(seq_ids)
+        self.judge.forget(seq_ids)
+
+
+def inside(draws: Draws, chains: Sequence[Chain]) -> Draws:
+    """The draws of these sequences' next inner round."""
+    return draws.within([chain.row for chain in chains], [chain.emitted for chain in chains])
+
+
+def tail_of(chains: Sequence[Chain]) -> Committed:
+    """What stands behind the observed texts, as a lower member is told it."""
+    tokens: list[int] = []
+    offsets = [0]
+    for chain in chains:
+        tokens += chain.late[:-1]
+        offsets.append(len(tokens))
+    return Committed([chain.seq_id for chain in chains], tokens, offsets, [chain.late[-1] for chain in chains])
+
+
+def chains_of(tree: DraftTree) -> list[Sequence[int]]:
+    """Each sequence's guesses, on the host; the tree's chains are clean."""
+    tokens = tree.host().tokens
+    assert tokens is not None, "a judge must know what it reads"
+    return [own[1:] for own in tokens]
+
+
+def joined(draws: Draws, chains: Sequence[Chain]) -> DraftTree:
+    """The chains as a draft, with their laws; those of greedy sequences are chosen, not drawn, so they have none."""
+    texts = [[row.tokens[-1]] for row in draws.rows]
+    for chain in chains:
+        texts[chain.row] += chain.emitted
+    tree = DraftTree.of_texts(texts)
+    laws = [law for chain in chains for law in chain.laws]
+    if not laws:
+        return tree
+    rows, first, greedy = torch.full_like(tree.tokens, -1), 0, draws.greedy
+    for chain in chains:
+        if not greedy[chain.row]:
+            rows[chain.row, : len(chain.emitted)] = torch.arange(first, first + len(chain.emitted))
+        first += len(chain.emitted)
+    law = DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws))
+    return replace(tree.to(draws.device), q=law)

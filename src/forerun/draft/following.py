@@ -1,0 +1,76 @@
+"""Following: one sequence as a draft model knows it.
+
+Decides how what was read behind the kept text is numbered and found again. Knows nothing of models and caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forerun.draft.base import Budget
+from forerun.draft.loop import Pending
+
+
+@dataclass(slots=True)
+class Following:
+    """One sequence as the drafter knows it; how much of its text the cache holds is the runner's to say.
+
+    `tail` finds what was read behind the kept text, right or wrong: (parent node, token) -> node, numbered as the
+    runner does; parent -1 is the kept text itself.
+    """
+
+    text: list[int] = field(default_factory=list)
+    root: int | None = None
+    highest: int = 0  # the largest token id in the text
+    tail: dict[tuple[int, int], int] = field(default_factory=dict)
+    pending: Pending | None = None  # guesses in the tail, behind all others, that the host has not seen
+
+    def add(self, parent: int, token: int) -> int:
+        """Number a tail node that is about to be read."""
+        return self.tail.setdefault((parent, token), len(self.tail))
+
+    def append(self, token: int) -> None:
+        """Number a token behind the tail's last node."""
+        self.add(len(self.tail) - 1, token)
+
+    def settle(self) -> None:
+        """Number the tail nodes that were read unseen."""
+        if self.pending is not None:
+            for token in self.pending.tokens():
+                self.append(token)
+        self.pending = None
+
+    def clear(self, count: int = 0) -> None:
+        """Forget the tail but for its first nodes."""
+        for place in list(self.tail)[count:]:
+            del self.tail[place]
+        self.pending = None
+
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The tail's nodes that spell the longest possible beginning of `tokens`."""
+        path: list[int] = []
+        for token in tokens:
+            node = self.tail.get((path[-1] if path else -1, token))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How many of the tail's first nodes are a chain that begins as `tokens` do."""
+        path = self.path(tokens)
+        return next((i for i, node in enumerate(path) if node != i), len(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A sequence to be drafted: the final tokens that were not observed yet, its root the last, and how far.
+
+    Or one to be judged behind them: `guesses` are read with the root.
+    """
+
+    seq_id: int
+    late: Sequence[int]
+    budget: Budget
+    guesses: Sequence[int] = ()

@@ -1,0 +1,55 @@
+"""Judge: what a drafter must be able to do besides, to verify the guesses of another in a cascade.
+
+Decides the one question that is put to it: its logits after guesses that stand behind a text. Knows nothing of who
+guessed, or of how logits become a verdict: that is `verify`'s business here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.draft.base import Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A chain of guesses about one sequence.
+
+    `late` is what follows the text that was observed, to be taken as final: its root, and whatever was emitted behind
+    it; the last token is what the guesses follow.
+    """
+
+    seq_id: int
+    late: Sequence[int]
+    guesses: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The logits after the last token of `late` and after each guess, packed, for the questions `answered`, in order.
+
+    `answered` are indices; the others found no room. `pass_s` is what the passes took.
+    """
+
+    answered: Sequence[int]
+    logits: Float[Tensor, "rows vocab"]
+    pass_s: float
+
+
+@runtime_checkable
+class Judge(Drafter, Protocol):
+    """A drafter that can also say how it would go on behind guesses that are not its own."""
+
+    def judge(self, questions: Sequence[Question]) -> Judged:
+        """Its logits, at the target's width, behind one chain of guesses for each of these sequences.
+
+        A chain may be asked about where `late` and guesses together stay within the sequence's `outlook` limit. What
+        was read for a question is kept until the next: one that goes on from it reads what is new, and `observe` keeps
+        what it confirms. A function of text, `late` and guesses alone.
+        """
+        ...

@@ -1,0 +1,372 @@
+"""A cascade drafts what its judge would draft alone, in fewer passes, after any history and in any want of memory."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft.rounds import Row, committed, draws_of
+from forerun.config import Speculation, Verification
+from forerun.device import Placement
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.cascade import CascadeDrafter
+from forerun.draft.lengths import FixedLength, MeasuredLengths, Timing
+from forerun.draft.model import ModelDrafter
+from forerun.draft.ngram import NgramDrafter
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Drawn, Read, Runner, States
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+
+VOCAB = 512
+LENGTHS = range(8)
+
+
+class CountingRunner(Runner):
+    """Counts its passes, and the tokens it reads."""
+
+    num_passes = num_read = 0
+
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+        states = super().read(reads, taps, drawn)
+        self.num_passes += 1
+        self.num_read += sum(len(read.tokens) for read in reads)
+        return states
+
+
+@pytest.fixture(scope="module")
+def small(draft_dir: Path) -> Runner:
+    return Blueprint.of(str(draft_dir), "float32").load(64)
+
+
+@pytest.fixture(scope="module")
+def large(target_dir: Path) -> Runner:
+    return Blueprint.of(str(target_dir), "float32").load(64)
+
+
+def model(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:
+    """A drafter on these weights, with a cache of its own."""
+    return ModelDrafter(CountingRunner.of(loaded.decoder, num_tokens), VOCAB)
+
+
+def cascade(lower: Drafter, judge: ModelDrafter, length: int = 3) -> CascadeDrafter:
+    return CascadeDrafter(lower, judge, FixedLength(length))
+
+
+def story(length: int, seed: int) -> list[int]:
+    """Text that repeats itself now and then."""
+    rng = random.Random(seed)
+    text = [1]
+    while len(text) < length:
+        start = rng.randrange(len(text))
+        text += text[start : start + rng.randint(1, 6)] if rng.random() < 0.6 else [rng.randrange(3, VOCAB)]
+    return text[:length]
+
+
+def told(drafter: Drafter, rows: Sequence[Row]) -> Drafter:
+    drafter.observe(committed(rows))
+    return drafter
+
+
+def guesses(draft: Draft) -> list[list[int]]:
+    """The chains, roots first."""
+    return [[token for token in row if token >= 0] for row in draft.tree.tokens.tolist()]
+
+
+ROWS = [Row(s, story(length, s)) for s, length in enumerate((5, 40, 23, 90, 1))]
+BUDGETS = [Budget(7), Budget(1), Budget(0), Budget(5, 3, 9), Budget(4, 2, 3)]
+CHAINS = [Budget(7), Budget(1), Budget(0), Budget(5), Budget(3)]
+
+
+def lowers(small: Runner, large: Runner) -> list[Drafter]:
+    """From good to bad, and a cascade."""
+    return [model(large), model(small), NgramDrafter(), cascade(NgramDrafter(), model(small), 2), Silent(), Wild()]
+
+
+class Silent:
+    """Never guesses."""
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("silent",)
+
+    def observe(self, news: Committed) -> None: ...
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        return Draft(DraftTree.bare(draws.roots_tokens))
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return Outlook([0] * len(seq_ids), [0] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [0] * len(seq_ids)
+
+    def forget(self, seq_ids: Sequence[int]) -> None: ...
+
+
+class Wild(Silent):
+    """Guesses what it was not asked for: too wide, too deep, out of range."""
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        batch = len(draws.rows)
+        tokens = torch.tensor([[7, 7, 11, 600, 12, -5, 9, 9]]).expand(batch, 8)
+        parents = torch.tensor([[-1, 0, 0, 1, 1, 7, 4, 6]]).expand(batch, 8)
+        return Draft(DraftTree(torch.cat([draws.roots_tokens[:, None], tokens[:, 1:]], dim=1), parents, 9, 3))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_it_drafts_what_its_judge_would_alone(small: Runner, large: Runner, temperature: float, length: int) -> None:
+    """Token for token, whoever guesses and however many guesses are asked for at a time."""
+    alone = told(model(large), ROWS).propose(draws_of(ROWS, VOCAB, temperature=temperature), CHAINS)
+    assert [len(chain) - 1 for chain in guesses(alone)] == [7, 1, 0, 5, 3]
+    for lower in lowers(small, large):
+        drafter = told(cascade(lower, model(large), length), ROWS)
+        found = drafter.propose(draws_of(ROWS, VOCAB, temperature=temperature), BUDGETS)
+        assert guesses(found) == guesses(alone)
+        assert found.tree.q is None
+
+
+def test_with_penalties_and_processors_it_drafts_what_its_judge_would_alone(small: Runner, large: Runner) -> None:
+    """What parameters do to a token depends on the text before it: here also on what was emitted inside the round."""
+    seen: list[tuple[int, ...]] = []
+
+    def banned_after_itself(text: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(text))
+        logits[text[-1]] = -torch.inf
+        return logits
+
+    params = SamplingParams(temperature=0.9, frequency_penalty=1.5, repetition_penalty=1.2, top_k=40, seed=3)
+    for more in ({}, {"logits_processors": [banned_after_itself]}, {"min_tokens": 4}):
+        draws = draws_of(ROWS, VOCAB)
+        rows = [type(r)(r.seq_id, SamplingParams(**{**vars_of(params), **more}), 9, 0, r.tokens, 1) for r in draws.rows]
+        alone = told(model(large), ROWS).propose(Draws(rows, VOCAB), CHAINS)
+        for lower in (model(small), NgramDrafter()):
+            found = told(cascade(lower, model(large)), ROWS).propose(Draws(rows, VOCAB), CHAINS)
+            assert guesses(found) == guesses(alone)
+    assert seen
+
+
+def vars_of(params: SamplingParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in ("temperature", "frequency_penalty", "repetition_penalty", "top_k")}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_good_lower_member_saves_passes(large: Runner, length: int) -> None:
+    """One that is always right: each pass gives the guesses and one token more, and only new tokens are read."""
+    judge, row = model(large), Row(0, story(30, 0))
+    drafter = told(cascade(model(large), judge, length), [row])
+    draws = draws_of([row], VOCAB, temperature=1.0)
+    drafter.propose(draws, [Budget(1)])  # the prompt
+    passes, read = judge.runner.num_passes, judge.runner.num_read
+    depth = 8
+    chain = guesses(drafter.propose(draws, [Budget(depth)]))[0]
+    assert len(chain) == depth + 1
+    assert judge.runner.num_passes - passes == -(-depth // (length + 1))
+    assert judge.runner.num_read - read == depth  # the root and all but the last, each of them once
+    drafter.observe(committed([Row(0, [*row.text, *chain[1:], 99])], [len(row.text) - 1]))
+    read = judge.runner.num_read
+    drafter.propose(draws_of([Row(0, [*row.text, *chain[1:], 99])], VOCAB, temperature=1.0), [Budget(1)])
+    assert judge.runner.num_read - read == 2  # the last guess, which nobody had read, and the root
+
+
+def test_a_lower_model_reads_what_was_emitted_once(small: Runner, large: Runner) -> None:
+    """Behind a tail it goes on from what it read for the tail before."""
+    lower, row = model(small), Row(0, story(30, 0))
+    drafter = told(cascade(lower, model(large), 1), [row])
+    draws = draws_of([row], VOCAB, temperature=1.0)
+    drafter.propose(draws, [Budget(2)])
+    read, passes = lower.runner.num_read, lower.runner.num_passes
+    drafter.propose(draws, [Budget(12)])
+    num_rounds = lower.runner.num_passes - passes
+    assert num_rounds >= 6
+    assert lower.runner.num_read - read <= 2 * num_rounds  # the root, and what stood in a wrong guess's place
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_any_history_it_is_as_if_told_at_once(small: Runner, large: Runner, temperature: float) -> None:
+    """Random rounds, tails among them; caches hold what reading the kept text anew would give."""
+    rng = random.Random(5)
+
+    def fresh() -> CascadeDrafter:
+        return CascadeDrafter(cascade(NgramDrafter(), model(small), 2), model(large), FixedLength(3))
+
+    drafter = fresh()
+    texts = {seq_id: story(5 + 9 * seq_id, seq_id) for seq_id in range(4)}
+    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
+    for _ in range(8):
+        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
+        budgets = [Budget(rng.randint(0, 6)) for _ in rows]
+        draft = drafter.propose(draws_of(rows, VOCAB, temperature=temperature), budgets)
+        expected = told(fresh(), rows).propose(draws_of(rows, VOCAB, temperature=temperature), budgets)
+        assert guesses(draft) == guesses(expected)
+        if rng.random() < 0.5:
+            behind_a_tail(drafter, fresh, rows, rng)
+        for row, chain in zip(rows, guesses(draft), strict=True):
+            texts[row.seq_id] += [*chain[1 : 1 + rng.randint(0, len(chain))], rng.randrange(3, VOCAB)]
+        news = [Row(row.seq_id, texts[row.seq_id]) for row in rows]
+        drafter.observe(committed(news, [len(row.text) - 1 for row in rows]))
+        for member, loaded in ((drafter.judge, large), (drafter.lower.judge, small)):
+            check_cache(member, loaded, texts)
+
+
+def behind_a_tail(
+    drafter: CascadeDrafter, fresh: Callable[[], CascadeDrafter], rows: Sequence[Row], rng: random.Random
+) -> None:
+    longer = [Row(row.seq_id, [*row.text, *story(rng.randint(1, 12), rng.randrange(99))]) for row in rows]
+    tail = committed(longer, [len(row.text) - 1 for row in rows])
+    found = drafter.propose(draws_of(longer, VOCAB, temperature=1.0), [Budget(5)] * len(rows), tail)
+    expected = told(fresh(), longer).propose(draws_of(longer, VOCAB, temperature=1.0), [Budget(5)] * len(rows))
+    assert guesses(found) == guesses(expected)
+
+
+def check_cache(member: ModelDrafter, loaded: Runner, texts: dict[int, list[int]]) -> None:
+    """K and V of what is kept are those of the text read in one go."""
+    member.runner.cache.check()
+    for seq_id, text in texts.items():
+        length = member.runner.length(seq_id)
+        if not length:
+            continue
+        runner = Runner.of(loaded.decoder, 512)
+        runner.read([Read(0, text[:length])])
+        runner.keep([0], [range(length)])
+        cache, start = member.runner.cache, member.runner.cache.start(seq_id)
+        for own, other in ((cache.keys, runner.cache.keys), (cache.values, runner.cache.values)):
+            assert torch.equal(own[:, :, start : start + length], other[:, :, :length])
+
+
+def test_it_keeps_within_its_judges_context(small: Runner, large: Runner) -> None:
+    """As deep as the judge alone, with a tail and without; the lower member's own limit counts for nothing."""
+    judge = model(small)  # 256 positions
+    drafter = cascade(NgramDrafter(), judge, 3)
+    for length, limit in ((250, 7), (254, 3), (255, 2), (256, 1), (257, 0), (300, 0)):
+        row = Row(length, story(length, length))
+        drafter.observe(committed([row]))
+        assert drafter.outlook([length]).limit == [limit]
+        assert drafter.propose(draws_of([row], VOCAB), [Budget(9)]).tree.depth == limit
+        longer = Row(length, [*row.text, 5, 6])
+        tail = committed([longer], [length - 1])
+        assert drafter.propose(draws_of([longer], VOCAB), [Budget(9)], tail).tree.depth == max(0, limit - 2)
+        drafter.forget([length])
+    beyond = told(cascade(model(small), model(large), 3), [Row(0, story(300, 0))])
+    assert beyond.propose(draws_of([Row(0, story(300, 0))], VOCAB), [Budget(4)]).tree.depth == 4
+
+
+def test_want_of_memory_changes_how_deep_it_goes_and_nothing_else(small: Runner, large: Runner) -> None:
+    rows = [Row(s, story(50 + 5 * s, s)) for s in range(4)]
+    enough = guesses(told(model(large), rows).propose(draws_of(rows, VOCAB, temperature=1.0), [Budget(12)] * 4))
+    for num_lower in (0, 64, 2048):
+        for num_tokens in (0, 64, 128, 192, 256, 2048):
+            drafter = cascade(model(small, num_lower), model(large, num_tokens), 3)
+            told(drafter, rows)
+            found = guesses(drafter.propose(draws_of(rows, VOCAB, temperature=1.0), [Budget(12)] * 4))
+            assert all(chain == full[: len(chain)] for chain, full in zip(found, enough, strict=True))
+            depths = [len(chain) - 1 for chain in found]
+            assert (sum(depths) > 0) == (num_tokens > 0)
+            assert depths == [12] * 4 or num_tokens < 2048
+            for member in (drafter.lower, drafter.judge):
+                member.runner.cache.check()
+            drafter.forget(range(4))
+            assert drafter.judge.runner.cache.num_free_tokens == num_tokens
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+@pytest.mark.parametrize("num_tokens", [0, 64, 256])
+def test_an_engine_short_of_memory_says_the_same(
+    target_dir: Path, small: Runner, large: Runner, verification: Verification, num_tokens: int
+) -> None:
+    """At temperature 0, where every rule must give the tokens of plain decoding."""
+    prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The"]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    plain = LLM(str(target_dir), dtype="float32").generate(prompts, params)
+    drafter = CascadeDrafter(cascade(NgramDrafter(), model(small, num_tokens), 2), model(large, num_tokens))
+    llm = LLM(str(target_dir), drafter, dtype="float32", verification=verification)
+    for wish in (Speculation(5), Speculation(3, 2, 6)):
+        found = llm.generate(prompts, params, wish)
+        assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in plain]
+    assert (llm.stats.num_drafted > 0) == (num_tokens > 0)
+    assert llm.stats.num_accepted == llm.stats.num_drafted  # the judge is the target
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_in_rejection_modes_a_cascade_of_the_target_is_always_accepted(
+    target_dir: Path, draft_dir: Path, verification: Verification
+) -> None:
+    """Its law is the target's own, whoever guessed: so every declared q equals p, and every ratio is 1."""
+    spec = f"cascade[ngram,model:{draft_dir},model:{target_dir}]"
+    llm = LLM(str(target_dir), spec, dtype="float32", verification=verification)
+    params = SamplingParams(temperature=1.0, max_tokens=40, seed=2, ignore_eos=True)
+    llm.generate(["Once upon a time", "The"], params, Speculation(6))
+    assert llm.stats.num_accepted == llm.stats.num_drafted > 40
+
+
+def test_guesses_beyond_the_judges_vocabulary_are_rejected_and_not_read(large: Runner) -> None:
+    """A target with more ids than the judge: what the lower member copies may have no embedding there."""
+    wide = 600
+    judge = model(large)
+    judge.vocab_size = wide
+
+    class Beyond(Silent):
+        def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+            chains = torch.full((len(draws.rows), max(b.depth for b in budgets)), 555)
+            return Draft(DraftTree.chains(draws.roots_tokens, chains))
+
+    for rejection in (False, True):
+        row = Row(0, story(20, 4))
+        alone = told(ModelDrafter(Runner.of(large.decoder, 256), wide), [row])
+        draws = draws_of([row], wide, rejection=rejection)
+        found = told(cascade(Beyond(), judge, 3), [row]).propose(draws, [Budget(4)])
+        assert guesses(found) == guesses(alone.propose(draws, [Budget(4)]))
+        judge.forget([0])
+
+
+def test_on_passes_of_fixed_shape_it_drafts_what_its_judge_would_alone(target_dir: Path, draft_dir: Path) -> None:
+    """The runner of GPUs, whose draft models leave their guesses on the device."""
+    fixed = Placement(torch.device("cpu"), fixed=True)
+
+    def made(folder: Path) -> ModelDrafter:
+        return ModelDrafter(Blueprint.of(str(folder), "float32", placement=fixed).load(512), VOCAB)
+
+    rows, budgets = ROWS[:2], [Budget(6), Budget(3)]
+    for rejection in (False, True):
+        draws = draws_of(rows, VOCAB, rejection=rejection)
+        alone = told(made(target_dir), rows).propose(draws, budgets)
+        found = told(cascade(made(draft_dir), made(target_dir), 2), rows).propose(draws, budgets)
+        assert guesses(found) == guesses(alone)
+
+
+def test_lengths_are_told_what_rounds_took_and_gave(
+    small: Runner, large: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times of members that caught up with a long text are not those of guesses."""
+    timings: list[Timing] = []
+    runs: list[tuple[int, int]] = []
+    drafter = CascadeDrafter(model(large), model(large))
+    assert isinstance(drafter.lengths, MeasuredLengths)
+    monkeypatch.setattr(MeasuredLengths, "best", lambda self, batch, most: min(3, most))
+    monkeypatch.setattr(MeasuredLengths, "time", lambda self, timing: timings.append(timing))
+    monkeypatch.setattr(MeasuredLengths, "count", lambda self, news: runs.extend(news))
+    rows = [Row(0, story(30, 0)), Row(1, story(40, 1))]
+    told(drafter, rows)
+    drafter.propose(draws_of(rows, VOCAB), [Budget(6), Budget(4)])
+    assert runs == [(3, 3), (3, 3), (1, 1)]
+    assert timings == []
+    draft = drafter.propose(draws_of(rows, VOCAB), [Budget(6), Budget(4)])
+    assert [(t.num_guesses, t.num_tokens) for t in timings] == [(3, 8), (1, 2)]
+    assert all(min(t.draft_s, t.pass_s) > 0 for t in timings)
+    assert 0 < draft.pass_s <= sum(t.draft_s + t.pass_s for t in timings)
+
+
+def test_members_are_told_and_forget_together(small: Runner, large: Runner) -> None:
+    lower, judge = model(small), model(large)
+    drafter = told(cascade(lower, judge), ROWS)
+    drafter.propose(draws_of(ROWS, VOCAB), BUDGETS)
+    assert set(lower.sequences) == set(judge.sequences) == {row.seq_id for row in ROWS}
+    assert drafter.outlook([3, 77]).unread[1] == drafter.outlook([3, 77]).limit[1] == 0
+    assert drafter.adopt([0], [[1, 2, 3]]) == [3]
+    drafter.forget([0, 1, 2, 3, 4, 1000])
+    assert lower.sequences == judge.sequences == {}
+    assert drafter.propose(draws_of(ROWS, VOCAB), BUDGETS).tree.depth == 0

@@ -1,0 +1,327 @@
+"""T1 for cascades: the drafter itself, over every guess, coin and draw inside its rounds, in every verification mode.
+
+`CascadeDrafter` and `verify` run as they serve; what they would draw is chosen in turn, every way there is, and each
+way counts with its exact probability. What comes out are all chains that a cascade can draft, their probabilities and
+declared laws; those go through the target's rules as in `test_t01_enumeration.py`. Mutants must fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Model, deviation, families
+from torch import Tensor
+
+from forerun.draft import base
+from forerun.draft.base import Budget, Committed, Outlook
+from forerun.draft.cascade import CascadeDrafter, Chain
+from forerun.draft.judge import Judged, Question
+from forerun.draft.lengths import FixedLength, Timing
+from forerun.sampling.draws import Draws, PathState, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftLaw, DraftTree
+from forerun.verify import verify as verifying
+from forerun.verify.rules import AcceptLaw, Walk, walk
+from unchecked import unchecked
+
+FAMILIES = [family for family in families(12) if family.vocab == 3]
+WRONG = 1e-3
+
+
+@dataclass
+class Script:
+    """One way in which everything drawn may come out: `taken` is what was picked at every turn so far."""
+
+    given: list[int]
+    taken: list[int] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)  # ways that branch off
+    weight: float = 1.0
+
+    def pick(self, chances: Sequence[float]) -> int:
+        """As given; beyond that the first possible, the rest noted."""
+        possible = [i for i, chance in enumerate(chances) if chance > 0]
+        turn = len(self.taken)
+        choice = self.given[turn] if turn < len(self.given) else possible[0]
+        if turn >= len(self.given):
+            self.others += [[*self.taken, other] for other in possible[1:]]
+        self.taken.append(choice)
+        self.weight *= chances[choice]
+        return choice
+
+
+class Dice:
+    """What draws while a script is played: takes the place of noise everywhere in a cascade."""
+
+    script: Script
+
+    def recover(self, draws: Draws, law: Tensor, at: PathState) -> Tensor:
+        return torch.tensor([self.script.pick(row) for row in law.softmax(1).tolist()])
+
+    def draw(self, draws: Draws, logits: Tensor, at: PathState) -> Tensor:
+        return torch.tensor([self.script.pick(row) for row in draws.probs(logits, at).tolist()])
+
+    def walk(self, tree: DraftTree, law: AcceptLaw, _: Tensor) -> Walk:
+        chances = zip(law.accept[0].tolist(), tree.parents[0].tolist(), strict=True)
+        coins = [self.script.pick([p, 1 - p]) if parent >= 0 else 1 for p, parent in chances]
+        return walk(tree, law, torch.tensor([[BELOW_ONE if coin else 0.0 for coin in coins]], dtype=torch.float64))
+
+
+DICE = Dice()
+
+
+@contextmanager
+def scripted() -> Iterator[None]:
+    """Draws that follow the script."""
+    with pytest.MonkeyPatch.context() as patch, unchecked():
+        patch.setattr(Draws, "recover", lambda draws, law, at: DICE.recover(draws, law, at))
+        patch.setattr(Draws, "draw", lambda draws, logits, at: DICE.draw(draws, logits, at))
+        patch.setattr(verifying, "walk", DICE.walk)
+        yield
+
+
+class Toy:
+    """What all members share: they know a text by its tokens behind the one root there is."""
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("toy",)
+
+    def observe(self, news: Committed) -> None: ...
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return Outlook([0] * len(seq_ids), [99] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [0] * len(seq_ids)
+
+    def forget(self, seq_ids: Sequence[int]) -> None: ...
+
+
+class Guesser(Toy):
+    """Chains drawn from a model, with their laws; or its likeliest tokens, with none."""
+
+    def __init__(self, model: Model, drawn: bool = True) -> None:
+        self.model, self.drawn = model, drawn
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
+        assert tail is not None
+        ((_, tokens, root),) = tail.rows()
+        assert [*tokens, root] == list(draws.rows[0].tokens)
+        text, laws = [*tokens, root], []
+        for _ in range(budgets[0].depth):
+            law = [float(x) for x in self.model(tuple(text[1:]))]
+            laws.append(law)
+            text.append(DICE.script.pick(law) if self.drawn else law.index(max(law)))
+        tree = DraftTree.of_texts([text[len(tokens) :]])
+        if self.drawn:
+            rows = torch.tensor([[*range(len(laws)), -1]])
+            tree = DraftTree(
+                tree.tokens, tree.parents, tree.depth, q=DraftLaw(rows, torch.tensor(laws, dtype=torch.float64))
+            )
+        return base.Draft(tree)
+
+
+class ToyJudge(Toy):
+    """A model that reads anything; or has no room behind some texts."""
+
+    def __init__(self, model: Model, full: Callable[[Context], bool] = lambda _: False) -> None:
+        self.model, self.full = model, full
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
+        raise AssertionError("a cascade asks a judge for no guesses")
+
+    def judge(self, questions: Sequence[Question]) -> Judged:
+        (asked,) = questions
+        if self.full(tuple(asked.late[1:])):
+            return Judged([], torch.empty(0, 3), 0.0)
+        texts = [(*asked.late[1:], *asked.guesses[:n]) for n in range(len(asked.guesses) + 1)]
+        laws = torch.tensor([[float(x) for x in self.model(text)] for text in texts], dtype=torch.float64)
+        return Judged([0], laws.log(), 0.0)
+
+
+@dataclass
+class Alternating:
+    """Lengths that differ from round to round."""
+
+    lengths: tuple[int, ...]
+    turn: int = 0
+
+    def best(self, batch: int, most: int) -> int:
+        self.turn += 1
+        return min(most, self.lengths[self.turn % len(self.lengths)])
+
+    def count(self, runs: Sequence[tuple[int, int]]) -> None: ...
+
+    def time(self, timing: Timing) -> None: ...
+
+
+def drafts_of(make: Callable[[], CascadeDrafter], depth: int, rejection: bool = True) -> list[Draft]:
+    """Every chain that a cascade drafts, with its probability and the laws it declares."""
+    found: dict[tuple[object, ...], float] = {}
+    ways: list[list[int]] = [[]]
+    row = RowSampling(0, SamplingParams(), 1, 0, [0], 1)
+    with scripted():
+        while ways:
+            DICE.script = Script(ways.pop())
+            tree = make().propose(Draws([row], 3, rejection=rejection), [Budget(depth)]).tree
+            ways += DICE.script.others
+            tokens = tuple(token for token in tree.tokens[0, 1:].tolist() if token >= 0)
+            q: tuple[object, ...] = ()
+            if tree.q is not None:
+                laws = tree.q.probs.tolist()
+                q = tuple(tuple(laws[i]) for i in tree.q.row[0, : len(tokens)].tolist())
+            key = (tokens, q)
+            found[key] = found.get(key, 0.0) + DICE.script.weight
+    assert sum(found.values()) == pytest.approx(1)
+    return [Draft(w, t, tuple(range(-1, len(t) - 1)), (*q, None)) for (t, q), w in found.items()]
+
+
+def two(family: Family, length: int, kind: type[CascadeDrafter] = CascadeDrafter) -> Callable[[], CascadeDrafter]:
+    return lambda: kind(Guesser(family.q), ToyJudge(family.mid), FixedLength(length))
+
+
+def top(family: Family) -> Model:
+    return lambda context: family._law("top", context)
+
+
+def choosing(family: Family, length: int) -> Callable[[], CascadeDrafter]:
+    return lambda: CascadeDrafter(Guesser(family.q, drawn=False), ToyJudge(family.mid), FixedLength(length))
+
+
+def three(family: Family, lengths: tuple[int, int]) -> Callable[[], CascadeDrafter]:
+    inner, outer = lengths
+
+    def make() -> CascadeDrafter:
+        lower = CascadeDrafter(Guesser(family.q), ToyJudge(family.mid), FixedLength(inner))
+        return CascadeDrafter(lower, ToyJudge(top(family)), FixedLength(outer))
+
+    return make
+
+
+def check(drafts: Sequence[Draft], family: Family) -> None:
+    """Exact by every rule of the target's that asks for a law."""
+    for name, judge in RULES.items():
+        error = deviation(judge(drafts, family.p, family.vocab), family.p)
+        assert error < TOLERANCE, f"{name}, family {family.seed}: the law is off by {error:.2e}"
+
+
+def check_chains(drafts: Sequence[Draft], model: Model, depth: int) -> None:
+    """They are `depth` tokens drawn from this model one after the other, and say so."""
+    for draft in drafts:
+        assert len(draft.tokens) == depth
+        chance = 1.0
+        for i, token in enumerate(draft.tokens):
+            law = [float(x) for x in model(draft.tokens[:i])]
+            assert draft.q[i] == pytest.approx(law, abs=TOLERANCE)
+            chance *= law[token]
+        assert draft.weight == pytest.approx(chance, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("depth", "length"), [(1, 0), (1, 3), (2, 0), (2, 1), (3, 1), (3, 2)])
+def test_a_cascade_of_two(depth: int, length: int) -> None:
+    for family in FAMILIES:
+        drafts = drafts_of(two(family, length), depth)
+        check_chains(drafts, family.mid, depth)
+        check(drafts, family)
+
+
+def test_lengths_that_change() -> None:
+    for family in FAMILIES[:3]:
+        drafts = drafts_of(lambda f=family: CascadeDrafter(Guesser(f.q), ToyJudge(f.mid), Alternating((2, 0, 1))), 3)
+        check_chains(drafts, family.mid, 3)
+        check(drafts, family)
+
+
+def test_a_lower_member_that_chooses() -> None:
+    """Without a law its guesses are judged by `follow`, and what is emitted has the judge's law all the same."""
+    for family in FAMILIES:
+        drafts = drafts_of(
+            lambda f=family: CascadeDrafter(Guesser(f.q, drawn=False), ToyJudge(f.mid), FixedLength(2)), 3
+        )
+        check_chains(drafts, family.mid, 3)
+        check(drafts, family)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (0, 1), (2, 1)])
+def test_a_cascade_of_three(lengths: tuple[int, int]) -> None:
+    for family in FAMILIES[:3]:
+        drafts = drafts_of(three(family, lengths), 2)
+        check_chains(drafts, top(family), 2)
+        check(drafts, family)
+
+
+def test_a_judge_that_runs_out_of_room() -> None:
+    """Room may depend on what was emitted, the last token included: that stays, and what is missing was not drawn."""
+    for family in FAMILIES:
+        judge = ToyJudge(family.mid, full=lambda text: text[-1:] == (1,))
+        drafts = drafts_of(lambda f=family, j=judge: CascadeDrafter(Guesser(f.q), j, FixedLength(1)), 3)
+        assert len({len(draft.tokens) for draft in drafts}) > 1
+        check(drafts, family)
+
+
+def test_under_shared_noise_only_the_judge_is_heard() -> None:
+    """In coupled mode the chain is what the judge draws: again `depth` tokens of its law, and no law is declared."""
+    for family in FAMILIES:
+        drafts = drafts_of(lambda f=family: CascadeDrafter(Guesser(f.q), ToyJudge(f.mid), FixedLength(2)), 2, False)
+        chances: dict[Context, float] = {}
+        for draft in drafts:
+            assert draft.q == (None,)
+            chances[draft.tokens] = chances.get(draft.tokens, 0.0) + float(draft.weight)
+        for text, chance in chances.items():
+            assert chance == pytest.approx(float(family.mid(())[text[0]] * family.mid(text[:1])[text[1]]))
+
+
+class LowerLaw(CascadeDrafter):
+    """The mutant: what was guessed below keeps the law that it was guessed from."""
+
+    def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
+        (chain,) = chains
+        before = len(chain.emitted)
+        super().emit(draws, chains, tree, logits)
+        if tree.q is None:
+            return
+        laws, guessed = chain.laws[-1].clone(), tree.tokens[0, 1:].tolist()
+        for i, token in enumerate(chain.emitted[before:]):
+            if i < len(guessed) and token == guessed[i]:
+                laws[i] = tree.q.probs[tree.q.row[0, i]]
+        chain.laws[-1] = laws
+
+
+class Choosy(CascadeDrafter):
+    """The mutant: a chain ends before a last token that was unlikely, which is dropped for what it is."""
+
+    def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
+        (chain,) = chains
+        super().emit(draws, chains, tree, logits)
+        if chain.laws[-1][-1, chain.emitted[-1]] < 0.35:
+            chain.emitted.pop()
+            chain.laws[-1] = chain.laws[-1][:-1]
+            chain.left = 0
+
+
+class AcceptedAlone(CascadeDrafter):
+    """The mutant: where a guess was rejected the chain ends, without the token that was recovered."""
+
+    def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
+        (chain,) = chains
+        before = len(chain.emitted)
+        super().emit(draws, chains, tree, logits)
+        run, guessed = chain.emitted[before:], tree.tokens[0, 1:].tolist()
+        if guessed and len(run) <= len(guessed):
+            chain.emitted.pop()
+            chain.laws[-1] = chain.laws[-1][:-1]
+            chain.left = 0
+
+
+@pytest.mark.parametrize("kind", [LowerLaw, Choosy, AcceptedAlone])
+@pytest.mark.parametrize("rule", RULES)
+def test_mutants_are_noticed(kind: type[CascadeDrafter], rule: str) -> None:
+    def worst(kind: type[CascadeDrafter]) -> float:
+        found = ((drafts_of(two(family, 1, kind), 2), family) for family in FAMILIES)
+        return max(deviation(RULES[rule](drafts, family.p, 3), family.p) for drafts, family in found)
+
+    assert worst(CascadeDrafter) < TOLERANCE
+    assert worst(kind) > WRONG

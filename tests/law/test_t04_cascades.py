@@ -1,0 +1,124 @@
+"""T4 for cascades: keyed noise of rounds inside rounds, over several rounds of the target, against the exact law.
+
+An inner round may begin behind a root at which an earlier inner round began too, one whose draws the target has judged
+since. Its noise must be another's all the same; mutants that do not see to it must fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from sampler import chi_square, continued, drafted, emitted, judged_round, sequences
+from torch import Tensor
+
+from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.draft.cascade import CascadeDrafter
+from forerun.draft.judge import Judged, Question
+from forerun.draft.lengths import FixedLength
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.noise import Purpose, mix
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+from forerun.verify.verify import Rule
+from unchecked import unchecked
+
+VOCAB, COUNT, ROUNDS = 3, 3_000, 2
+P = [0.16, 0.44, 0.40]
+TARGET = torch.tensor(P).log().expand(VOCAB, VOCAB)
+MIDDLE = torch.tensor([0.04, 0.25, 0.71]).log().expand(VOCAB, VOCAB)
+LOW = torch.tensor([0.4, 0.2, 0.4]).log().expand(VOCAB, VOCAB)
+
+
+class Table:
+    """A model that is a table of logits, as lower member and as judge; tokens are independent of each other."""
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("table",)
+
+    def __init__(self, logits: Tensor, drawn: bool = True) -> None:
+        self.logits, self.drawn = logits, drawn
+
+    def observe(self, news: Committed) -> None: ...
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        depth = max(budget.depth for budget in budgets)
+        if self.drawn:
+            return Draft(drafted(draws, self.logits, depth))
+        return Draft(DraftTree.chains(draws.roots_tokens, torch.full((len(draws.rows), depth), 2)))
+
+    def judge(self, questions: Sequence[Question]) -> Judged:
+        last = [token for asked in questions for token in (asked.late[-1], *asked.guesses)]
+        return Judged(range(len(questions)), self.logits[torch.tensor(last)], 0.0)
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return Outlook([0] * len(seq_ids), [99] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [0] * len(seq_ids)
+
+    def forget(self, seq_ids: Sequence[int]) -> None: ...
+
+
+CASCADES: dict[str, Callable[[], CascadeDrafter]] = {
+    "judge alone": lambda: CascadeDrafter(Table(LOW), Table(MIDDLE), FixedLength(0)),
+    "drawn": lambda: CascadeDrafter(Table(LOW), Table(MIDDLE), FixedLength(1)),
+    "chosen": lambda: CascadeDrafter(Table(LOW, drawn=False), Table(MIDDLE), FixedLength(1)),
+    "three": lambda: CascadeDrafter(
+        CascadeDrafter(Table(LOW), Table(LOW), FixedLength(0)), Table(MIDDLE), FixedLength(1)
+    ),
+}
+
+
+def first_pairs(drafter: CascadeDrafter, rule: Rule) -> float:
+    """P-value of the first two tokens of many sequences that were drafted and judged for several rounds."""
+    rows = sequences(COUNT, SamplingParams(), 1, seed=2)
+    gained: list[list[int]] = [[] for _ in rows]
+    for _ in range(ROUNDS):
+        with unchecked():
+            draws = Draws(rows, VOCAB, rejection=rule != "coupled")
+            tree = drafter.propose(draws, [Budget(2)] * COUNT).tree
+            text = emitted(tree, judged_round(draws, tree, TARGET, rule))
+        news = continued(text)
+        gained = [old + new for old, new in zip(gained, news, strict=True)]
+        rows = [replace(row, tokens=[*row.tokens, *new]) for row, new in zip(rows, news, strict=True)]
+    counts = torch.bincount(torch.tensor([VOCAB * text[0] + text[1] for text in gained]), minlength=VOCAB**2)
+    p = torch.tensor(P, dtype=torch.float64)
+    return chi_square(counts.view(1, -1), COUNT * (p[:, None] * p).view(1, -1))
+
+
+@pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
+def test_what_is_drafted_again_is_drawn_afresh(kind: str, rule: Rule) -> None:
+    assert first_pairs(CASCADES[kind](), rule) > 1e-4
+
+
+def rounds_by_their_own_root(patch: pytest.MonkeyPatch) -> None:
+    """Inner rounds that know where they begin, and not the round they lie in."""
+    within = Draws.within
+
+    def forgetful(self: Draws, places: Sequence[int], tails: Sequence[Sequence[int]]) -> Draws:
+        inner = within(self, places, tails)
+        inner.rounds = inner.root_places
+        return inner
+
+    patch.setattr(Draws, "within", forgetful)
+
+
+def choices_by_position(patch: pytest.MonkeyPatch) -> None:
+    """A judge that chooses under the noise of positions, as the target does where it judges by choices."""
+
+    def shared(self: Draws, row: RowSampling, purpose: Purpose, round_: int) -> int:
+        where = (0, 0) if purpose is Purpose.COUPLED else (self.level, round_)
+        return mix((row.seed, row.sample, purpose, *where))
+
+    patch.setattr(Draws, "_row_key", shared)
+
+
+@pytest.mark.parametrize("mutant", [rounds_by_their_own_root, choices_by_position])
+def test_block_with_noise_that_was_looked_at_is_biased(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    assert first_pairs(CASCADES["judge alone"](), "block") < 1e-6
