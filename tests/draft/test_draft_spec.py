@@ -143,7 +143,7 @@ def test_a_cascade_plans_for_all_of_its_members(context: DraftContext, target_di
     assert plan.fingerprint() == " ".join(prints)
     assert plan.build_judge is None
     sizes = dict(zip(names, (64, 128, 192, 256), strict=True))
-    found, drafter = [], plan.build(sizes, None)
+    found, drafter = [], plan.build(sizes, None, context.target.load(64))
     for _ in range(3):
         assert isinstance(drafter, CascadeDrafter)
         found.append(drafter.judge.runner.cache.blocks.num_blocks * 64)
