@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from forerun.errors import InvalidTree
@@ -18,7 +19,7 @@ EXAMPLE = "[[0], [1], [0, 0]]"
 MOST_RANK = 255  # drawing so many guesses after a node takes longer than any of the last can bring
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StaticTree:
     """The nodes of a tree, the root aside, each by the ranks on its path: 0 is what the drafter likes best there.
 
@@ -27,26 +28,22 @@ class StaticTree:
     """
 
     paths: Sequence[Sequence[int]]
-    below: Mapping[RankPath, RankPath] = field(init=False, repr=False, compare=False)  # a node's children, by rank
 
     def __post_init__(self) -> None:
         if isinstance(self.paths, str) or not isinstance(self.paths, Sequence):
             raise InvalidTree(f"{spelled(self.paths)} is no list of paths: write one as {EXAMPLE}")
         if not self.paths:
             raise InvalidTree(f"there are no paths in it: name a guess at least, as in {EXAMPLE}")
-        paths = sorted((checked(path) for path in self.paths), key=lambda path: (len(path), path))
-        below: dict[RankPath, RankPath] = {(): ()}
+        paths = tuple(sorted((checked(path) for path in self.paths), key=lambda path: (len(path), path)))
+        known: set[RankPath] = {()}
         for path in paths:
-            if path in below:
+            if path in known:
                 raise InvalidTree(f"the path {spelled(path)} is there twice: leave one out")
-            parent, rank = path[:-1], path[-1]
-            if parent not in below:
-                missing = next(path[:end] for end in range(1, len(path)) if path[:end] not in below)
+            if path[:-1] not in known:
+                missing = next(path[:end] for end in range(1, len(path)) if path[:end] not in known)
                 raise InvalidTree(f"the path {spelled(path)} has no parent: add {spelled(missing)}")
-            below[path] = ()
-            below[parent] += (rank,)
-        object.__setattr__(self, "paths", tuple(paths))
-        object.__setattr__(self, "below", below)
+            known.add(path)
+        object.__setattr__(self, "paths", paths)
 
     @classmethod
     def load(cls, path: str | Path) -> StaticTree:
@@ -59,6 +56,14 @@ class StaticTree:
             raise InvalidTree(f"{path}: {error.problem}") from error
         except (ValueError, RecursionError) as error:
             raise InvalidTree(f"{path}: not JSON in UTF-8 ({error}): write it as {EXAMPLE}") from error
+
+    @cached_property
+    def below(self) -> Mapping[RankPath, Sequence[int]]:
+        """The ranks of every node's children, ascending; () is the root."""
+        found: dict[RankPath, list[int]] = {path: [] for path in ((), *map(tuple, self.paths))}
+        for path in self.paths:
+            found[tuple(path[:-1])].append(path[-1])
+        return found
 
     @property
     def depth(self) -> int:
