@@ -249,7 +249,7 @@ class Draws:
         if found is not None:
             return found
         at = self._placed(rows, positions)
-        if not self.transforms.pathless:
+        if not self.pathless:
             longest = max(map(len, paths))
             drawn = [[*path, *[-1] * (longest - len(path))] for path in paths]
             at = replace(at, drawn=upload(drawn, torch.int64, self.device).view(len(rows), longest))
