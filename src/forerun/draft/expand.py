@@ -84,12 +84,16 @@ def draw_level(
         laws.append(offer.law)
     for i, place in enumerate(places):
         growth = growths[place.row]
-        in_turn = len(place.ranks) == 1 + place.ranks[-1]  # else what was drawn between is not there to be judged
-        if offer.law is not None and in_turn and not draws.greedy[place.row]:
+        if offer.law is not None and in_turn(place.ranks) and not draws.greedy[place.row]:
             growth.law_row[place.node] = first_law + i
         for rank in place.ranks:
             if (token := offer.tokens[i][rank]) >= 0:
                 growth.add(place.node, rank, token, 1.0 if offer.survival is None else offer.survival[i][rank])
+
+
+def in_turn(ranks: Ranks) -> bool:
+    """Whether all that is drawn stays, so that rejection rules can judge one after the other by the law."""
+    return len(ranks) == 1 + ranks[-1]
 
 
 def survival_counts(growths: Sequence[Growth]) -> bool:
