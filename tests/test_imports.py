@@ -14,7 +14,7 @@ MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
 ORDER = """
     errors __version__
-    device kernels
+    device kernels shape
     tree config machine
     sampling cache chat detokenize
     text

@@ -10,6 +10,7 @@ from forerun.engine.delta import Delta
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.llm import LLM, Completion, Result
 from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
 
 __all__ = [
     "LLM",
@@ -22,6 +23,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Speculation",
+    "StaticTree",
     "__version__",
 ]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forerun.errors import InvalidRequest
+from forerun.shape import StaticTree
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
@@ -29,19 +30,35 @@ def require_whole(name: str, value: object, least: int) -> None:
 class Speculation:
     """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` guesses where `width` > 1.
 
-    `drafter` names an arm of the engine's drafter; None leaves the choice to the engine.
+    Which guesses make the tree is decided anew in every round, by how likely they are; with `tree` it is settled, and
+    depth, width and nodes are those of that shape. `drafter` names an arm of the engine's drafter; None leaves the
+    choice to the engine.
     """
 
     depth: int = DEFAULT_DEPTH
     width: int = 1
     nodes: int | None = None
     drafter: str | None = None
+    tree: StaticTree | None = None
 
     def __post_init__(self) -> None:
+        if self.tree is not None:
+            self._take_shape(self.tree)
         for name, least in (("depth", 0), ("width", 1), ("nodes", 1)):
             value = getattr(self, name)
             if name != "nodes" or value is not None:
                 require_whole(f"speculation.{name}", value, least)
+
+    def _take_shape(self, tree: object) -> None:
+        """Set what a static tree settles; what was given must not say otherwise."""
+        if not isinstance(tree, StaticTree):
+            raise InvalidRequest("speculation.tree", f"{tree!r} must be a StaticTree; StaticTree.load reads a file.")
+        settled = {"depth": tree.depth, "width": tree.width, "nodes": len(tree.paths)}
+        unsaid = {"depth": DEFAULT_DEPTH, "width": 1, "nodes": None}
+        for name, value in settled.items():
+            if (given := getattr(self, name)) not in (value, unsaid[name]):
+                raise InvalidRequest(f"speculation.{name}", f"{given!r} is not the tree's, {value}: leave it away.")
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, wish: bool | int | Speculation | None, default: Speculation) -> Speculation:

@@ -12,7 +12,8 @@ Each message says the offending value and what to do about it. Broken invariants
     │   ├── WidenedDiffers          a widened checkpoint does not compute what its source computes
     │   └── TokenizerError          tokenizer or chat template missing or damaged
     ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
-    │   └── PromptTooLong
+    │   ├── PromptTooLong
+    │   └── InvalidTree             a static tree that is none, or whose file cannot be read
     ├── DraftError
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
     │   ├── VocabularyMismatch      the drafter's tokenizer is not the target's
@@ -68,6 +69,14 @@ class InvalidRequest(ForerunError, ValueError):
 
 class PromptTooLong(InvalidRequest):
     """The prompt leaves no room for a single new token."""
+
+
+class InvalidTree(InvalidRequest):
+    """A static tree is malformed, or the file that should hold one cannot be read; `problem` says how."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("speculation.tree", problem)
+        self.problem = problem
 
 
 class DraftError(ForerunError):

@@ -10,15 +10,17 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from forerun.card import show_error
-from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Verification
+from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Speculation, Verification
 from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED_NAMES
 from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
 
 DtypeOption = Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")]
 QuantizeOption = Annotated[
@@ -29,6 +31,9 @@ KernelsOption = Annotated[
 ]
 MaxLenOption = Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")]
+TreeOption = Annotated[
+    Path | None, typer.Option(help="Guess trees of this shape: a file with paths of ranks, as in [[0], [1], [0, 0]].")
+]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: cpu, cuda, or auto: a GPU where there is one.")]
 OneGemmOption = Annotated[
     bool, typer.Option("--one-gemm", help="On a GPU: one matrix product for any number of rows; the same bits.")
@@ -55,6 +60,13 @@ class ModelOptions:
     threads: ThreadsOption = None
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
+    tree: TreeOption = None
+
+    def speculation(self, width: int = 1) -> Speculation:
+        """How far to draft: as deep and wide as asked, or in the shape of a file."""
+        if self.tree is None:
+            return Speculation(self.depth, width)
+        return Speculation(self.depth, width, tree=StaticTree.load(self.tree))
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,26 @@ def test_a_replay_runs_once_whatever_the_temperatures(run: Callable[..., Result]
     assert "told, batch 1, temperature 0" in result.stderr
 
 
+def test_a_tree_is_cut_to_each_depth_and_no_deeper_than_itself(run: Callable[..., Result], files: Path) -> None:
+    for paths, depths in (("[[0], [1], [0, 0], [0, 0, 0]]", {0, 2, 3}), ("[[0], [1], [2], [1, 0]]", {0, 2})):
+        (files / "tree.json").write_text(paths)
+        result = run("--prompts", str(files / "tales.txt"), "--temperature", "1", "--tree", str(files / "tree.json"))
+        assert result.exit_code == 0, result.output
+        told = json.loads(result.stdout)
+        assert told["same_tokens"]
+        assert {cell["depth"] for cell in told["cells"]} == depths
+        assert told["settings"]["tree"]["paths"] == json.loads(paths)
+        for cell in told["cells"][1:]:
+            guesses = sum(len(path) <= cell["depth"] for path in json.loads(paths))
+            assert cell["tokens_per_round"] == pytest.approx(1 + cell["acceptance_rate"] * guesses, rel=0.2)
+            assert cell["pass_ratio"] is not None, "rounds that were drafted in full"
+        assert "one shape" in result.stderr
+    (files / "tree.json").write_text("[[0, 1]]")
+    result = run("--tree", str(files / "tree.json"))
+    assert result.exit_code == 2
+    assert "add [0]" in " ".join(result.stderr.split())
+
+
 def test_a_token_that_is_not_the_recorded_one_fails_the_command(
     run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draft.rounds import Row, draws_of
-from forerun.draft.base import Budget, Draft
-from forerun.draft.expand import Growth, Place, expand
+from forerun.config import Speculation
+from forerun.draft.base import NO_DRAFT, Budget, Draft
+from forerun.draft.expand import Place, expand
+from forerun.draft.growth import Growth
 from forerun.sampling.draws import Draws
+from forerun.shape import RankPath, StaticTree
 
 VOCAB = 32
 BUDGETS = st.builds(
@@ -24,19 +27,33 @@ BUDGETS = st.builds(
 MODES = st.tuples(st.sampled_from([0.0, 1.0]), st.booleans())
 
 
-def logits_after(path: Sequence[int]) -> Tensor:
-    """The logits of a made-up model: any numbers, as long as they depend on the whole path."""
+@st.composite
+def shapes(draw: st.DrawFn) -> list[RankPath]:
+    """The paths of any tree of up to four levels and twelve guesses."""
+    paths: list[RankPath] = []
+    for _ in range(draw(st.integers(1, 12))):
+        above = draw(st.sampled_from([(), *(path for path in paths if len(path) < 4)]))
+        rank = draw(st.integers(0, 3))
+        if (*above, rank) not in paths:
+            paths.append((*above, rank))
+    return paths
+
+
+def logits_after(path: Sequence[int], *, tied: bool = False) -> Tensor:
+    """The logits of a made-up model: any numbers, as long as they depend on the whole path; or a few that recur."""
     rng = random.Random(str(list(path)))
-    return torch.tensor([rng.gauss(0, 3) for _ in range(VOCAB)])
+    return torch.tensor([float(rng.randrange(3)) if tied else rng.gauss(0, 3) for _ in range(VOCAB)])
 
 
 class PathModel:
     """Reads what `expand` asks for, checking that parents come before their children and rows lie together."""
 
-    def __init__(self, rows: Sequence[Row], levels: int = 99) -> None:
+    def __init__(self, rows: Sequence[Row], levels: int = 99, tied: bool = False) -> None:
         self.rows = rows
         self.levels = levels  # how many levels there is room for
+        self.tied = tied
         self.read: set[tuple[int, int]] = {(row, 0) for row in range(len(rows))}
+        self.passes: list[set[tuple[int, tuple[int, ...]]]] = []  # the paths read, by row
 
     def __call__(self, growths: Sequence[Growth], places: Sequence[Place]) -> Tensor | None:
         if self.levels == 0:
@@ -44,6 +61,7 @@ class PathModel:
         self.levels -= 1
         assert [place.row for place in places] == sorted(place.row for place in places)
         found = []
+        self.passes.append(set())
         for place in places:
             growth, node, path = growths[place.row], place.node, []
             assert (place.row, node) not in self.read
@@ -51,7 +69,8 @@ class PathModel:
             while node:
                 path.append(growth.tokens[node])
                 node = growth.parents[node]
-            found.append(logits_after([*self.rows[place.row].text, *path[::-1]]))
+            found.append(logits_after([*self.rows[place.row].text, *path[::-1]], tied=self.tied))
+            self.passes[-1].add((place.row, tuple(path[::-1])))
         self.read |= {(place.row, place.node) for place in places}
         return torch.stack(found)
 
@@ -89,6 +108,7 @@ def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget]
             if not below:
                 continue
             assert survival is None or survival[b, node] >= budget.price
+            assert survival is None or rejection or survival[b, below].min() >= budget.price
             at = draws.roots()
             for token in path:  # every row takes the same steps; only row b is looked at
                 at = draws.advance(at, torch.arange(len(rows)), torch.full((len(rows),), token))
@@ -103,7 +123,7 @@ def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget]
                 assert tree.q is not None
                 assert drawn.law is not None
                 assert torch.equal(tree.q.probs[tree.q.row[b, node]], drawn.law[b])
-        for level in range(tree.depth):
+        for level in range(tree.depth if rejection else 0):
             nodes = [n for n in tree.valid[b].nonzero()[:, 0].tolist() if depths[b, n] == level]
             if survival is not None:
                 nodes.sort(key=lambda n: -survival[b, n].item())  # stable, as the growing is
@@ -133,8 +153,9 @@ def test_a_row_does_not_depend_on_its_batch_mates(budgets: list[Budget], mode: t
 @given(depth=st.integers(1, 6), width=st.integers(1, 4), extra=st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
 def test_without_a_price_the_depth_is_reached_and_guesses_are_spread(depth: int, width: int, extra: int) -> None:
+    """Where the shape must be settled before it is drawn."""
     rows = make_rows(1)
-    draft = grow(rows, [Budget(depth, width, depth + extra)], draws_of(rows, VOCAB, temperature=1.0))
+    draft = grow(rows, [Budget(depth, width, depth + extra)], draws_of(rows, VOCAB, temperature=1.0, rejection=True))
     per_level = torch.bincount(draft.tree.depths()[0])[1:].tolist()
     assert len(per_level) == depth
     assert per_level[0] == min(width, -(-(depth + extra) // depth))
@@ -156,15 +177,151 @@ def test_fewer_nodes_than_depth_stop_the_chain() -> None:
     assert tree.parents.tolist() == [[-1, 0, 1]]
 
 
-def test_where_the_cache_is_full_the_tree_keeps_what_was_drawn() -> None:
+def test_where_the_cache_is_full_a_settled_tree_keeps_what_was_drawn() -> None:
     rows = make_rows(2)
     budgets = [Budget(4, 2, 8), Budget(3)]
-    full = grow(rows, budgets, draws_of(rows, VOCAB))
+    full = grow(rows, budgets, draws_of(rows, VOCAB, rejection=True))
     for levels in range(4):
-        cut = grow(rows, budgets, draws_of(rows, VOCAB), levels).tree
+        cut = grow(rows, budgets, draws_of(rows, VOCAB, rejection=True), levels).tree
         assert cut.depth == levels + 1
         kept = full.tree.depths() <= cut.depth
         assert torch.equal(cut.tokens, torch.where(kept, full.tree.tokens, -1)[:, : cut.tokens.shape[1]])
+
+
+def test_where_the_cache_is_full_the_best_of_what_was_drawn_is_kept() -> None:
+    """As if no more depth had been asked for."""
+    rows = make_rows(2)
+    for levels in range(4):
+        cut = grow(rows, [Budget(4, 2, 8), Budget(3)], draws_of(rows, VOCAB, temperature=1.0), levels)
+        depth = levels + 1
+        asked = [Budget(min(4, depth), 2, 8), Budget(min(3, depth))]
+        assert_same(cut, grow(rows, asked, draws_of(rows, VOCAB, temperature=1.0)))
+
+
+def assert_same(found: Draft, expected: Draft) -> None:
+    assert torch.equal(found.tree.tokens, expected.tree.tokens)
+    assert torch.equal(found.tree.parents, expected.tree.parents)
+    assert found.tree.depth == expected.tree.depth
+    assert found.survival is not None
+    assert expected.survival is not None
+    assert torch.equal(found.survival, expected.survival)
+
+
+Tree = dict[tuple[int, ...], float]  # survival by path, in the order in which paths are drawn level by level
+
+
+def all_paths(draws: Draws, row: int, text: Sequence[int], budget: Budget, tied: bool) -> Tree:
+    """Every path that the budget's depth, width and price allow."""
+    found: Tree = {}
+    level = {(): 1.0}
+    for _ in range(budget.depth):
+        paths = list(level)
+        if not paths:
+            break
+        logits = torch.stack([logits_after([*text, *path], tied=tied) for path in paths])
+        offer = draws.offer(logits, [row] * len(paths), paths, budget.width)
+        assert offer.survival is not None
+        level = {
+            (*path, token): level[path] * chance
+            for path, tokens, chances in zip(paths, offer.tokens, offer.survival, strict=True)
+            for token, chance in zip(tokens, chances, strict=True)
+            if token >= 0 and level[path] * chance >= budget.price
+        }
+        found |= level
+    return found
+
+
+def best_of(paths: Tree, nodes: int, depth: int) -> Tree:
+    """The likeliest of at most this depth, those drawn first among equals."""
+    allowed = [path for path in paths if len(path) <= depth]
+    best = sorted(allowed, key=lambda path: -paths[path])[:nodes]  # stable
+    return {path: paths[path] for path in allowed if path in best}
+
+
+@given(
+    budgets=st.lists(
+        st.builds(
+            Budget,
+            depth=st.integers(0, 4),
+            width=st.integers(1, 3),
+            nodes=st.integers(1, 14),
+            price=st.sampled_from([0.0, 0.0, 0.02, 0.2]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    temperature=st.sampled_from([0.0, 0.5, 1.0]),
+    tied=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150, deadline=None)
+def test_trees_are_the_likeliest_paths_of_all(budgets: list[Budget], temperature: float, tied: bool, seed: int) -> None:
+    """Against all paths, one by one: the tree, the passes that it took, and that none of what was read was idle.
+
+    What is read in a pass are the nodes of one depth among the best of all paths of that depth at most, but for those
+    that no likelier guess could follow: where the tree is full, the last and its equals.
+    """
+    rows = make_rows(len(budgets))
+    draws = draws_of(rows, VOCAB, temperature=temperature, seed=seed)
+    model = PathModel(rows, tied=tied)
+    drafted = [row for row, budget in zip(rows, budgets, strict=True) if budget.depth]
+    logits = torch.stack([logits_after(r.text, tied=tied) for r in drafted]) if drafted else torch.empty(0, VOCAB)
+    draft = expand(draws, budgets, logits, model)
+    path_tokens = draft.tree.path_tokens().tolist()
+    read: list[set[tuple[int, tuple[int, ...]]]] = [set() for _ in range(4)]
+    for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+        found = [tuple(t for t in path if t >= 0) for path in path_tokens[b]]
+        found = [path for node, path in enumerate(found) if node and draft.tree.valid[b, node]]
+        priced = any(other.width > 1 or other.price for other in budgets)
+        paths = all_paths(draws, b, row.text, budget, tied)
+        expected = best_of(paths, budget.nodes, budget.depth)
+        if not priced:  # chains, whose survival nobody asks for
+            assert found == list(paths)[: budget.nodes]
+            continue
+        assert found == list(expected)
+        assert draft.survival is not None
+        torch.testing.assert_close(
+            draft.survival[b, 1 : 1 + len(found)], torch.tensor([*expected.values()]), rtol=1e-6, atol=0
+        )
+        for depth in range(1, budget.depth):
+            best = best_of(paths, budget.nodes, depth)
+            least = min(best.values()) if len(best) == budget.nodes else -1.0
+            read[depth - 1] |= {(b, path) for path, s in best.items() if len(path) == depth and s > least}
+    if priced:
+        assert model.passes == [level for level in read if level]
+        assert len(model.passes) < max(1, *(budget.depth for budget in budgets))
+
+
+@given(paths=shapes(), depth=st.integers(0, 5), mode=MODES, other=BUDGETS)
+@settings(max_examples=100, deadline=None)
+def test_a_static_tree_has_its_shape(
+    paths: list[RankPath], depth: int, mode: tuple[float, bool], other: Budget
+) -> None:
+    """Cut to what depth there is, the guesses of just these ranks; beside another row that has none."""
+    temperature, rejection = mode
+    rows, wish = make_rows(2), StaticTree(paths)
+    budget = Budget.of(Speculation(tree=wish), depth)
+    expected = [path for path in wish.paths if len(path) <= depth]
+    assert (budget == NO_DRAFT) == (not expected)
+    draws = draws_of(rows, VOCAB, temperature=temperature, rejection=rejection)
+    tree = grow(rows, [other, budget], draws).tree
+    found: dict[int, RankPath] = {0: ()}
+    drawn: dict[int, list[int]] = {}
+    for node in tree.valid[1].nonzero()[1:, 0].tolist():
+        parent = int(tree.parents[1, node])
+        if parent not in drawn:
+            path = [token for token in tree.path_tokens()[1, parent].tolist() if token >= 0]
+            offer = draws.offer(logits_after([*rows[1].text, *path])[None], [1], [path], 4, survival=True)
+            drawn[parent] = list(offer.tokens[0])
+        found[node] = (*found[parent], drawn[parent].index(int(tree.tokens[1, node])))
+    assert list(found.values())[1:] == expected
+    assert len(expected) == (budget.nodes if expected else 0)
+    if rejection and expected:
+        assert tree.q is not None
+        for node, path in found.items():
+            ranks = [other[-1] for other in expected if other[:-1] == path]
+            in_turn = ranks == list(range(len(ranks))) and bool(ranks) and temperature > 0
+            assert (tree.q.row[1, node] >= 0) == in_turn, "a law is told where all that was drawn is there"
 
 
 def test_nobody_to_draft_gives_roots_alone() -> None:

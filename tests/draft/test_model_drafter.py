@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from draft.rounds import Row, committed, draws_of
+from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model import CHUNK_TOKENS, TAIL_TOKENS, ModelDrafter
 from forerun.kernels.sampling import PlainLaws
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Drawn, Read, Runner, States
+from forerun.shape import StaticTree
 
 VOCAB = 512
 CONTEXT = 256
@@ -106,17 +108,22 @@ def test_a_chain_at_temperature_0_is_the_models_greedy_text(blueprint: Blueprint
     assert tree.tokens[0].tolist() == [row.text[-1], *plain_greedy(blueprint, row.text, 7)]
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [1, 3, "static"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_after_any_history_it_is_as_if_told_at_once(blueprint: Blueprint, temperature: float, width: int) -> None:
+def test_after_any_history_it_is_as_if_told_at_once(blueprint: Blueprint, temperature: float, width: int | str) -> None:
     """Random rounds: of each tree a random path is accepted, as far as chance will have it, then another token."""
-    rng = random.Random(width)
+    rng, shape = random.Random(width), Speculation(tree=StaticTree([[0], [1], [0, 0], [1, 2], [0, 0, 0]]))
     drafter = make(blueprint)
     texts = {seq_id: random_text(5 + 9 * seq_id, seq_id) for seq_id in range(4)}
     drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
     for _ in range(6):
         rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
-        budgets = [Budget(rng.randint(0, 4), width, rng.randint(4, 9)) for _ in rows]
+        budgets = [
+            Budget.of(shape, rng.randint(0, 4))
+            if width == "static"
+            else Budget(rng.randint(0, 4), width, rng.randint(4, 9))
+            for _ in rows
+        ]
         draft = propose(drafter, rows, budgets, temperature)
         assert_same(draft, fresh(blueprint, rows, budgets, temperature))
         news = []
@@ -150,6 +157,27 @@ def test_guesses_that_were_confirmed_are_not_read_again(blueprint: Blueprint) ->
         chain = propose(drafter, [Row(0, more)], [Budget(4)]).tree.tokens[0, 1:].tolist()
         assert drafter.runner.num_read - before == reread + 1 + 3  # the last guess, the root, guesses but the last
         text = more
+
+
+def test_confirmed_guesses_of_trees_are_not_read_again_whatever_was_left_out(blueprint: Blueprint) -> None:
+    """Of any path of the tree only its last guess may be unread, though nodes were read that did not stay."""
+    text, budget, left_out = random_text(30, 4), Budget(4, 3, 8), 0
+    draft = fresh(blueprint, [Row(0, text)], [budget])
+    paths, parents = draft.tree.path_tokens()[0].tolist(), set(draft.tree.parents[0].tolist())
+    for node in range(1, draft.tree.tokens.shape[1]):
+        drafter, guesses = make(blueprint), [token for token in paths[node] if token >= 0]
+        drafter.observe(committed([Row(0, text)]))
+        before = drafter.runner.num_read
+        propose(drafter, [Row(0, text)], [budget])
+        left_out += drafter.runner.num_read - before - len(text) - len(parents - {-1, 0})
+        drafter.observe(committed([Row(0, [*text, *guesses, 7])], [len(text) - 1]))
+        assert drafter.unread(0) in ([], guesses[-1:])
+        runner, length = blueprint.load(512), drafter.runner.length(0)
+        runner.read([Read(0, [*text, *guesses][:length])])
+        runner.keep([0], [range(length)])
+        plain = torch.stack([runner.cache.keys, runner.cache.values])[:, :, :, :length]
+        assert torch.equal(kept_text(drafter, 0), plain)
+    assert left_out > 0
 
 
 def test_asking_again_gives_the_same(blueprint: Blueprint) -> None:

@@ -17,11 +17,13 @@ from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
 
 # int8: weights of 8 bits, all else in the own format. Each by compiled kernels and by torch's operators.
 FORMATS = [f"{numbers}{by}" for by in ("", " by torch") for numbers in ("float32", "bfloat16", "int8")]
 CHAINS = [Speculation(depth=k) for k in range(1, 9)]
-TREES = [Speculation(4, 3, 12), Speculation(3, 2, 14), Speculation(2, 4)]
+STATIC = Speculation(tree=StaticTree([[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 1]]))
+TREES = [Speculation(4, 3, 12), Speculation(3, 2, 14), Speculation(2, 4), STATIC]
 WISHES = [*CHAINS, *TREES]
 
 

@@ -31,6 +31,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
 from forerun.verify.sanitize import sanitize
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -269,7 +270,8 @@ def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Draft
 
 
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
-TREES = (Speculation(4), Speculation(3, 2, 8), Speculation(5, 3, 15))
+STATIC = Speculation(tree=StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0]]))
+TREES = (Speculation(4), Speculation(3, 2, 8), Speculation(5, 3, 15), STATIC)
 NUM_TOKENS = 24
 
 

@@ -1,6 +1,6 @@
 """T4: the real sampler against the exact law: keyed noise, float32, top-p on, 100 000 rounds per rule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -11,9 +11,14 @@ from exact import Context, Law, chains, judged, trees
 from sampler import chi_square, continued, drafted, emitted, judged_round, law_of, sequences, transitions
 from torch import Tensor
 
+from forerun.config import Speculation
+from forerun.draft.base import Budget
+from forerun.draft.expand import Place, expand
+from forerun.draft.growth import Growth
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 from forerun.verify.rules import block_law, token_law
 from forerun.verify.verify import Rule
@@ -59,6 +64,55 @@ def test_each_position_on_trees() -> None:
     for position in range(2):
         seen = transitions(text, ROOT, position, VOCAB)
         assert chi_square(seen, seen.sum(1, keepdim=True) * p) > 1e-4, f"position {position}"
+
+
+GROWN = {
+    "in shares": Budget(2, 2, 5),
+    "with a price": Budget(2, 2, 5, price=0.2),
+    "in a shape": Budget.of(Speculation(tree=StaticTree([[0], [1], [0, 0], [1, 0], [1, 1]]))),
+    "in a shape with a gap": Budget.of(Speculation(tree=StaticTree([[0], [1], [0, 1], [1, 0]]))),
+}
+
+
+def grown(rule: Rule, budget: Budget) -> Tensor:
+    """What sequences emit whose trees a model drafter grew."""
+    rows = sequences(COUNT // 8, PARAMS, ROOT, seed=3)
+
+    def read(growths: Sequence[Growth], places: Sequence[Place]) -> Tensor:
+        return DRAFT[[growths[place.row].tokens[place.node] for place in places]]
+
+    with unchecked():
+        draws = Draws(rows, VOCAB, rejection=rule != "coupled")
+        tree = expand(draws, [budget] * len(rows), DRAFT[ROOT].expand(len(rows), VOCAB), read).tree
+        assert (tree.q is not None) == draws.rejection
+        at = tree.tokens[tree.valid]
+        return emitted(tree, verify(tree, TARGET[at], draws, rule))
+
+
+def worst_position(text: Tensor) -> float:
+    """The least p-value of a position's tokens, given those before them."""
+    p = law_of(TARGET, PARAMS)
+    seen = [transitions(text, ROOT, position, VOCAB) for position in range(3)]
+    return min(chi_square(counts, counts.sum(1, keepdim=True) * p) for counts in seen)
+
+
+@pytest.mark.parametrize("budget", GROWN)
+@pytest.mark.parametrize("rule", ["coupled", "token"])
+def test_each_position_on_trees_that_were_grown(rule: Rule, budget: str) -> None:
+    assert worst_position(grown(rule, GROWN[budget])) > 1e-4
+
+
+@pytest.mark.parametrize("mutant", ["the likeliest of what was drawn", "a law where something is missing"])
+def test_trees_whose_law_is_not_their_own_are_biased(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So there is a reason for what rejection rules are given."""
+    if mutant == "the likeliest of what was drawn":
+        monkeypatch.setattr("forerun.draft.expand.Growth", lambda budget, _, tokens: Growth(budget, True, tokens))
+        assert worst_position(grown("token", Budget(2, 3, 3))) < 1e-6
+    else:
+        honest = grown("token", GROWN["in a shape with a gap"])
+        monkeypatch.setattr("forerun.draft.expand.in_turn", lambda _: True)
+        found = grown("token", GROWN["in a shape with a gap"])
+        assert worst_position(found) < 1e-6 < worst_position(honest)
 
 
 def as_model(table: Tensor) -> Callable[[Context], Law]:

@@ -185,6 +185,18 @@ def test_width_beyond_what_is_possible_is_padded() -> None:
     assert children.survival[0, 2:].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"temperature": 0.0, "banned_tokens": [1, 2]}])
+def test_what_was_drawn_is_not_offered_again_where_nothing_else_is_left(
+    rejection: bool, params: dict[str, object]
+) -> None:
+    """Token 0 is what an empty search comes back with, so it must be among those drawn."""
+    draws = single(rejection=rejection, vocab=4, **params)
+    children = draws.children(torch.tensor([[9.0, 0.0, 0.0, 5.0]]), draws.roots(), 4)
+    assert sorted(children.tokens[0].tolist()) == [-1, -1, 0, 3]
+    assert (children.survival > 0).sum() == 2
+
+
 def test_greedy_children_fall_in_logits_with_ties_by_id() -> None:
     draws = single(vocab=5, temperature=0.0)
     children = draws.children(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), draws.roots(), 5)

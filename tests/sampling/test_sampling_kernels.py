@@ -69,6 +69,88 @@ def test_draws_are_those_of_torch(
     assert list(own.guess(logits, at, positions)) == list(other.guess(logits, at, positions)) == guesses
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(SHAPES),
+    st.sampled_from(VOCABS[:-1]),
+    st.lists(st.sampled_from(TEMPERATURES), min_size=1, max_size=3),
+    st.integers(0, 2**40),
+    st.integers(1, 6),
+)
+def test_offers_are_those_of_torch(
+    kernels: SamplingKernels, shape: str, vocab: int, temperatures: list[float], seed: int, width: int
+) -> None:
+    """The very children, in their order, for logits of every kind; and their survival, but for rounding."""
+    num_ids, rows = max(1, vocab - seed % 3), rows_of(temperatures, seed)
+    own, other = (Draws(rows, vocab, num_ids=num_ids, kernels=k) for k in (kernels, None))
+    at, paths = [i % len(rows) for i in range(4)], [[1] * i for i in range(4)]
+    logits = logits_of(shape, 4, vocab, seed % 1000)
+    positions = [own.root_places[row] + 1 + len(path) for row, path in zip(at, paths, strict=True)]
+    expected = other.children(logits, places(other, at, positions), width)
+    assert expected.survival is not None
+    for draws in (own, other):
+        found = draws.offer(logits, at, paths, width)
+        assert [list(tokens) for tokens in found.tokens] == expected.tokens.tolist()
+        assert found.survival is not None
+        torch.testing.assert_close(torch.tensor(found.survival), expected.survival, rtol=2e-3, atol=1e-6)
+        assert all(0 <= chance <= 1 for chances in found.survival for chance in chances)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**40), st.integers(0, 40), st.integers(1, 4))
+def test_children_too_close_to_call_are_left_to_torch(
+    kernels: SamplingKernels, seed: int, steps: int, rank: int
+) -> None:
+    """Whichever neighbours are some units in the last place apart, the last child and the first that is none too."""
+    vocab, width, draws = 100, 4, Draws(rows_of([1.0], seed), 100, kernels=kernels)
+    noise = gumbel(absorb(draws.row_keys(Purpose.COUPLED), torch.tensor([9])), vocab)
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed % 1000))
+    logits = -noise - 5.0
+    for i, token in enumerate(order[: width + 2].tolist()):
+        logits[0, token] = 5.0 - i - noise[0, token]
+    first, second = order[rank - 1], order[rank]
+    logits[0, second] = logits[0, first] + noise[0, first] - noise[0, second]
+    for _ in range(steps):
+        logits[0, second] = torch.nextafter(logits[0, second], torch.tensor(math.inf))
+    assert draws.plain_laws is not None
+    assert kernels.offer(logits, [0], [9], draws.plain_laws, width).undecided == [0]
+    both = torch.cat([logits, logits.roll(1, 1)])
+    found = draws.offer(both, [0, 0], [[1] * 6] * 2, width)
+    expected = Draws(draws.rows, vocab).children(both, places(draws, [0, 0], [9, 9]), width)
+    assert [list(tokens) for tokens in found.tokens] == expected.tokens.tolist()
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_offers_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
+    draws, undecided = Draws(rows_of([temperature], 11), 4099, kernels=kernels), 0
+    assert draws.plain_laws is not None
+    for block in range(10):
+        logits, positions = logits_of("steep", 100, 4099, block), [100 * block + i for i in range(100)]
+        undecided += len(kernels.offer(logits, [0] * 100, positions, draws.plain_laws, 4).undecided)
+    assert undecided <= (0 if temperature < 1e-2 else 10)
+
+
+def test_offers_beyond_plain_coupled_draws_are_torchs(kernels: SamplingKernels) -> None:
+    """Filters, penalties along each path, a drafter's own noise: what `children` gives at the state it describes."""
+    logits, paths = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3, [[], [7, 8], [7, 9]]
+    for params in ({"top_k": 2}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5}, {"temperature": 0.7}):
+        for rejection in (False, True):
+            rows = [RowSampling(i, SamplingParams(**params), 5, 0, [7] * (i + 1), 1) for i in range(2)]
+            draws = Draws(rows, 50, kernels=kernels, rejection=rejection)
+            roots = draws.roots()
+            seven = draws.advance(roots, torch.tensor([1]), torch.tensor([7]))
+            below = draws.advance(seven, torch.tensor([0, 0]), torch.tensor([8, 9]))
+            found = draws.offer(logits, [0, 1, 1], paths, 3)
+            first = PathState(roots.row[:1], roots.drawn[:1], roots.position[:1])
+            expected = [draws.children(logits[:1], first, 3), draws.children(logits[1:], below, 3)]
+            assert [list(t) for t in found.tokens] == torch.cat([e.tokens for e in expected]).tolist()
+            survival = torch.cat([e.survival for e in expected if e.survival is not None])
+            torch.testing.assert_close(torch.tensor(found.survival), survival, rtol=1e-4, atol=1e-7)
+            assert (found.law is None) == (not rejection)
+            if found.law is not None:
+                assert torch.equal(found.law, torch.cat([e.law for e in expected if e.law is not None]))
+
+
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_they_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
     """Else nothing would be won, and no test of theirs would see them: of 4,000 draws from a language model's law."""

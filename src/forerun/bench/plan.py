@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun.config import require_whole
+from forerun.config import Speculation, require_whole
 from forerun.errors import InvalidRequest
+from forerun.shape import StaticTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Selection:
     """The cells: `batches` x `depths` x `temperatures` for every workload, each `repeats` times.
 
     Depth 0, plain decoding, is always among the depths. `num_tokens` are generated per request, after at most
-    `num_prompts` prompts of a workload; a replayed answer is as long as it is.
+    `num_prompts` prompts of a workload; a replayed answer is as long as it is. Drafts are chains, or a `tree`, cut to
+    each depth; no depth is more than the tree's own.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -49,6 +51,7 @@ class Selection:
     num_prompts: int = 4
     repeats: int = 3
     seed: int = 0
+    tree: StaticTree | None = None
 
     def __post_init__(self) -> None:
         for name, values, least in (("batch", self.batches, 1), ("depth", self.depths, 0)):
@@ -60,7 +63,8 @@ class Selection:
         for name, given in given_by.items():
             if not given or len(set(given)) < len(given):
                 raise InvalidRequest(name, f"{given!r} must be values that differ, at least one.")
-        object.__setattr__(self, "depths", tuple(sorted({0, *self.depths})))
+        deepest = max(self.depths) if self.tree is None else self.tree.depth
+        object.__setattr__(self, "depths", tuple(sorted({0, *(min(depth, deepest) for depth in self.depths)})))
 
     def groups(self, replayed: Mapping[str, bool]) -> list[Group]:
         """All groups of the workloads, by name. What is replayed is drawn at no temperature: it runs once, at 0."""
@@ -70,6 +74,11 @@ class Selection:
             for batch in self.batches
             for temperature in ((0.0,) if recorded else self.temperatures)
         ]
+
+    def wish(self, depth: int) -> Speculation:
+        """What is asked of the drafter at a depth."""
+        tree = None if self.tree is None else self.tree.cut(depth)
+        return Speculation(depth) if tree is None else Speculation(tree=tree)
 
     def turns(self) -> list[Turn]:
         """The order within a group: all depths by turns, each repetition beginning one depth later."""

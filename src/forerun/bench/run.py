@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome
@@ -17,7 +17,8 @@ from forerun.bench.lane import Clock, Lane, Timed
 from forerun.bench.material import Item, Workload
 from forerun.bench.pace import Pace
 from forerun.bench.plan import Group, Turn
-from forerun.config import EngineOptions
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Budget
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import forget_peak_rss, peak_rss_bytes
@@ -35,7 +36,7 @@ class Run:
 
     `decode_s` and what is counted up to `accepted_at_depth` are of rounds that read no prompt, `num_tokens` and
     `total_s` of all rounds. `full_pass_s` and `full_draft_s` are medians over the full rounds: every sequence of the
-    batch there and drafted to the whole depth; None without any. `answers` are hashes of each request's tokens;
+    batch there and drafted as far as can be; None without any. `answers` are hashes of each request's tokens;
     `num_distinct` of their `num_ngrams` 8-grams were new to their answer.
     """
 
@@ -78,10 +79,10 @@ class Run:
 
 @dataclass(slots=True)
 class Tape:
-    """What a run's rounds give, added up."""
+    """What a run's rounds give, added up; where all is drafted, a sequence has `num_guesses` in a round."""
 
     batch: int
-    depth: int
+    num_guesses: int
     pace: Pace = field(default_factory=Pace)
     first_s: dict[int, float] = field(default_factory=dict)  # by sequence, from when its wave began
     full: list[Outcome] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Tape:
         for delta in timed.deltas:
             self.first_s.setdefault(delta.seq_id, clock_s)
         drafted = [row.num_drafted for row in timed.outcome.rows]
-        if not timed.outcome.num_prompt_tokens and drafted == [self.depth] * self.batch:
+        if not timed.outcome.num_prompt_tokens and drafted == [self.num_guesses] * self.batch:
             self.full.append(timed.outcome)
 
     def run(self, group: Group, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> Run:
@@ -135,18 +136,19 @@ def hash_of(answer: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """An LLM with a drafter, nothing under way, and the texts to run on it."""
+    """An LLM with a drafter, nothing under way, the texts to run on it, and what `wish` asks of it at a depth."""
 
     llm: LLM
     workloads: Mapping[str, Workload]
     num_tokens: int
     seed: int = 0
     clock: Clock = time.perf_counter
+    wish: Callable[[int], Speculation] = Speculation
 
     def run(self, group: Group, turn: Turn) -> Run:
         """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
         own_peak = forget_peak_rss()
-        tape, answers = Tape(group.batch, turn.depth), []
+        tape, answers = self.tape(group, turn.depth), []
         for numbers in waves(len(self.workloads[group.workload].items), group.batch):
             answers += self.wave(group, turn.depth, numbers, tape, tenant=repr((group, turn)))
         return tape.run(group, turn, answers, peak_rss_bytes() if own_peak else None)
@@ -154,7 +156,11 @@ class Stage:
     def warm_up(self, group: Group, depths: Sequence[int]) -> None:
         """A few rounds at every depth, which compile kernels and are not counted."""
         for depth in depths:
-            self.wave(group, depth, range(group.batch), Tape(group.batch, depth), WARMUP_TOKENS)
+            self.wave(group, depth, range(group.batch), self.tape(group, depth), WARMUP_TOKENS)
+
+    def tape(self, group: Group, depth: int) -> Tape:
+        """A tape for a run at this depth."""
+        return Tape(group.batch, Budget.of(self.wish(depth)).nodes)
 
     def wave(
         self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""
@@ -164,11 +170,11 @@ class Stage:
         Each repetition is a `tenant` of its own: no drafter shall remember what an earlier one answered to the same.
         """
         items = self.workloads[group.workload].items
-        recording, sequences = Recording(), []
+        recording, sequences, wish = Recording(), [], self.wish(depth)
         for number in numbers:
             item = items[number % len(items)]
             params = self.params(item, group, number, most)
-            (sequence,) = self.llm.requests.sequences(item.prompt, params, depth, tenant)
+            (sequence,) = self.llm.requests.sequences(item.prompt, params, wish, tenant)
             if item.answer is not None:
                 recording.texts[sequence.id] = [*item.prompt, *item.answer]
             sequences.append(sequence)

@@ -53,7 +53,7 @@ class Models:
             quantize=self.quantize,
             kernels=self.kernels,
             device="cpu",  # whose bandwidth and name the result gives
-            speculation=max(selection.depths),
+            speculation=selection.wish(max(selection.depths)),
             max_len=max_len,
             max_batch=batch,
             threads=self.threads,
@@ -76,7 +76,8 @@ def set_up(
         workloads[name] = workload_of(name, texts, selection.num_prompts, tokenizer)
         check_lengths(workloads[name], selection.num_tokens, target.config.max_positions)
     longest = max(workload.longest(selection.num_tokens) for workload in workloads.values())
-    return Stage(models.load(longest, selection, progress), workloads, selection.num_tokens, selection.seed)
+    llm = models.load(longest, selection, progress)
+    return Stage(llm, workloads, selection.num_tokens, selection.seed, wish=selection.wish)
 
 
 def about(models: Models, stage: Stage, selection: Selection) -> dict[str, Any]:

@@ -98,6 +98,8 @@ def facts(report: Report) -> Table:
     grid.add_row("bandwidth", f"{start}/s before the runs, {end}/s after; a pass reads {size(report.pass_bytes)}")
     if report.peak_bytes is not None:
         grid.add_row("peak memory", size(report.peak_bytes))
+    if tree := settings.get("tree"):
+        grid.add_row("guesses", f"trees of one shape, of {len(tree['paths'])} guesses, cut to each depth")
     repeats = settings["repeats"]
     how = f"medians of {repeats} repetition{'s' * (repeats > 1)}, depths by turns"
     grid.add_row("runs", f"{how}; answers of {settings['num_tokens']} tokens where they are not replayed")

@@ -32,7 +32,7 @@ def build_llm(options: ModelOptions, console: Console) -> LLM:
             dtype=options.dtype,
             quantize=options.quantize,
             kernels=options.kernels,
-            speculation=options.depth,
+            speculation=options.speculation(),
             verification=options.verification,
             max_len=options.max_len,
             max_batch=1,

@@ -31,7 +31,8 @@ from forerun.errors import InvalidRequest
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.loading import Progress
-from forerun.options import DtypeOption, KernelsOption, QuantizeOption, ThreadsOption, with_options
+from forerun.options import DtypeOption, KernelsOption, QuantizeOption, ThreadsOption, TreeOption, with_options
+from forerun.shape import StaticTree
 
 Number = TypeVar("Number", int, float)
 WORKLOADS = ", ".join(SHIPPED)
@@ -57,6 +58,7 @@ class BenchOptions:
     depth: Annotated[
         str, typer.Option(help="Tokens guessed per round, as in 0,1,2,3,5,7; 0, plain, is always run.")
     ] = "0,2,4"
+    tree: TreeOption = None
     temperature: Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; replayed texts have none.")] = (
         "0,1"
     )
@@ -79,6 +81,7 @@ class BenchOptions:
             num_prompts=self.num_prompts,
             repeats=self.repeats,
             seed=self.seed,
+            tree=None if self.tree is None else StaticTree.load(self.tree),
         )
 
     def passages(self) -> dict[str, Sequence[Passage]]:

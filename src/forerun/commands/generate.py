@@ -33,7 +33,7 @@ def generate(
     errors = Console(stderr=True, no_color=how.raw or None)
     llm = build_llm(where, errors)
     model, draft = llm.name or where.model, llm.draft_name or where.draft
-    setting = Setting(model, draft, where.depth, where.verification, cast(int, params.seed))
+    setting = Setting(model, draft, where.speculation().depth, where.verification, cast(int, params.seed))
     if as_json:
         result = answer(llm, text, params, lambda *_: None, LoadingBar(errors))
         typer.echo(json.dumps(as_object(result, setting, llm)))

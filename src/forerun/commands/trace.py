@@ -13,7 +13,6 @@ from rich.console import Console
 from forerun.card import STYLES, Setting
 from forerun.commands.answering import build_llm
 from forerun.commands.generate import Prompt, read_prompt
-from forerun.config import Speculation
 from forerun.errors import InvalidRequest
 from forerun.options import AnswerOptions, ModelOptions, with_options
 from forerun.trace.record import trace as record
@@ -47,12 +46,13 @@ def trace(
     text = read_prompt(prompt)
     params = how.params()
     llm = build_llm(where, Console(stderr=True, no_color=how.raw or None))
-    told = record(llm, text, params, Speculation(where.depth, width))
+    wish = where.speculation(width)
+    told = record(llm, text, params, wish)
     if drawing is not None:
         write(drawing, svg(told, STYLES))
     if as_json:
-        setting = Setting(where.model, where.draft, where.depth, where.verification, told.seed)
-        typer.echo(json.dumps(asdict(setting) | {"width": width} | told.as_object()))
+        setting = Setting(where.model, where.draft, wish.depth, where.verification, told.seed)
+        typer.echo(json.dumps(asdict(setting) | {"width": wish.width} | told.as_object()))
     else:
         Console(no_color=how.raw or None, highlight=False).print(picture(told, STYLES))
     if told.same_as_plain is False:

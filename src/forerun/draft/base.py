@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.config import Speculation
 from forerun.sampling.draws import Draws
+from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 
 
@@ -23,7 +24,9 @@ class Budget:
     """How far one sequence may be drafted this round; depth 0 means not at all.
 
     `depth` bounds a path's length, `width` the children of a node, `nodes` the guesses in all (the root not
-    counted). `arm` picks a drafter of a mix; expansion stops where a path's survival falls below `price`.
+    counted). `arm` picks a drafter of a mix. A guess whose path survives with less than `price` is not worth having,
+    nor is any below it; where a tree's shape must be settled before it is drawn, it may be there without any below it.
+    `shape` settles the tree, depth, width and nodes being its own; whoever cannot draft it keeps within these.
     """
 
     depth: int
@@ -31,6 +34,7 @@ class Budget:
     nodes: int = 0
     arm: int = 0
     price: float = 0.0
+    shape: StaticTree | None = None
 
     def __post_init__(self) -> None:
         assert self.depth >= 0, f"a budget's depth is {self.depth}, below 0"
@@ -39,8 +43,11 @@ class Budget:
 
     @classmethod
     def of(cls, wish: Speculation, depth: int | None = None) -> Budget:
-        """A request's wish, cut to `depth`. Trees without a node count get `width` guesses at every depth."""
+        """A request's wish, cut to `depth`. Trees without a node count get `width` guesses for every depth."""
         depth = wish.depth if depth is None else min(depth, wish.depth)
+        if wish.tree is not None:
+            tree = wish.tree.cut(depth)
+            return NO_DRAFT if tree is None else cls(tree.depth, tree.width, len(tree.paths), shape=tree)
         nodes = depth * wish.width if wish.nodes is None else wish.nodes
         depth = min(depth, nodes)
         if depth <= 0:

@@ -25,7 +25,8 @@ from forerun.cache.blocks import OutOfBlocks
 from forerun.draft import chains, loop
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook, Resume
 from forerun.draft.chain_graph import ChainGraph
-from forerun.draft.expand import Growth, Place, expand
+from forerun.draft.expand import Place, expand
+from forerun.draft.growth import Growth
 from forerun.errors import WrongTarget
 from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Drawn, Read, Runner, States

@@ -24,8 +24,9 @@ from forerun.device import Download
 from forerun.draft import chains
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.chain_graph import ChainGraph
-from forerun.draft.expand import Growth, Place, expand
+from forerun.draft.expand import Place, expand
 from forerun.draft.following import Following, Wish
+from forerun.draft.growth import Growth
 from forerun.draft.judge import Judged, Question
 from forerun.draft.loop import Pending, Start, draw_chains, possible
 from forerun.models.graphs import GraphRunner

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "vectors.hpp"
@@ -110,6 +111,44 @@ int64_t choose(const float* logits, int64_t count, uint64_t key, float temperatu
   return best.id(temperature > 0);
 }
 
+// The `width` largest of the same scores, the first ids among equals, and their shares of all, by softmax; -1 and 0 where
+// there are fewer. False where only torch can say. `scores` is room for all of them.
+bool offer(const float* logits, int64_t count, uint64_t key, float temperature, int64_t width, float* scores,
+           int64_t* tokens, float* survival) {
+  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+  Ints ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, bad = {};
+  std::vector<std::pair<float, int64_t>> best(width + 1, {LOWEST, -1});  // one more, to tell it from the last
+  const auto insert = [&](float score, int64_t id) {
+    int64_t i = width;
+    for (; i > 0 && score > best[i - 1].first; i--) best[i] = best[i - 1];
+    best[i] = {score, id};
+  };
+  for (int64_t i = 0; i < count; i += LANES, ids += LANES) {
+    Floats x = all(LOWEST);
+    if (i + LANES <= count)
+      x = load(logits + i);
+    else
+      for (int64_t j = i; j < count; j++) x[j - i] = logits[j];
+    bad |= x != x;
+    if (temperature > 0) x = x / temperature + gumbel(keyed_round(keyed_round((Words)ids, 0) ^ low, high));
+    store(scores + i, x);
+    if (any(x > all(best[width].first)))
+      for (int j = 0; j < LANES; j++)
+        if (x[j] > best[width].first) insert(x[j], i + j);
+  }
+  if (any(bad) || !(std::abs(best[0].first) <= std::numeric_limits<float>::max())) return false;
+  Floats mass = {};
+  for (int64_t i = 0; i < count; i += LANES) mass = mass + exponential(load(scores + i) - best[0].first);
+  const float whole = sum(mass);
+  for (int64_t i = 0; i < width; i++) {
+    const float score = best[i].first, next = best[i + 1].first;
+    if (temperature > 0 && score - next <= slack(std::max(std::abs(score), std::abs(next)))) return false;
+    tokens[i] = best[i].second;
+    survival[i] = tokens[i] < 0 ? 0.0f : std::exp(score - best[0].first) / whole;
+  }
+  return true;
+}
+
 }  // namespace forerun
 
 using namespace forerun;
@@ -128,6 +167,22 @@ int64_t forerun_choose(const float* logits, int64_t stride, int64_t num_ids, int
     undecided += chosen[i] < 0;
   }
   return undecided;
+}
+
+// For each node its `width` best guesses and their survival; returns how many nodes are undecided, and marks them.
+int64_t forerun_offer(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
+                      const int64_t* positions, const uint64_t* row_keys, const float* temperatures, int64_t width,
+                      int64_t* tokens, float* survival, int64_t* undecided, int64_t num_threads) {
+  int64_t num_undecided = 0;
+#pragma omp parallel for num_threads(num_nodes * num_ids < SERIAL ? 1 : num_threads) reduction(+ : num_undecided)
+  for (int64_t i = 0; i < num_nodes; i++) {
+    std::vector<float> scores(num_ids + LANES);
+    const uint64_t key = absorbed(row_keys[rows[i]], positions[i]);
+    undecided[i] = !offer(logits + i * stride, num_ids, key, temperatures[rows[i]], width, scores.data(),
+                          tokens + i * width, survival + i * width);
+    num_undecided += undecided[i];
+  }
+  return num_undecided;
 }
 
 // `Draws.nodes`: row of the batch and position of what is drawn there, for every valid node; returns their number.

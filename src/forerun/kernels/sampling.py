@@ -37,6 +37,15 @@ class PlainLaws:
         return PlainLaws(keys, array("f", [self.temperatures[row] for row in rows]), self.num_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Guesses and their survival by node, -1 and 0 where there are fewer; and the nodes of which it is not certain."""
+
+    tokens: list[list[int]]
+    survival: list[list[float]]
+    undecided: list[int]
+
+
 class SamplingKernels:
     """The library, opened. All tensors are contiguous and on the CPU; integers are int64."""
 
@@ -46,6 +55,8 @@ class SamplingKernels:
         lib.forerun_judge.restype = lib.forerun_clean.restype = c_int64
         n, p = c_int64, c_void_p
         lib.forerun_choose.argtypes = [p, n, n, n, p, p, p, p, p, n]
+        lib.forerun_offer.restype = c_int64
+        lib.forerun_offer.argtypes = [p, n, n, n, p, p, p, p, n, p, p, p, n]
         lib.forerun_places.argtypes = [p, p, n, n, p, p, p]
         lib.forerun_follow.argtypes = [p, p, n, n, p, n, p]
         lib.forerun_judge.argtypes = [p, p, n, n, p, p, n, n, n, p, p, n, p, n]
@@ -76,6 +87,40 @@ class SamplingKernels:
             torch.get_num_threads(),
         )
         return None if undecided else found
+
+    def offer(
+        self,
+        logits: Float[Tensor, "nodes vocab"],
+        rows: Sequence[int],
+        positions: Sequence[int],
+        laws: PlainLaws,
+        width: int,
+    ) -> Offered:
+        """Each node's `width` largest of what `choose` takes the largest of, and their share of all, by softmax."""
+        count = len(rows)
+        own_rows, own_positions, tokens = as_array(rows), as_array(positions), zeros(count * width)
+        survival, undecided = array("f", bytes(4 * count * width)), zeros(count)
+        num_undecided = self.lib.forerun_offer(
+            logits.data_ptr(),
+            logits.shape[1],
+            laws.num_ids,
+            count,
+            address(own_rows),
+            address(own_positions),
+            address(laws.keys),
+            address(laws.temperatures),
+            width,
+            address(tokens),
+            address(survival),
+            address(undecided),
+            torch.get_num_threads(),
+        )
+        starts = range(0, count * width, width)
+        return Offered(
+            [tokens[start : start + width].tolist() for start in starts],
+            [survival[start : start + width].tolist() for start in starts],
+            [i for i, unsure in enumerate(undecided) if unsure] if num_undecided else [],
+        )
 
     def places(
         self, tokens: Int[Tensor, "batch nodes"], parents: Int[Tensor, "batch nodes"], roots: Sequence[int]

@@ -24,7 +24,7 @@ from forerun.sampling.transforms import Logits, PathState, RowSampling, Transfor
 from forerun.sampling.winners import RoundNoise, first_largest
 from forerun.tree import DraftTree
 
-__all__ = ["Children", "Draws", "PathState", "RowSampling"]
+__all__ = ["Children", "Draws", "Offer", "PathState", "RowSampling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,15 @@ class Children:
 
     tokens: Int[Tensor, "nodes width"]
     survival: Float[Tensor, "nodes width"] | None = None
+    law: Float[Tensor, "nodes vocab"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Children as the host sees them: node by node tokens and survival, and their law on the device."""
+
+    tokens: Sequence[Sequence[int]]
+    survival: Sequence[Sequence[float]] | None = None
     law: Float[Tensor, "nodes vocab"] | None = None
 
 
@@ -142,7 +151,9 @@ class Draws:
         return PathState(row, drawn.scatter(1, end[:, None], tokens[:, None]), position + 1)
 
     def foresee(self, depth: int) -> None:
-        """Make the noise of paths of `depth` guesses at once, which is cheaper than level by level."""
+        """Make the noise of paths of `depth` guesses at once, cheaper than level by level; unless kernels make it."""
+        if self.plain_laws is not None and not self.rejection:
+            return
         purpose, levels = (Purpose.DRAFT, depth) if self.rejection else (Purpose.COUPLED, depth + 1)
         if not self.transforms.all_greedy:
             position = (self.root_positions[:, None] + torch.arange(1, levels + 1, device=self.device)).flatten()
@@ -215,12 +226,55 @@ class Draws:
             scores = self._scores(shaped, narrowed, at, purpose)
             tokens = largest(scores, width)
             chance, offered = scores.softmax(1).gather(1, tokens), scores.gather(1, tokens) > -math.inf
+            offered &= ~(tokens[:, :, None] == tokens[:, None]).tril(-1).any(2)  # where nothing is left, ids repeat
         if law is not None:
             greedy, drawn = self.transforms.greedy_nodes(at), law.gather(1, tokens)
             chance = None if chance is None else torch.where(greedy, chance, drawn)
             offered &= greedy | (drawn > 0)  # no law, no draw: a token that q denies would be accepted for free
         chance = None if chance is None else torch.where(offered, chance, 0.0)
         return Children(torch.where(offered, tokens, -1), chance, law)
+
+    def offer(
+        self,
+        logits: Logits,
+        rows: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        width: int,
+        *,
+        survival: bool = True,
+    ) -> Offer:
+        """What `children` gives after these guesses behind the roots of `rows`, told to the host.
+
+        The very tokens; by compiled kernels survival is the same only up to rounding.
+        """
+        positions = [self.root_places[row] + 1 + len(path) for row, path in zip(rows, paths, strict=True)]
+        found = self._offered(logits, rows, positions, width) if survival and not self.rejection else None
+        if found is not None:
+            return found
+        at = self._placed(rows, positions)
+        if not self.pathless:
+            longest = max(map(len, paths))
+            drawn = [[*path, *[-1] * (longest - len(path))] for path in paths]
+            at = replace(at, drawn=upload(drawn, torch.int64, self.device).view(len(rows), longest))
+        children = self.children(logits, at, width, survival=survival)
+        chances = None if children.survival is None else children.survival.tolist()
+        return Offer(children.tokens.tolist(), chances, children.law)
+
+    def _offered(self, logits: Logits, rows: Sequence[int], positions: Sequence[int], width: int) -> Offer | None:
+        """Coupled children by compiled kernels, and by torch where those are not certain; None where there are none."""
+        if self.kernels is None or self.plain_laws is None or logits.dtype != torch.float32:
+            return None
+        found = self.kernels.offer(logits.contiguous(), rows, positions, self.plain_laws, width)
+        tokens, survival = found.tokens, found.survival
+        if found.undecided:
+            at = self._placed([rows[i] for i in found.undecided], [positions[i] for i in found.undecided])
+            children = self.children(logits[found.undecided], at, width)
+            assert children.survival is not None, "it was asked for"
+            for i, own, chances in zip(
+                found.undecided, children.tokens.tolist(), children.survival.tolist(), strict=True
+            ):
+                tokens[i], survival[i] = own, chances
+        return Offer(tokens, survival)
 
     def _placed(self, rows: Sequence[int], positions: Sequence[int]) -> PathState:
         """States without paths."""

@@ -1,0 +1,98 @@
+"""StaticTree: the shape of drafts, settled before any token is drawn, as Medusa's trees are.
+
+Decides what a shape is and how a file spells it: a path of ranks names a node, and [0, 2] is the third guess after the
+first guess after the root. Knows nothing of tokens, drafters or rounds. After the trees of Medusa (Cai et al., 2024).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from forerun.errors import InvalidTree
+
+RankPath = tuple[int, ...]
+EXAMPLE = "[[0], [1], [0, 0]]"
+MOST_RANK = 255  # drawing so many guesses after a node takes longer than any of the last can bring
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """The nodes of a tree, the root aside, each by the ranks on its path: 0 is what the drafter likes best there.
+
+    Paths may be given in any order; they are held shallow ones first. Ranks may be left out. Raises InvalidTree where
+    there are none, where one is no list of whole numbers from 0 to MOST_RANK, comes twice, or lacks its parent.
+    """
+
+    paths: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.paths, str) or not isinstance(self.paths, Sequence):
+            raise InvalidTree(f"{spelled(self.paths)} is no list of paths: write one as {EXAMPLE}")
+        if not self.paths:
+            raise InvalidTree(f"there are no paths in it: name a guess at least, as in {EXAMPLE}")
+        paths = tuple(sorted((checked(path) for path in self.paths), key=lambda path: (len(path), path)))
+        known: set[RankPath] = {()}
+        for path in paths:
+            if path in known:
+                raise InvalidTree(f"the path {spelled(path)} is there twice: leave one out")
+            if path[:-1] not in known:
+                missing = next(path[:end] for end in range(1, len(path)) if path[:end] not in known)
+                raise InvalidTree(f"the path {spelled(path)} has no parent: add {spelled(missing)}")
+            known.add(path)
+        object.__setattr__(self, "paths", paths)
+
+    @classmethod
+    def load(cls, path: str | Path) -> StaticTree:
+        """The shape in a file of JSON: a list of paths, each a list of ranks. Raises InvalidTree, naming the file."""
+        try:
+            return cls(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise InvalidTree(f"{path}: it cannot be read ({error.strerror}): name a file with {EXAMPLE}") from error
+        except InvalidTree as error:
+            raise InvalidTree(f"{path}: {error.problem}") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidTree(f"{path}: not JSON in UTF-8 ({error}): write it as {EXAMPLE}") from error
+
+    @cached_property
+    def below(self) -> Mapping[RankPath, Sequence[int]]:
+        """The ranks of every node's children, ascending; () is the root."""
+        found: dict[RankPath, list[int]] = {path: [] for path in ((), *map(tuple, self.paths))}
+        for path in self.paths:
+            found[tuple(path[:-1])].append(path[-1])
+        return found
+
+    @property
+    def depth(self) -> int:
+        """Guesses on the longest path."""
+        return len(self.paths[-1])
+
+    @property
+    def width(self) -> int:
+        """How many guesses must be drawn after a node for all of its children to be there."""
+        return 1 + max(path[-1] for path in self.paths)
+
+    def cut(self, depth: int) -> StaticTree | None:
+        """Its paths of at most `depth` guesses; None where that leaves none."""
+        kept = [path for path in self.paths if len(path) <= depth]
+        return self if len(kept) == len(self.paths) else StaticTree(kept) if kept else None
+
+
+def checked(path: object) -> RankPath:
+    """A path as ranks."""
+    if not isinstance(path, Sequence) or isinstance(path, str) or not path:
+        raise InvalidTree(f"{spelled(path)} is no path: write the ranks of a guess and those above it, as in {EXAMPLE}")
+    for rank in path:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= MOST_RANK:
+            fix = f"write a whole number from 0 to {MOST_RANK}"
+            raise InvalidTree(f"{spelled(rank)} in the path {spelled(path)} is no rank: {fix}")
+    return tuple(path)
+
+
+def spelled(value: object) -> str:
+    """As a file would spell it, cut short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"
