@@ -108,7 +108,7 @@ def check_teacher(folder: Path, vocab_size: int) -> None:
         raise ValueError(f"{folder} has a vocabulary of {own}, the recipe of {vocab_size}: it is of another recipe.")
 
 
-def claim(work: Path, recipe: Recipe, files: Sequence[SourceFile], teacher: Path | None) -> None:
+def claim(work: Path, recipe: object, files: Sequence[SourceFile], teacher: Path | None) -> None:
     """Mark the work folder as this recipe's on this corpus by this teacher, or refuse one that is another's."""
     digest = sha256(repr(recipe).encode())
     for file in files:

@@ -97,6 +97,29 @@ def spelling_of(tokenizer: tokenizers.Tokenizer) -> Callable[[Sequence[int]], Sp
     return lambda after: WindowSpelling(tokenizer, after)
 
 
+@dataclass(frozen=True, slots=True)
+class ByteTable:
+    """What each token adds to a text, in bytes, by id; None for ids without a token.
+
+    `lead` is the number of blanks that the text loses at its start.
+    """
+
+    spelled: Sequence[bytes | None]
+    lead: int = 0
+
+
+def byte_table(tokenizer: tokenizers.Tokenizer) -> ByteTable | None:
+    """The bytes of all tokens, as the decoder joins them; None for a decoder that does not join bytes."""
+    chain, vocab = _decoder_chain(tokenizer), tokenizer.get_vocab()
+    words = _words_with_fallback(chain)
+    if [step["type"] for step in chain] != ["ByteLevel"] and words is None:
+        return None
+    spelled: list[bytes | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    for surface, token_id in vocab.items():
+        spelled[token_id] = _token_bytes(surface) if words is None else words.bytes_of(surface)
+    return ByteTable(spelled, words.strip if words is not None and words.blank == " " else 0)
+
+
 def _decoder_chain(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     decoder = json.loads(tokenizer.to_str())["decoder"]
     if decoder is None:
@@ -111,6 +134,18 @@ class Words:
     replacements: tuple[tuple[str, str], ...]
     strip: int = 0
     blank: str = " "
+
+    def text_of(self, surface: str) -> str:
+        """A token with its replacements made."""
+        for old, new in self.replacements:
+            surface = surface.replace(old, new)
+        return surface
+
+    def bytes_of(self, surface: str) -> bytes:
+        """The bytes that a token stands for."""
+        text = self.text_of(surface)
+        byte = _BYTE_TOKEN.match(text)
+        return bytes([int(byte[1], 16)]) if byte else text.encode()
 
 
 def _words_with_fallback(chain: list[dict[str, Any]]) -> Words | None:
@@ -196,8 +231,7 @@ class WordSpelling:
         surface = self._tokenizer.id_to_token(token_id)
         if surface is None:
             return []
-        for old, new in self._words.replacements:
-            surface = surface.replace(old, new)
+        surface = self._words.text_of(surface)
         byte = _BYTE_TOKEN.match(surface)
         if byte:
             return self._feed_byte(int(byte[1], 16), ordinal)

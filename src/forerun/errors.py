@@ -16,7 +16,7 @@ Each message says the offending value and what to do about it. Broken invariants
     │   └── InvalidTree             a static tree that is none, or whose file cannot be read
     ├── DraftError
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
-    │   ├── VocabularyMismatch      the drafter's tokenizer is not the target's
+    │   ├── VocabularyMismatch      the drafter's tokens cannot be compared with the target's
     │   ├── PastFileError           a file of past answers is damaged, something else, or out of reach
     │   └── WrongTarget             a drafter that reads one target's cache was given to an engine of another
     ├── DeviceUnavailable           a device, or what is needed to use it, is not there
@@ -88,7 +88,7 @@ class UnknownDrafter(DraftError, ValueError):
 
 
 class VocabularyMismatch(DraftError):
-    """The drafter's tokenizer differs from the target's."""
+    """The drafter's tokens cannot be compared with the target's: no tokenizer, or tokens that are no bytes."""
 
 
 class PastFileError(DraftError):

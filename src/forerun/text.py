@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from forerun.chat import ChatTemplate
-from forerun.detokenize import IncrementalDecoder, Piece, spelling_of
+from forerun.detokenize import ByteTable, IncrementalDecoder, Piece, byte_table, spelling_of
 from forerun.errors import InvalidRequest, TokenizerError
 
 __all__ = ["IncrementalDecoder", "Piece", "Tokenizer"]
@@ -98,6 +98,22 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return list(ids)
 
+    def encoder(self, *, inside: bool) -> Callable[[str], list[int]]:
+        """An encoder of text as text: it neither adds special tokens nor finds any, whatever the text spells.
+
+        `inside` is for text behind other text: no blank is put in front of it, as some tokenizers do at the start.
+        """
+        state = json.loads(self._backend.to_str())
+        if inside:
+            state |= {part: _without_lead(state[part]) for part in ("normalizer", "pre_tokenizer")}
+        backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+        backend.encode_special_tokens = True
+        return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+
+    def byte_table(self) -> ByteTable | None:
+        """What each id adds to a text, special tokens included; None for a decoder that does not join bytes."""
+        return byte_table(self._backend)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids, taken together; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -169,6 +185,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} holds a {type(value).__name__}, not an object: download or copy it again")
     return value
+
+
+def _without_lead(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts nothing in front of a text."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    never: dict[str, dict[str, Any]] = {
+        "Metaspace": {"prepend_scheme": "never"},
+        "ByteLevel": {"add_prefix_space": False},
+    }
+    step = {**step, **never.get(step["type"], {})}
+    for part in ("normalizers", "pretokenizers"):
+        if part in step:
+            step[part] = [kept for kept in map(_without_lead, step[part]) if kept is not None]
+    return step
 
 
 def _content(token: str | Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from dataclasses import replace as changed
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hostile import HOSTILE, Hostile
 from torch import Tensor
 
 from draft.rounds import Beside, Row, chunked, committed, draws_of
+from draft.vocabularies import byte_level_copy
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter
 from forerun.draft.build import DraftContext, plan_drafter
@@ -38,10 +40,14 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 EXITS = ("early-exit:1", "early-exit:4")
 CASCADES = (f"cascade[ngram,model:{SMALL}]", f"cascade[ngram,model:{SMALL},model:{TARGET}]")
-DRAFTERS = ("ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", *EXITS, *CASCADES, PAGE.name)
+COPIES = TemporaryDirectory()
+IN_BYTES = byte_level_copy(SMALL, Path(COPIES.name) / "in bytes")  # nearly all tokens are shared, under other ids
+IN_PIECES = byte_level_copy(SMALL, Path(COPIES.name) / "in pieces", dropped=("Ġt", "he", "Ġa"))  # too few are
+OTHERS = (f"model:{IN_BYTES}", f"model:{IN_PIECES}")
+DRAFTERS = ("ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", *EXITS, *CASCADES, *OTHERS, PAGE.name)
 NAMES = (
     *("ngram", "ngram:2", "suffix", "model:stories280k", "model:itself"),
-    *(*EXITS, "cascade-of-2", "cascade-of-3", PAGE.name),
+    *(*EXITS, "cascade-of-2", "cascade-of-3", "model:shared", "model:encoded-again", PAGE.name),
 )
 
 VOCAB = 512

@@ -1,7 +1,7 @@
 """From a draft specification to a drafter, in two steps: plan what it needs, then load it.
 
-Decides which names exist (one table, `PLANNERS`), what their arguments mean, and that a drafter's tokenizer is the
-target's. Memory is planned between the steps, so planning loads no weights. Knows nothing of how drafters draft.
+Decides which names exist (one table, `PLANNERS`), what their arguments mean, and whether a drafter's tokens have to be
+translated. Memory is planned between the steps, so planning loads no weights. Knows nothing of how drafters draft.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NoReturn
 
 from forerun.draft.base import Drafter
@@ -22,7 +21,10 @@ from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.draft.suffix import SuffixDrafter
 from forerun.draft.suffix_file import PastFile
 from forerun.draft.suffix_past import Past
-from forerun.errors import UnknownDrafter, VocabularyMismatch
+from forerun.draft.transcript import Transcriber
+from forerun.draft.translate import TranslatingDrafter
+from forerun.draft.vocab import ENOUGH, SharedTokens, Vocabulary, shared_ids, shared_weight
+from forerun.errors import TokenizerError, UnknownDrafter, VocabularyMismatch
 from forerun.models.loading import Blueprint, Progress
 from forerun.models.runner import Runner
 from forerun.text import Tokenizer
@@ -81,8 +83,8 @@ class DraftPlan:
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
     """The drafter that the specification `text` spells.
 
-    Raises UnknownDrafter for what does not parse, exist or fit together, VocabularyMismatch for a drafter that
-    speaks another vocabulary, and ModelError for a checkpoint that cannot be used.
+    Raises UnknownDrafter for what does not parse, exist or fit together, VocabularyMismatch for a drafter whose
+    tokens cannot be compared with the target's, and ModelError for a checkpoint that cannot be used.
     """
     return plan(parse_spec(text), context)
 
@@ -107,19 +109,26 @@ def plan_ngram(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`model:DIR`: a checkpoint with the target's tokenizer, and a cache of its own."""
+    """`model:DIR`: a checkpoint and a cache of its own. Where its tokenizer is not the target's it is translated."""
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
     name, target = str(spec), context.target
     drafter = Blueprint.of(spec.argument, context.dtype, target.quantize, target.kernels, target.placement)
-    check_vocabulary(context, drafter.folder, drafter.tokenizer())
+    translation = plan_translation(context, drafter)
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 
     def build(cache_tokens: CacheTokens, progress: Progress | None, _target: Runner) -> ModelDrafter:
         return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
 
-    return DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint, build)
+    own = DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint, build)
+    if translation is None:
+        return own
+
+    def build_translated(cache_tokens: CacheTokens, progress: Progress | None, _target: Runner) -> Drafter:
+        return translated(drafter.load(cache_tokens[name], progress, longest), vocab_size, translation)
+
+    return replace(own, build=build_translated, build_judge=None)
 
 
 def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
@@ -131,7 +140,11 @@ def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     for member in spec.members[1:]:
         own = plan(member, context).renamed([name for other in plans for name in other.bytes_per_token])
         if own.build_judge is None:
-            refuse(spec, f"{str(member)!r} cannot judge the guesses of the drafter before it; only models can: {ORDER}")
+            refuse(
+                spec,
+                f"{str(member)!r} cannot judge the guesses of the drafter before it; only models with the target's "
+                f"tokenizer can: {ORDER}",
+            )
         plans.append(own)
         judges.append(own.build_judge)
 
@@ -186,21 +199,41 @@ PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
 }
 
 
-def check_vocabulary(context: DraftContext, folder: Path, tokenizer: Tokenizer) -> None:
-    """Raise VocabularyMismatch unless both tokenizers give every id the same token.
+def plan_translation(context: DraftContext, drafter: Blueprint) -> Transcriber | None:
+    """How the drafter's tokens become the target's; None where both tokenizers give every id the same token.
 
-    The widths of the models' logits may differ: both are padded as their makers saw fit.
+    The widths of the models' logits may differ all the same: both are padded as their makers saw fit. Raises
+    VocabularyMismatch for a drafter without a tokenizer, or where the tokens of either are no bytes.
     """
-    own = context.tokenizer
-    if tokenizer.fingerprint() == own.fingerprint():
-        return
-    ids = range(max(own.num_ids, tokenizer.num_ids))
-    differs = next(token_id for token_id in ids if own.surface(token_id) != tokenizer.surface(token_id))
-    raise VocabularyMismatch(
-        f"the drafter {folder} ({tokenizer.vocab_size} tokens) does not share the vocabulary of the target "
-        f"{context.target.folder} ({own.vocab_size} tokens): id {differs} is {tokenizer.surface(differs)!r} there and "
-        f"{own.surface(differs)!r} here. Use a drafter of the same model family, or ngram, which needs no vocabulary"
-    )
+    pair = f"the drafter {drafter.folder} cannot guess for the target {context.target.folder}"
+    fix = "Use a drafter of the same model family, or ngram, which needs no vocabulary"
+    try:
+        tokenizer = drafter.tokenizer()
+    except TokenizerError as error:
+        raise VocabularyMismatch(f"{pair}: {error}. {fix}") from error
+    if tokenizer.fingerprint() == context.tokenizer.fingerprint():
+        return None
+    vocabularies = []
+    for blueprint, read in ((context.target, context.tokenizer), (drafter, tokenizer)):
+        c = blueprint.config
+        if read.byte_table() is None:
+            raise VocabularyMismatch(
+                f"{pair}: their tokens differ, and those of {blueprint.folder} cannot be turned into bytes to compare "
+                f"them by (its decoder is neither ByteLevel nor one with ByteFallback). {fix}"
+            )
+        vocabularies.append(Vocabulary(read, c.vocab_size, c.eos_ids))
+    return Transcriber(*vocabularies)
+
+
+def translated(runner: Runner, vocab_size: int, how: Transcriber, shared: bool | None = None) -> TranslatingDrafter:
+    """A drafter of another vocabulary; whether it guesses `shared` tokens is decided by how many there are."""
+    if shared is None:
+        shared = shared_weight(how.target, shared_ids(how.target, how.own)) >= ENOUGH
+    num_own, device = runner.decoder.config.vocab_size, runner.cache.keys.device
+    if not shared:
+        return TranslatingDrafter(ModelDrafter(runner, num_own), how)
+    tokens = SharedTokens.of(how.target, how.own, vocab_size, num_own, device)
+    return TranslatingDrafter(ModelDrafter(runner, vocab_size, tokens), how)
 
 
 def free_name(name: str, taken: Collection[str]) -> str:

@@ -27,7 +27,7 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
 
-FitVocabulary = Callable[[Tensor], Tensor]
+Exchange = Callable[[Tensor], Tensor]  # the model's logits over the target's ids; the model's ids of the target's
 PLAIN = SamplingParams()
 FILTERS = ("logit_bias", "banned_tokens", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
            "presence_penalty", "frequency_penalty", "logits_processors")  # fmt: skip
@@ -52,10 +52,11 @@ class Buffers:
 class ChainGraph:
     """Draws chains with a model, one graph for each number of rows (a power of two) and depth."""
 
-    def __init__(self, runner: GraphRunner, fit: FitVocabulary, vocab_size: int) -> None:
+    def __init__(self, runner: GraphRunner, fit: Exchange, vocab_size: int, own: Exchange | None = None) -> None:
         self.runner = runner
         self.fit = fit
         self.vocab_size = vocab_size
+        self.own: Exchange = own or (lambda tokens: tokens)
         self.buffers: dict[tuple[int, int], Buffers] = {}
 
     def draw(self, draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"]) -> Chains | None:
@@ -113,7 +114,7 @@ class ChainGraph:
             columns.append(tokens)
             if level < len(buffers.steps):
                 step = buffers.steps[level]
-                step.columns["tokens"].copy_(tokens.clamp_min(0))
+                step.columns["tokens"].copy_(self.own(tokens).clamp_min(0))
                 found = run_pass(self.runner.decoder, self.runner.ops, step, self.runner.cache).logits
                 assert found is not None, "every row of a step is judged"
                 logits = self.fit(found)

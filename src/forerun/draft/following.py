@@ -1,12 +1,14 @@
 """Following: one sequence as a draft model knows it.
 
-Decides how what was read behind the kept text is numbered and found again. Knows nothing of models and caches.
+Decides how what was read behind the kept text is numbered and found again, and what of a text stays when its end
+turns out otherwise. Knows nothing of models and caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from forerun.draft.base import Budget
 from forerun.draft.loop import Pending
@@ -41,6 +43,23 @@ class Following:
                 self.append(token)
         self.pending = None
 
+    def tokens(self, first: int) -> list[int]:
+        """Text and root from token `first` on."""
+        root = [] if self.root is None or first > len(self.text) else [self.root]
+        return self.text[first:] + root
+
+    def rewrite(self, first: int, tokens: Sequence[int]) -> int:
+        """Replace text and root from token `first` on; how much of the text before the root stays as it was."""
+        text = self.text
+        if self.root is not None:
+            text.append(self.root)
+        same = (old == new for old, new in zip(text[first:], tokens, strict=False))
+        kept = first + sum(1 for _ in takewhile(bool, same))
+        text[first:] = tokens
+        self.root = text.pop() if text else None
+        self.highest = max(self.highest, *tokens, 0)
+        return min(kept, len(text))
+
     def clear(self, count: int = 0) -> None:
         """Forget the tail but for its first nodes."""
         for place in list(self.tail)[count:]:
@@ -61,6 +80,15 @@ class Following:
         """How many of the tail's first nodes are a chain that begins as `tokens` do."""
         path = self.path(tokens)
         return next((i for i, node in enumerate(path) if node != i), len(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A sequence's final text from token `first` on, its root the last; what is before `first` stays."""
+
+    seq_id: int
+    first: int
+    tokens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

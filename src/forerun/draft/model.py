@@ -12,10 +12,9 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,11 +23,12 @@ from forerun.device import Download
 from forerun.draft import chains
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.chain_graph import ChainGraph
-from forerun.draft.expand import Place, expand
-from forerun.draft.following import Following, Wish
-from forerun.draft.growth import Growth
+from forerun.draft.expand import expand
+from forerun.draft.following import Following, Revision, Wish
 from forerun.draft.judge import Judged, Question
+from forerun.draft.levels import LevelReader
 from forerun.draft.loop import Pending, Start, draw_chains, possible
+from forerun.draft.vocab import SharedTokens
 from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Drawn, Read, Runner, States
 from forerun.sampling.draws import Draws
@@ -39,39 +39,57 @@ TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out t
 
 
 class ModelDrafter:
-    """Drafts with a model of the target's tokenizer.
+    """Drafts with a model of the target's tokenizer, or of one that shares tokens with it.
 
-    `vocab_size` is the width of the target's logits: the drafter's are cut, or padded with -inf, to it.
+    `vocab_size` is the width of the target's logits: the drafter's are cut, or padded with -inf, to it. With `shared`
+    the text is told in the drafter's tokens, by `revise`, and only shared tokens are guessed.
     """
 
     taps: tuple[int, ...] = ()
     arms: tuple[str, ...] = ("model",)
 
-    def __init__(self, runner: Runner, vocab_size: int) -> None:
+    def __init__(self, runner: Runner, vocab_size: int, shared: SharedTokens | None = None) -> None:
         self.runner = runner
         self.vocab_size = vocab_size
+        self.shared = shared
         self.sequences: dict[int, Following] = {}
         self.pass_s = 0.0  # in passes since the last call of `propose`
         self.graph: ChainGraph | None = None
         if isinstance(runner, GraphRunner):
-            self.graph = ChainGraph(runner, self.fit_vocabulary, vocab_size)
+            self.graph = ChainGraph(runner, self.fit_vocabulary, vocab_size, self.own_tensor)
 
     def observe(self, news: Committed) -> None:
         """Remember what became final; guesses that it confirms stay read."""
-        seq_ids, paths = [], []
         for seq_id, tokens, root in news.rows():
             following = self.sequences.setdefault(seq_id, Following())
             assert not tokens or following.root in (None, tokens[0]), "a sequence's news begin with its last root"
             following.text.extend(tokens)
             following.root = root
             following.highest = max(following.highest, *tokens, root)
+        self.confirm(news.seq_ids)
+
+    def revise(self, revisions: Sequence[Revision]) -> None:
+        """Learn texts that are others than observed from some token on; what is still true stays read."""
+        for revision in revisions:
+            following = self.sequences.setdefault(revision.seq_id, Following())
+            kept = following.rewrite(revision.first, revision.tokens)
+            if kept < self.runner.length(revision.seq_id):
+                self.runner.truncate(revision.seq_id, kept)
+                following.clear()
+        self.confirm([revision.seq_id for revision in revisions])
+
+    def confirm(self, seq_ids: Sequence[int]) -> None:
+        """Keep of the tails what the texts confirm, and forget the rest."""
+        kept, paths = [], []
+        for seq_id in seq_ids:
+            following = self.sequences[seq_id]
             following.settle()
             if following.tail:
-                seq_ids.append(seq_id)
+                kept.append(seq_id)
                 paths.append(following.path(self.unread(seq_id)))
                 following.clear()
-        if seq_ids:
-            self.runner.keep(seq_ids, paths)
+        if kept:
+            self.runner.keep(kept, paths)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
@@ -85,7 +103,12 @@ class ModelDrafter:
         if granted and chains.possible(draws, list(granted.values())):
             return self.draw_chains(draws, granted, passed.logits)
         ends = {wish.seq_id: len(self.sequences[wish.seq_id].tail) - 1 for wish in passed.wishes}
-        reader = LevelReader(self, draws.seq_ids, ends)
+
+        def read_on(reads: Sequence[Read]) -> Tensor | None:
+            states = self.read(reads, granted)
+            return None if states is None else self.fit_vocabulary(states.logits)
+
+        reader = LevelReader(self.sequences, read_on, self.own, draws.seq_ids, ends)
         draft = expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
         return replace(draft, pass_s=self.pass_s)
 
@@ -113,10 +136,11 @@ class ModelDrafter:
 
         def read_on(rows: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
             seq_ids = [draws.seq_ids[row] for row in rows]
-            states = self.read([Read(s, [t], judged=(0,)) for s, t in zip(seq_ids, tokens, strict=True)], granted)
+            own = self.own(tokens)
+            states = self.read([Read(s, [max(0, t)], judged=(0,)) for s, t in zip(seq_ids, own, strict=True)], granted)
             if states is None:
                 return None
-            for seq_id, token in zip(seq_ids, tokens, strict=True):
+            for seq_id, token in zip(seq_ids, own, strict=True):
                 self.sequences[seq_id].append(token)
             return self.fit_vocabulary(states.logits)
 
@@ -127,7 +151,7 @@ class ModelDrafter:
         self, draws: Draws, budgets: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
     ) -> list[list[int]] | None:
         """The chains, roots first, by one call of the runner; None where it has none for them."""
-        if draws.plain_laws is None:
+        if draws.plain_laws is None or self.shared is not None:
             return None
         started_s = time.perf_counter()
         seq_ids, depths = [draws.seq_ids[row] for row in budgets], [min(b.depth, b.nodes) for b in budgets.values()]
@@ -150,7 +174,7 @@ class ModelDrafter:
         starts = [Start(rows[seq_id], seq_id, min(b.depth, b.nodes)) for seq_id, b in granted.items()]
 
         def read_on(reads: Sequence[Read], drawn: Drawn) -> Tensor | None:
-            states = self.read(reads, granted, drawn)
+            states = self.read(reads, granted, replace(drawn, tokens=self.own_tensor(drawn.tokens)))
             return None if states is None else self.fit_vocabulary(states.logits)
 
         started_s = time.perf_counter()
@@ -159,7 +183,7 @@ class ModelDrafter:
             self.pass_s += time.perf_counter() - started_s  # its draws are in the graph with its passes
         else:
             drawn = draw_chains(draws, starts, logits, read_on)
-        download = Download(drawn.guesses)
+        download = Download(self.own_tensor(drawn.guesses))
         for seq_id, num_read in drawn.num_read.items():
             self.sequences[seq_id].pending = Pending(download, rows[seq_id], num_read)
         return Draft(drawn.tree(draws), pass_s=self.pass_s)
@@ -254,9 +278,19 @@ class ModelDrafter:
                 self.pass_s += time.perf_counter() - started_s
 
     def fit_vocabulary(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
-        """The logits at the target's width: both vocabularies may be padded, to different sizes."""
+        """The logits over the target's ids: both vocabularies may be padded, to different sizes."""
+        if self.shared is not None:
+            return self.shared.spread(logits)
         missing = self.vocab_size - logits.shape[1]
         return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self.vocab_size]
+
+    def own(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The drafter's ids of guesses; below 0, and each another, where it has none."""
+        return tokens if self.shared is None else [self.shared.known[token] for token in tokens]
+
+    def own_tensor(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
+        """The same on the device; no token stays none."""
+        return tokens if self.shared is None else self.shared.own(tokens)
 
     def cut_tails(self, wishes: Sequence[Wish]) -> None:
         """Forget guesses that were neither confirmed nor refuted, but for those that these texts go on with.
@@ -305,34 +339,3 @@ class Passed:
     reads: Sequence[Read]
     wishes: list[Wish]
     logits: Float[Tensor, "judged vocab"]
-
-
-class LevelReader:
-    """Reads the nodes of growing trees for `expand`, behind the roots in the drafter's cache.
-
-    `roots[seq_id]` is the root's number in the sequence's tail.
-    """
-
-    def __init__(self, drafter: ModelDrafter, seq_ids: Sequence[int], roots: dict[int, int]) -> None:
-        self.drafter = drafter
-        self.seq_ids = seq_ids
-        self.active = list(roots)
-        self.numbers = {(row, 0): roots[seq_id] for row, seq_id in enumerate(seq_ids) if seq_id in roots}
-
-    def __call__(self, growths: Sequence[Growth], places: Sequence[Place]) -> Tensor | None:
-        """The logits after the nodes, in their order; None where the cache has no room for them."""
-        reads = []
-        for row, group in groupby(places, key=lambda place: place.row):
-            nodes = [place.node for place in group]
-            parents = [self.numbers[row, growths[row].parents[node]] for node in nodes]
-            tokens = [growths[row].tokens[node] for node in nodes]
-            reads.append(Read(self.seq_ids[row], tokens, parents, judged=range(len(tokens))))
-        states = self.drafter.read(reads, self.active)
-        if states is None:
-            return None
-        for place in places:
-            growth = growths[place.row]
-            parent = self.numbers[place.row, growth.parents[place.node]]
-            following = self.drafter.sequences[self.seq_ids[place.row]]
-            self.numbers[place.row, place.node] = following.add(parent, growth.tokens[place.node])
-        return self.drafter.fit_vocabulary(states.logits)

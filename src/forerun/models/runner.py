@@ -273,6 +273,11 @@ class Runner:
             self.tails.pop(seq_id, None)
         self.cache.drop([s for s in seq_ids if s in self.cache])
 
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Forget a sequence's tail, and its committed tokens from `length` on."""
+        self.tails.pop(seq_id, None)
+        self.cache.truncate([seq_id], [length])
+
     def release(self, seq_ids: Sequence[int]) -> None:
         """Forget these sequences altogether; unknown ones are none."""
         for seq_id in seq_ids:

@@ -1,0 +1,74 @@
+"""What a draft of another vocabulary is worth beside one of the target's own: acceptance, counted and not timed.
+
+    python benchmarks/vocabularies.py DIR [--target stdlib] [--draft stdlib-draft] [--depth 4] [--tokens 96]
+
+The prompts are those of `forerun bench`'s workload `code`, which no bundled model was trained on. DIR drafts in both
+ways, with shared tokens and with its text encoded again, whichever forerun would choose. "of the draft's" is the ratio
+of accepted / drafted to that of the draft of the same vocabulary. Every output is checked to be plain decoding's.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from forerun import LLM, SamplingParams
+from forerun.bench.material import shipped
+from forerun.draft.build import DraftContext, plan_translation, translated
+from forerun.draft.vocab import shared_ids, shared_weight
+from forerun.models.loading import Blueprint
+
+CACHE_TOKENS = 1 << 15
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--target", default="stdlib")
+    parser.add_argument("--draft", default="stdlib-draft")
+    for name, default in (("depth", 4), ("tokens", 96), ("num-prompts", 24)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print a line for each temperature and drafter."""
+    options = arguments()
+    prompts = [str(passage.prompt) for passage in shipped("code")][: options.num_prompts]
+    target, foreign = Blueprint.of(options.target), Blueprint.of(options.folder)
+    way = plan_translation(DraftContext(target, target.tokenizer()), foreign)
+    if way is None:
+        raise SystemExit(f"{options.folder} has the tokenizer of {options.target}: there is nothing to translate")
+    shared = shared_ids(way.target, way.own)
+    print(
+        f"{len(shared)} of {way.target.num_ids} tokens are shared, of weight {shared_weight(way.target, shared):.3f}\n"
+    )
+    print("| temperature | drafter | accepted / drafted | of the draft's | tokens per round | by depth |")
+    print("|---|---|---|---|---|---|")
+    for temperature in options.temperatures:
+        params = [
+            SamplingParams(temperature=temperature, seed=i, max_tokens=options.tokens, ignore_eos=True)
+            for i in range(len(prompts))
+        ]
+        plain, first = None, None
+        for name in ("plain", "same vocabulary", "shared tokens", "encoded again"):
+            drafter = {"plain": None, "same vocabulary": f"model:{options.draft}"}.get(name)
+            if name in ("shared tokens", "encoded again"):
+                runner = foreign.load(CACHE_TOKENS)
+                drafter = translated(runner, target.config.vocab_size, way, shared=name == "shared tokens")
+            llm = LLM(options.target, drafter, max_batch=len(prompts), speculation=options.depth)
+            said = [result.completions[0].token_ids for result in llm.generate(prompts, params)]
+            plain = plain or said
+            assert said == plain, f"{name} changed the output"
+            if drafter is None:
+                continue
+            stats = llm.stats
+            first = first or stats.acceptance_rate
+            depths = " ".join(f"{rate:.3f}" for rate in stats.acceptance_at_depth)
+            cells = [f"{temperature:g}", name, f"{stats.acceptance_rate:.3f}", f"{stats.acceptance_rate / first:.2f}"]
+            print(f"| {' | '.join([*cells, f'{stats.tokens_per_round:.3f}', depths])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

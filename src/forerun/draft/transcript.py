@@ -1,0 +1,136 @@
+"""A text in the target's tokens, told as it grows, as a text in the drafter's tokens.
+
+Decides where a text may be cut so that what is behind the cut cannot change the tokens before it: so little is encoded
+again when the text grows, and the tokens depend on the text alone, not on the steps in which it was told. Knows nothing
+of models or of drafting.
+
+A *seam* is a place before a blank and behind anything but white space. Texts are closed at the first seam behind every
+SHORTEST characters, at the latest after LONGEST, and each closed piece is encoded once. The tokens are those of the
+whole text, encoded at once, wherever pieces were closed at seams, no token of the vocabulary holds a seam and the
+tokenizer splits a text alike on both sides of one: merges on the two sides then never meet. That is so for all
+tokenizers that cut words off with their leading blanks, GPT's, Llama's, Qwen's and Gemma's. Elsewhere (a text without
+seams, a vocabulary of phrases) two tokens may be what could have been one: guesses may be worse there, no output is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.draft.vocab import Vocabulary, shared_marks
+
+SHORTEST, LONGEST = 32, 192  # characters
+SEAM = re.compile(r"(?<=\S) ")
+
+
+@dataclass(slots=True)
+class Transcript:
+    """One sequence: how much of its text is closed, and the text behind that, whose tokens may still change."""
+
+    open: str = ""
+    unfinished: bytes = b""  # the first bytes of a character
+    begun: bool = False  # whether a token was told that is not special
+    inside: bool = False  # whether text was closed before
+    num_told: int = 0  # tokens of the target
+    num_closed: int = 0  # tokens of the drafter
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no text at all, special tokens aside."""
+        return not (self.inside or self.open or self.unfinished)
+
+    @property
+    def open_bytes(self) -> bytes:
+        """The text behind the last place where it was closed."""
+        return self.open.encode("utf-8", "surrogateescape") + self.unfinished
+
+
+class Transcriber:
+    """Tells texts of `target`'s tokens in `own` tokens, byte for byte; special tokens become their counterparts."""
+
+    def __init__(self, target: Vocabulary, own: Vocabulary) -> None:
+        self.target = target
+        self.own = own
+        self.marks = shared_marks(target, own)
+
+    def extend(self, transcript: Transcript, tokens: Sequence[int]) -> list[int]:
+        """Go on with tokens of the target; the drafter's tokens that are certain now, and were not before."""
+        closed: list[int] = []
+        if transcript.num_told == 0 and tokens and [self.marks.get(tokens[0])] != self.own.front:
+            closed += self.own.front
+        for token in tokens:
+            spelled = self.target.spelled[token] if token < self.target.num_ids else None
+            closed += self.mark(transcript, token) if spelled is None else self.add(transcript, spelled)
+        transcript.num_told += len(tokens)
+        transcript.num_closed += len(closed)
+        return closed
+
+    def add(self, transcript: Transcript, spelled: bytes) -> list[int]:
+        """Append bytes to the text, and close it where it can be closed."""
+        if not transcript.begun:
+            spelled, transcript.begun = spelled.removeprefix(b" " * self.target.lead), True
+        data = transcript.unfinished + spelled
+        text, used = decode(data)
+        transcript.open += text
+        transcript.unfinished = data[used:]
+        closed: list[int] = []
+        while (end := closing(transcript.open)) is not None:
+            closed += self.own.cut(transcript.open[:end], starts=not transcript.inside)
+            transcript.open, transcript.inside = transcript.open[end:], True
+        return closed
+
+    def mark(self, transcript: Transcript, token: int) -> list[int]:
+        """Close the text before a special token; one without a counterpart leaves nothing but that."""
+        closed = self.ending(transcript)
+        transcript.inside = not transcript.empty
+        transcript.open, transcript.unfinished = "", b""
+        return [*closed, self.marks[token]] if token in self.marks else closed
+
+    def ending(self, transcript: Transcript) -> list[int]:
+        """The drafter's tokens of what is open, as if the text ended here."""
+        own = self.own.cut(transcript.open, starts=not transcript.inside)
+        return own + self.own.raw(transcript.unfinished)
+
+    def continuation(self, transcript: Transcript, guesses: Sequence[int]) -> list[int]:
+        """The target's tokens of what the drafter's guesses add to the text.
+
+        The text is encoded together with what is open before it, so that merges and splits are those of the place.
+        Where a token would reach over both, the target has said the first part of it otherwise already: then what
+        the guesses add is encoded by itself. The rest of a character that is unfinished at the end is left out.
+        """
+        added = self.own.spell(guesses)
+        if transcript.empty:
+            added = added.removeprefix(b" " * self.own.lead)
+        data = transcript.unfinished + added
+        text, used = decode(data)
+        added = data[len(transcript.unfinished) : used]
+        tokens = self.target.cut(transcript.open + text, starts=not transcript.inside)
+        if transcript.empty:
+            return tokens
+        behind = self.split(tokens, len(added))
+        if behind is not None and self.target.spell(behind) == added:
+            return behind
+        return self.target.cut(added.decode("utf-8", "surrogateescape"), starts=False)
+
+    def split(self, tokens: Sequence[int], num_bytes: int) -> list[int] | None:
+        """The last tokens that have so many bytes; None where no token begins there."""
+        first = len(tokens)
+        while num_bytes > 0 and first > 0:
+            first -= 1
+            num_bytes -= len(self.target.spelled[tokens[first]] or b"")
+        return list(tokens[first:]) if num_bytes == 0 else None
+
+
+def decode(data: bytes) -> tuple[str, int]:
+    """The text of bytes, and how many of them it is: all but an unfinished character. Bytes that are no text stay."""
+    return codecs.utf_8_decode(data, "surrogateescape", False)
+
+
+def closing(text: str) -> int | None:
+    """Where the open text is to be closed; None where it is too short or might still go on as one word."""
+    seam = SEAM.search(text, SHORTEST)
+    if seam is not None and seam.start() <= LONGEST:
+        return seam.start()
+    return LONGEST if len(text) > LONGEST else None

@@ -1,0 +1,129 @@
+"""A draft model of another vocabulary.
+
+Decides how its guesses become the target's tokens, in one of two ways. Where the vocabularies share enough tokens
+(TLI, token-level intersection) it is an ordinary model drafter that guesses shared tokens alone, drawn as the target's
+ids: with the target's noise, as trees, under declared laws. Where they do not (SLEM, string-level exact match) it goes
+on with the text by itself, in its own tokens, and what it wrote is encoded in the target's: chains without a law,
+judged by `follow`. Either way the model reads the text in its own tokens, told by a transcript. After Timor et al.
+(ICML 2025, arXiv 2502.05202). Knows nothing of verification; whatever it guesses, the output is the target's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.draft.following import Revision
+from forerun.draft.model import ModelDrafter
+from forerun.draft.transcript import Transcriber, Transcript
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+
+# Guesses that share no noise with the target come true as often as the target chooses them: the likeliest, most often.
+LIKELIEST = SamplingParams(temperature=0.0)
+
+
+class TranslatingDrafter:
+    """Drafts with `model`, which reads and writes the tokens of `transcriber.own`.
+
+    With tokens shared (`model.shared`) the model guesses those; without, its logits are over its own vocabulary, and
+    its text is encoded again.
+    """
+
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("model",)
+
+    def __init__(self, model: ModelDrafter, transcriber: Transcriber) -> None:
+        self.model = model
+        self.transcriber = transcriber
+        self.transcripts: dict[int, Transcript] = {}
+
+    def observe(self, news: Committed) -> None:
+        """Tell the model what became final, in its tokens; the last of them may be others than before."""
+        self.model.revise([self.go_on(seq_id, tokens, root) for seq_id, tokens, root in news.rows()])
+
+    def go_on(self, seq_id: int, tokens: Sequence[int], root: int) -> Revision:
+        """The model's text behind all that was certain before, with these tokens and their root."""
+        known = seq_id in self.transcripts
+        transcript = self.transcripts.setdefault(seq_id, Transcript())
+        first = transcript.num_closed
+        fresh = [*tokens, root][1:] if known else [*tokens, root]  # the last root leads the news
+        closed = self.transcriber.extend(transcript, fresh)
+        return Revision(seq_id, first, closed + self.transcriber.ending(transcript))
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """Shared tokens or encoded text; `tail` is told like news, and taken back."""
+        told = [] if tail is None else [row for row in tail.rows() if row[0] in self.transcripts]
+        before = {seq_id: self.transcripts[seq_id] for seq_id, _, _ in told}
+        endings = [Revision(s, t.num_closed, self.model.sequences[s].tokens(t.num_closed)) for s, t in before.items()]
+        self.transcripts |= {seq_id: replace(transcript) for seq_id, transcript in before.items()}
+        try:
+            self.model.revise([self.go_on(*row) for row in told])
+            return self.write(draws, budgets) if self.model.shared is None else self.model.propose(draws, budgets)
+        finally:
+            self.transcripts |= before
+            self.model.revise(endings)
+
+    def write(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
+        """Chains of the target's tokens that spell the model's likeliest texts."""
+        roots = [self.root(seq_id) for seq_id in draws.seq_ids]
+        rows = [RowSampling(s, LIKELIEST, 0, 0, [root], 1) for s, root in zip(draws.seq_ids, roots, strict=True)]
+        own = self.transcriber.own
+        own_draws = Draws(rows, self.model.vocab_size, device=draws.device, num_ids=own.num_ids, kernels=draws.kernels)
+        depths = [self.depth(*pair) for pair in zip(draws.seq_ids, budgets, strict=True)]
+        asked = [self.own_budget(*pair) for pair in zip(draws.seq_ids, depths, strict=True)]
+        draft = self.model.propose(own_draws, asked)
+        texts = [
+            [row.tokens[-1], *self.translated(row.seq_id, guesses[1:], depth)]
+            for row, guesses, depth in zip(draws.rows, draft.tree.tokens.tolist(), depths, strict=True)
+        ]
+        return Draft(DraftTree.of_texts(texts), pass_s=draft.pass_s)
+
+    def root(self, seq_id: int) -> int:
+        """The last token of the model's text; any where there is none."""
+        following = self.model.sequences.get(seq_id)
+        return 0 if following is None or following.root is None else following.root
+
+    def depth(self, seq_id: int, budget: Budget) -> int:
+        """How many of the target's tokens are wanted."""
+        return min(budget.depth, budget.nodes, *self.model.outlook([seq_id]).limit)
+
+    def own_budget(self, seq_id: int, depth: int) -> Budget:
+        """How many of the model's tokens `depth` of the target's and one more will be, going by the text so far."""
+        if depth == 0:
+            return NO_DRAFT
+        following = self.model.sequences[seq_id]
+        rate = (len(following.text) + 1) / self.transcripts[seq_id].num_told
+        return Budget(math.ceil((depth + 1) * rate))
+
+    def translated(self, seq_id: int, guesses: Sequence[int], depth: int) -> list[int]:
+        """The target's tokens of what the model wrote, up to its first special token.
+
+        Where none ended it, the last token is left out: more text might have made it another.
+        """
+        own, target = self.transcriber.own, self.transcriber.target
+        written = [token for token in guesses if token >= 0]
+        length = next((i for i, token in enumerate(written) if own.spelled[token] is None), len(written))
+        tokens = self.transcriber.continuation(self.transcripts[seq_id], written[:length]) if length else []
+        if length == len(written):
+            tokens = tokens[:-1]
+        elif written[length] == own.end and target.end is not None:
+            tokens = [*tokens, target.end]
+        return tokens[:depth]
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """The model's own, in its tokens."""
+        return self.model.outlook(seq_ids)
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        """All of each prefix: a model that reads tokens needs nothing else."""
+        return [len(prefix) for prefix in prefixes]
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop texts and K, V of these sequences; unknown ones are none."""
+        self.model.forget(seq_ids)
+        for seq_id in seq_ids:
+            self.transcripts.pop(seq_id, None)

@@ -1,0 +1,411 @@
+"""The drafter of another vocabulary: what its model reads, what it guesses, and what it leaves in its cache."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft.rounds import Row, committed, draws_of
+from draft.vocabularies import byte_level_copy, sentence_piece
+from forerun.device import CPU, Placement
+from forerun.draft.base import Budget, Committed
+from forerun.draft.build import DraftContext, plan_drafter, plan_translation, translated
+from forerun.draft.model import ModelDrafter
+from forerun.draft.transcript import Transcriber, Transcript
+from forerun.draft.translate import TranslatingDrafter
+from forerun.draft.vocab import shared_ids
+from forerun.errors import UnknownDrafter, VocabularyMismatch
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read, Runner
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import LogitsProcessor, SamplingParams
+
+VOCAB = 512
+FIXED = Placement(torch.device("cpu"), fixed=True)
+PROMPTS = ["Once upon a time", "Lily and Tom went to the park", "naïve café, 你好 👩‍👧: The", "One day"]
+
+
+@pytest.fixture(scope="module")
+def context(target_dir: Path) -> DraftContext:
+    target = Blueprint.of(str(target_dir), "float32")
+    return DraftContext(target, target.tokenizer(), "float32")
+
+
+@pytest.fixture(scope="module")
+def small(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
+    """The reference drafter in byte-level tokens, with other ids."""
+    return Blueprint.of(str(byte_level_copy(draft_dir, tmp_path_factory.mktemp("copy") / "bytes")), "float32")
+
+
+@pytest.fixture(scope="module")
+def way(context: DraftContext, small: Blueprint) -> Transcriber:
+    found = plan_translation(context, small)
+    assert found is not None
+    return found
+
+
+def make(small: Blueprint, way: Transcriber, shared: bool, num_tokens: int = 2048) -> TranslatingDrafter:
+    return translated(small.load(num_tokens), VOCAB, way, shared)
+
+
+def own_tokens(way: Transcriber, text: Sequence[int]) -> list[int]:
+    """The model's tokens of a text, told at once."""
+    transcript = Transcript()
+    closed = way.extend(transcript, text)
+    return closed + way.ending(transcript)
+
+
+@cache
+def reader(folder: Path) -> Runner:
+    return Blueprint.of(str(folder), "float32").load(1024)
+
+
+def read_plainly(small: Blueprint, tokens: Sequence[int]) -> Tensor:
+    """The model's logits after each of its tokens."""
+    runner = reader(small.folder)
+    runner.release([0])
+    return runner.read([Read(0, list(tokens), judged=range(len(tokens)))]).logits
+
+
+def cached_anew(small: Blueprint, tokens: Sequence[int]) -> Tensor:
+    """K and V of these tokens, read at once."""
+    read_plainly(small, tokens)
+    runner = reader(small.folder)
+    start = runner.cache.start(0)
+    return torch.stack([runner.cache.keys, runner.cache.values])[:, :, :, start : start + len(tokens)]
+
+
+WORDS = ["Once", "upon", "there", "was", "naïve", "你好", "👩‍👧", "Lily's", "dog,", '"e\u0301"', "—", "he", "ran.\n"]
+
+SPELLED_OUT = [" there", " little", " happy", " they were", " said", " wanted", " played"]
+
+
+def some_text(length: int, seed: int, context: DraftContext) -> list[int]:
+    """Words, letters and raw bytes by turns: characters begin and end anywhere, merges cross any boundary."""
+    rng, letters = random.Random(seed), context.tokenizer.encoder(inside=True)
+    text = [1]
+    while len(text) < length:
+        kind = rng.random()
+        if kind < 0.5:
+            text += context.tokenizer.encode(" ".join(rng.choices(WORDS, k=3)))
+        elif kind < 0.8:
+            text += [token for letter in rng.choice(SPELLED_OUT) for token in letters(letter)]
+        else:
+            text += [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 3))]
+    return text[:length]
+
+
+def cached(drafter: TranslatingDrafter, seq_id: int) -> Tensor:
+    """K and V of the kept text."""
+    runner = drafter.model.runner
+    start, length = runner.cache.start(seq_id), runner.length(seq_id)
+    return torch.stack([runner.cache.keys, runner.cache.values])[:, :, :, start : start + length].clone()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_read_is_the_committed_text_in_any_history(
+    context: DraftContext,
+    small: Blueprint,
+    way: Transcriber,
+    shared: bool,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After random rounds the model's text has the bytes of the target's, and its cache the bits of a fresh reading."""
+    rng, drafter, cuts = random.Random(seed), make(small, way, shared), []
+    truncate = Runner.truncate
+
+    def counting(runner: Runner, seq_id: int, length: int) -> None:
+        cuts.append(runner.length(seq_id) - length)
+        truncate(runner, seq_id, length)
+
+    monkeypatch.setattr(Runner, "truncate", counting)
+    texts = {s: some_text(5 + 12 * s, 10 * seed + s, context) for s in range(3)}
+    coming = {s: some_text(300, 100 * seed + s, context)[1:] for s in range(3)}
+    letters = context.tokenizer.encoder(inside=True)
+    coming[0] = [token for letter in "".join(rng.choices(SPELLED_OUT, k=30)) for token in letters(letter)]
+    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
+    for _ in range(15):
+        rows = [Row(s, list(texts[s])) for s in [0, *rng.sample([1, 2], rng.randint(0, 2))]]
+        budgets = [Budget(rng.randint(1 - min(1, row.seq_id), 2), rng.randint(1, 2), 4) for row in rows]
+        tree = drafter.propose(draws_of(rows, VOCAB, temperature=1.0), budgets).tree
+        for b, row in enumerate(rows):
+            chain = [token for token in tree.tokens[b, 1:].tolist() if token >= 0]
+            if rng.random() < 0.3 and tree.width == 1 and row.seq_id:
+                texts[row.seq_id] += chain[: rng.randint(0, len(chain))]
+            for _ in range(rng.choice([1, 3]) if row.seq_id else 1):
+                texts[row.seq_id].append(coming[row.seq_id].pop(0))
+        drafter.observe(committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows]))
+        for seq_id, text in texts.items():
+            following = drafter.model.sequences[seq_id]
+            own = following.tokens(0)
+            assert own == own_tokens(way, text)
+            spelled = b"".join(way.target.spelled[token] or b"" for token in text).removeprefix(b" ")
+            assert way.own.spell(own) == spelled
+            length = drafter.model.runner.length(seq_id)
+            if length:
+                assert torch.equal(cached(drafter, seq_id), cached_anew(small, own[:length]))
+        drafter.model.runner.cache.check()
+    assert cuts, "no merge reached back into what was read"
+    assert max(cuts) < 8, "more was forgotten than what might change"
+
+
+def test_shared_guesses_are_the_models_best_among_shared_tokens(
+    context: DraftContext, small: Blueprint, way: Transcriber
+) -> None:
+    ids = shared_ids(way.target, way.own)
+    for seed in range(4):
+        row = Row(seed, some_text(20 + 15 * seed, seed, context))
+        drafter = make(small, way, shared=True)
+        drafter.observe(committed([row]))
+        tree = drafter.propose(draws_of([row], VOCAB), [Budget(4)]).tree
+        own, expected = own_tokens(way, row.text), []
+        for _ in range(4):
+            logits = read_plainly(small, own)[-1]
+            expected.append(max(sorted(ids), key=lambda token: float(logits[ids[token]])))
+            own.append(ids[expected[-1]])
+        assert tree.tokens[0].tolist() == [row.text[-1], *expected]
+
+
+def test_declared_laws_are_the_models_on_shared_tokens(
+    context: DraftContext, small: Blueprint, way: Transcriber
+) -> None:
+    ids = shared_ids(way.target, way.own)
+    rows = [Row(s, some_text(15 + 9 * s, s, context)) for s in range(2)]
+    drafter = make(small, way, shared=True)
+    drafter.observe(committed(rows))
+    draft = drafter.propose(draws_of(rows, VOCAB, temperature=1.0, rejection=True), [Budget(3), Budget(2, 2, 4)])
+    law = draft.tree.q
+    assert law is not None
+    paths = draft.tree.path_tokens()
+    for b, row in enumerate(rows):
+        for node in range(int(draft.tree.valid[b].sum())):
+            at = int(law.row[b, node])
+            if at < 0:
+                continue
+            guesses = [ids[token] for token in paths[b, node].tolist() if token >= 0]
+            logits = read_plainly(small, own_tokens(way, row.text) + guesses)[-1]
+            expected = torch.full((VOCAB,), -math.inf)
+            expected[list(ids)] = logits[list(ids.values())]
+            assert torch.allclose(law.dense(VOCAB)[at], expected.softmax(0), atol=1e-6)
+    assert int((law.row >= 0).sum()) >= 4
+
+
+def test_text_encoded_again_is_the_models_greedy_text(
+    context: DraftContext, small: Blueprint, way: Transcriber
+) -> None:
+    for seed in range(4):
+        text = context.tokenizer.encode(PROMPTS[seed])
+        row, own = Row(seed, text), own_tokens(way, text)
+        drafter = make(small, way, shared=False)
+        drafter.observe(committed([row]))
+        guesses = drafter.propose(draws_of([row], VOCAB, temperature=1.0), [Budget(4)]).tree.tokens[0, 1:].tolist()
+        written: list[int] = []
+        while len(written) < 8 and begin_of(way) not in written:
+            written.append(int(read_plainly(small, own + written)[-1].argmax()))
+        assert 1 <= len(guesses) <= 4
+        assert way.own.spell(written).startswith(way.target.spell(guesses))
+        whole = context.tokenizer.encode(PROMPTS[seed] + way.target.spell(guesses).decode())
+        assert whole == [*text, *guesses]
+
+
+def end_of(way: Transcriber) -> int:
+    assert way.own.end is not None
+    return way.own.end
+
+
+def begin_of(way: Transcriber) -> int:
+    assert way.own.begin is not None
+    return way.own.begin
+
+
+def test_an_end_of_the_models_text_is_one_of_the_targets(
+    context: DraftContext, small: Blueprint, way: Transcriber
+) -> None:
+    drafter, text = make(small, way, shared=False), context.tokenizer.encode("The end")
+    drafter.observe(committed([Row(0, text)]))
+    more = way.own.cut(" of it", starts=False)
+    tokens = context.tokenizer.encode("The end of it")[len(text) :]
+    assert drafter.translated(0, more, 9) == tokens[:-1], "the last may be another when more comes"
+    assert drafter.translated(0, [*more, end_of(way), *more], 9) == [*tokens, 2]
+    assert drafter.translated(0, [*more, begin_of(way), *more], 9) == tokens, "what is special ends a word too"
+    assert drafter.translated(0, [end_of(way)], 9) == [2]
+    assert drafter.translated(0, [*more, end_of(way)], 2) == tokens[:2]
+    assert drafter.translated(0, [-1], 9) == drafter.translated(0, more, 0) == []
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_failed_proposal_forgets_its_tail(
+    context: DraftContext, small: Blueprint, way: Transcriber, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = some_text(30, 0, context)
+    drafter = make(small, way, shared)
+    drafter.observe(committed([Row(0, text[:20])]))
+    tail, rows = committed([Row(0, text)], [19]), [Row(0, text)]
+    before = drafter.model.sequences[0].tokens(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelDrafter, "propose", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drafter.propose(draws_of(rows, VOCAB), [Budget(3)], tail)
+    assert drafter.model.sequences[0].tokens(0) == before
+    drafter.observe(committed(rows, [19]))
+    assert drafter.model.sequences[0].tokens(0) == own_tokens(way, text)
+
+
+def generated(llm: LLM, **changes: object) -> list[tuple[int, ...]]:
+    params = [SamplingParams(**({"seed": i, "max_tokens": 12, "ignore_eos": True} | changes)) for i in range(4)]  # type: ignore[arg-type]
+    return [result.completions[0].token_ids for result in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_on_fixed_passes_it_guesses_as_on_cpus(
+    target_dir: Path, small: Blueprint, way: Transcriber, shared: bool, temperature: float
+) -> None:
+    """Where chains are drawn on the device, guesses are translated there."""
+    fixed = Blueprint.of(str(small.folder), "float32", placement=FIXED)
+    plain = generated(LLM(str(target_dir), dtype="float32"), temperature=temperature)
+    found = []
+    for blueprint in (small, fixed):
+        llm = LLM(str(target_dir), make(blueprint, way, shared), dtype="float32", speculation=4)
+        assert generated(llm, temperature=temperature) == plain
+        found.append((llm.stats.num_drafted, llm.stats.num_accepted))
+    assert found[0] == found[1]
+    assert found[0][1] > 8
+
+
+@pytest.mark.parametrize("placement", [CPU, FIXED], ids=["cpu", "fixed"])
+def test_guesses_that_come_true_stay_read(
+    context: DraftContext, small: Blueprint, way: Transcriber, placement: Placement
+) -> None:
+    text = context.tokenizer.encode("Once upon a time, there was a little")
+    drafter = make(Blueprint.of(str(small.folder), "float32", placement=placement), way, shared=True)
+    drafter.observe(committed([Row(0, text)]))
+    guesses = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
+    drafter.observe(committed([Row(0, [*text, *guesses[:3], 13])], [len(text) - 1]))
+    assert drafter.model.runner.length(0) == len(own_tokens(way, text)) + 3
+    drafter.model.runner.cache.check()
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_under_rejection_rules_it_is_deterministic_and_accepted(
+    target_dir: Path, small: Blueprint, way: Transcriber, shared: bool, rule: str
+) -> None:
+    texts = []
+    for placement in (small, Blueprint.of(str(small.folder), "float32", placement=FIXED)):
+        llm = LLM(str(target_dir), make(placement, way, shared), dtype="float32", verification=rule, speculation=3)  # type: ignore[arg-type]
+        texts.append(generated(llm))
+        assert 0 < llm.stats.num_accepted < llm.stats.num_drafted
+    assert texts[0] == texts[1]
+    if not shared:
+        assert texts[0] == generated(LLM(str(target_dir), dtype="float32", verification=rule))  # type: ignore[arg-type]
+
+
+def test_tokens_that_are_not_shared_may_be_forced(target_dir: Path, small: Blueprint, way: Transcriber) -> None:
+    """A request's own code may want what the drafter cannot say, as siblings even: it guesses, and reads on somehow."""
+    strange = sorted(set(range(3, VOCAB)) - set(shared_ids(way.target, way.own)))[:5]
+    assert len(strange) > 2
+
+    def only_strange(text: list[int], logits: Tensor) -> Tensor:
+        forced = torch.full_like(logits, -math.inf)
+        forced[strange] = torch.arange(len(strange), dtype=logits.dtype) * 0.1
+        return forced
+
+    processor: LogitsProcessor = only_strange
+    plain = generated(LLM(str(target_dir), dtype="float32"), logits_processors=(processor,))
+    drafter = make(small, way, shared=True)
+    llm = LLM(str(target_dir), drafter, dtype="float32")
+    for wish in ((3, 2, 12), (4, 1, 4)):
+        rows = [Row(i, [1, 9 + i, 300]) for i in range(2)]
+        lone = make(small, way, shared=True)
+        lone.observe(committed(rows))
+        params = SamplingParams(temperature=1.0, logits_processors=(processor,))
+        draws = Draws([RowSampling(r.seq_id, params, 3, 0, r.text, 1) for r in rows], VOCAB)
+        tree = lone.propose(draws, [Budget(*wish)] * 2).tree
+        assert set(tree.tokens[tree.valid].tolist()) <= {300, *strange}
+        assert tree.depth == wish[0]
+        for row in rows:
+            assert len(lone.model.sequences[row.seq_id].tail) == len(lone.model.runner.tails[row.seq_id].parents)
+        more = [Row(r.seq_id, [*r.text, *tree.path_tokens()[i, -1].tolist(), 5]) for i, r in enumerate(rows)]
+        lone.observe(committed(more, [2, 2]))
+        lone.model.runner.cache.check()
+        again = make(small, way, shared=True)
+        again.observe(committed(more))
+        assert lone.model.sequences[0].tokens(0) == again.model.sequences[0].tokens(0)
+    assert generated(llm, logits_processors=(processor,)) == plain
+
+
+def test_a_row_without_text_or_room_is_not_drafted(small: Blueprint, way: Transcriber) -> None:
+    for shared in (True, False):
+        drafter = make(small, way, shared)
+        row = Row(0, [0])  # unknown to the model: nothing is left to read
+        drafter.observe(committed([row]))
+        assert drafter.outlook([0, 7]).limit == [0, 0]
+        assert drafter.propose(draws_of([row, Row(7, [5])], VOCAB), [Budget(3)] * 2).tree.tokens.tolist() == [[0], [5]]
+        drafter.observe(Committed([0], [0], [0, 1], [300]))
+        assert drafter.propose(draws_of([Row(0, [0, 300])], VOCAB), [Budget(9)]).tree.depth > 0
+
+
+def test_what_is_planned(context: DraftContext, small: Blueprint, draft_dir: Path) -> None:
+    def build(folder: Path) -> object:
+        return plan_drafter(f"model:{folder}", context).build({f"model:{folder}": 256}, None, context.target.load(64))
+
+    assert isinstance(build(draft_dir), ModelDrafter), "nothing is translated without need"
+    near = build(small.folder)
+    assert isinstance(near, TranslatingDrafter)
+    assert near.model.shared is not None
+    assert near.model.vocab_size == VOCAB
+
+
+def test_in_a_cascade_it_guesses_for_a_model_of_the_targets_vocabulary(
+    context: DraftContext, target_dir: Path, small: Blueprint, draft_dir: Path
+) -> None:
+    """It is asked again and again within a round, each time behind another tail."""
+    plain = generated(LLM(str(target_dir), dtype="float32"), temperature=0.8)
+    llm = LLM(str(target_dir), f"cascade[model:{small.folder},model:{draft_dir}]", dtype="float32", speculation=5)
+    alone = LLM(str(target_dir), f"model:{draft_dir}", dtype="float32", speculation=5)
+    for each in (llm, alone):
+        assert generated(each, temperature=0.8) == plain
+    assert llm.stats.num_accepted == alone.stats.num_accepted
+    with pytest.raises(UnknownDrafter, match="with the target's tokenizer"):
+        plan_drafter(f"cascade[ngram,model:{small.folder}]", context)
+
+
+def test_too_few_shared_tokens_are_not_used(context: DraftContext, draft_dir: Path, tmp_path: Path) -> None:
+    folder = byte_level_copy(draft_dir, tmp_path / "pieces", dropped=("Ġt", "he", "Ġa"))
+    far = plan_drafter(f"model:{folder}", context).build({f"model:{folder}": 256}, None, context.target.load(64))
+    assert isinstance(far, TranslatingDrafter)
+    assert far.model.shared is None
+    assert far.model.vocab_size == Blueprint.of(str(folder)).config.vocab_size != VOCAB
+
+
+@pytest.mark.parametrize("damage", ["missing", "no bytes"])
+def test_a_drafter_whose_tokens_cannot_be_compared_is_refused(
+    context: DraftContext, draft_dir: Path, tmp_path: Path, damage: str
+) -> None:
+    folder = byte_level_copy(draft_dir, tmp_path / "copy")
+    if damage == "missing":
+        (folder / "tokenizer.json").unlink()
+    else:
+        words = sentence_piece(400)._backend
+        words.decoder = None  # type: ignore[assignment]
+        words.save(str(folder / "tokenizer.json"))
+    with pytest.raises(VocabularyMismatch) as error:
+        plan_drafter(f"model:{folder}", context)
+    for part in (
+        str(folder),
+        str(context.target.folder),
+        "ngram",
+        "tokenizer.json" if damage == "missing" else "bytes",
+    ):
+        assert part in str(error.value)
