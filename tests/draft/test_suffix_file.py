@@ -8,6 +8,7 @@ import signal
 import stat
 import warnings
 from collections.abc import Callable
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -49,13 +50,19 @@ def fill(past: Past, count: int, seed: int = 0) -> None:
 
 
 def in_a_process(work: Callable[[], None]) -> int:
-    """Do it in a process of its own; how that ended."""
+    """Begin to do it in a process of its own; its number."""
     child = os.fork()
     if child == 0:
         try:
             work()
+            os._exit(0)
         finally:
-            os._exit(1)
+            os._exit(1)  # a copy of the test run must not go on with the tests
+    return child
+
+
+def end_of(child: int) -> int:
+    """Wait for a process; how it ended."""
     return os.waitpid(child, 0)[1]
 
 
@@ -88,7 +95,7 @@ def test_what_a_killed_process_had_answered_is_there(path: Path) -> None:
         fill(opened(path), 9)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert os.WTERMSIG(in_a_process(work)) == signal.SIGKILL
+    assert os.WTERMSIG(end_of(in_a_process(work))) == signal.SIGKILL
     assert len(contents(opened(path))) == 9
 
 
@@ -97,16 +104,14 @@ def test_processes_that_share_a_file_lose_nothing(path: Path) -> None:
     past = opened(path)
     for _ in range(SLACK + 9):
         past.add(0, "", [1, 2, 3])
-    children = []
-    for seed in range(4):
-        child = os.fork()
-        if child == 0:
-            own = opened(path)
-            for seq_id in range(40):
-                own.add(seq_id, str(seed), [seq_id])
-            os._exit(0)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+
+    def work(tenant: str) -> None:
+        own = opened(path)
+        for seq_id in range(40):
+            own.add(seq_id, tenant, [seq_id])
+
+    children = [in_a_process(partial(work, str(seed))) for seed in range(4)]
+    assert [end_of(child) for child in children] == [0] * 4
     found = contents(opened(path))
     for seed in range(4):
         assert [tokens for _, tenant, tokens in found if tenant == str(seed)] == [[i] for i in range(40)]
