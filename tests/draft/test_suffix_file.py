@@ -8,6 +8,7 @@ import signal
 import stat
 import warnings
 from collections.abc import Callable
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -49,13 +50,19 @@ def fill(past: Past, count: int, seed: int = 0) -> None:
 
 
 def in_a_process(work: Callable[[], None]) -> int:
-    """Do it in a process of its own; how that ended."""
+    """Begin to do it in a process of its own; its number."""
     child = os.fork()
     if child == 0:
         try:
             work()
+            os._exit(0)
         finally:
-            os._exit(1)
+            os._exit(1)  # a copy of the test run must not go on with the tests
+    return child
+
+
+def end_of(child: int) -> int:
+    """Wait for a process; how it ended."""
     return os.waitpid(child, 0)[1]
 
 
@@ -88,7 +95,7 @@ def test_what_a_killed_process_had_answered_is_there(path: Path) -> None:
         fill(opened(path), 9)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert os.WTERMSIG(in_a_process(work)) == signal.SIGKILL
+    assert os.WTERMSIG(end_of(in_a_process(work))) == signal.SIGKILL
     assert len(contents(opened(path))) == 9
 
 
@@ -97,20 +104,39 @@ def test_processes_that_share_a_file_lose_nothing(path: Path) -> None:
     past = opened(path)
     for _ in range(SLACK + 9):
         past.add(0, "", [1, 2, 3])
-    children = []
-    for seed in range(4):
-        child = os.fork()
-        if child == 0:
-            own = opened(path)
-            for seq_id in range(40):
-                own.add(seq_id, str(seed), [seq_id])
-            os._exit(0)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+
+    def work(tenant: str) -> None:
+        own = opened(path)
+        for seq_id in range(40):
+            own.add(seq_id, tenant, [seq_id])
+
+    children = [in_a_process(partial(work, str(seed))) for seed in range(4)]
+    assert [end_of(child) for child in children] == [0] * 4
     found = contents(opened(path))
     for seed in range(4):
         assert [tokens for _, tenant, tokens in found if tenant == str(seed)] == [[i] for i in range(40)]
     assert len(found) == 161
+
+
+def test_a_file_that_another_process_replaces_meanwhile_is_opened_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening it and being alone with it; what was written to the old one would be lost."""
+    past, real, num_locked = opened(path), suffix_file.lock, 0
+
+    def late(file: FileIO) -> None:
+        nonlocal num_locked
+        num_locked += 1
+        if num_locked == 1:
+            other = path.with_name("other")
+            other.write_bytes(path.read_bytes())
+            other.replace(path)
+        real(file)
+
+    monkeypatch.setattr(suffix_file, "lock", late)
+    past.add(0, "a", [1, 2])
+    assert num_locked == 2
+    assert [tokens for _, _, tokens in contents(opened(path))] == [[1, 2]]
 
 
 def test_wherever_a_write_was_cut_short_all_whole_answers_are_there(path: Path) -> None:

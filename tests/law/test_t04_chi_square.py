@@ -21,7 +21,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 from forerun.verify.rules import block_law, token_law
-from forerun.verify.verify import Rule
+from forerun.verify.verify import Rule, verify
 from unchecked import unchecked
 
 VOCAB, COUNT, ROOT, DEPTH = 50, 100_000, 3, 2
