@@ -87,13 +87,15 @@ def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
     return Mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
 
 
-def answer(llm: LLM, mode: Mode, items: Sequence[Item], options: argparse.Namespace) -> tuple[Pace, list[list[int]]]:
-    """These prompts at once, to their ends: how fast, and what was said."""
+def answer(
+    llm: LLM, mode: Mode, items: Sequence[Item], options: argparse.Namespace, tenant: str
+) -> tuple[Pace, list[list[int]]]:
+    """These prompts at once, to their ends: how fast, and what was said. A `tenant` of its own remembers no answers."""
     recording, sequences = Recording(), []
     for number, item in enumerate(items):
         length = options.tokens if item.answer is None else len(item.answer)
         params = SamplingParams(temperature=options.temperature, seed=number, max_tokens=length, ignore_eos=True)
-        (sequence,) = llm.requests.sequences(item.prompt, params, mode.wish)
+        (sequence,) = llm.requests.sequences(item.prompt, params, mode.wish, tenant)
         if item.answer is not None:
             recording.texts[sequence.id] = [*item.prompt, *item.answer]
         sequences.append(sequence)
@@ -150,7 +152,7 @@ def main() -> int:
         for number, items in enumerate(batches if repetition >= 0 else batches[:1]):
             first = (repetition + number) % len(modes)
             for mode in [*modes[first:], *modes[:first]]:
-                pace, tokens = answer(llm, mode, items, options)
+                pace, tokens = answer(llm, mode, items, options, tenant=str(repetition))
                 if said.setdefault(number, tokens) != tokens:
                     differ.add(mode.name)
                 if repetition >= 0:
