@@ -7,7 +7,7 @@ proofs' business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fuzz import Bench, run
@@ -15,6 +15,7 @@ from fuzz import Bench, run
 from forerun.accept.outcome import Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
+from forerun.models.runner import Runner
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
@@ -56,15 +57,19 @@ def decode(
     bench: Bench,
     asked: Sequence[Asked],
     wish: Speculation | bool,
-    drafter: Drafter | None = None,
+    drafter: Drafter | Callable[[Runner], Drafter] | None = None,
     *,
     num_tokens: int = 8192,
     max_batch: int = 8,
     chunk_tokens: int = 512,
 ) -> Decoded:
-    """Answer all requests in an engine of their own, with a cache of `num_tokens`."""
+    """Answer all requests in an engine of their own, with a cache of `num_tokens`.
+
+    A drafter that reads beside the target is built for the engine's runner.
+    """
     requests = bench.requests()
-    engine = bench.engine(drafter, num_tokens, options=EngineOptions(max_batch, chunk_tokens))
+    engine = bench.engine(None, num_tokens, options=EngineOptions(max_batch, chunk_tokens))
+    engine.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else drafter(engine.runner)
     sequences = [requests.sequences(a.prompt, a.params, wish)[0] for a in asked]
     logprobs: dict[int, list[TokenLogprobs]] = {s.id: [] for s in sequences}
     run(engine, sequences, lambda delta: logprobs[delta.seq_id].extend(delta.logprobs))

@@ -30,13 +30,15 @@ from unchecked import unchecked
 class RandomlyRight:
     """Copies the known answer, each sequence's guesses right at a rate of its own; or lets a real drafter guess.
 
-    Real drafters are told everything, so their state is there to be compared with one rebuilt.
+    Real drafters are told everything, so their state is there to be compared with one rebuilt. Now and then a draft is
+    one of the `faults`.
     """
 
     rng: random.Random
     answers: dict[int, list[int]]
     members: Sequence[Drafter]
     vocab: int
+    faults: Sequence[Callable[[Draws, Sequence[Budget]], Draft]] = ()
     taps: tuple[int, ...] = ()
     arms: tuple[str, ...] = ("random",)
     texts: dict[int, int] = field(default_factory=dict)  # tokens committed, the root not counted
@@ -48,6 +50,8 @@ class RandomlyRight:
             self.texts[seq_id] = self.texts.get(seq_id, 0) + len(tokens)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        if self.faults and self.rng.random() < 0.1:
+            return self.rng.choice(self.faults)(draws, budgets)
         if self.members and self.rng.random() < 0.5:
             return self.rng.choice(self.members).propose(draws, budgets, tail)
         trees = [self.tree(s, b, int(r)) for s, b, r in zip(draws.seq_ids, budgets, draws.roots_tokens, strict=True)]

@@ -64,8 +64,7 @@ class Hostile:
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         self.num_proposed += 1
-        made = self.make(Situation(draws, budgets, self.answers, self.random))
-        return made if isinstance(made, Draft) else Draft(made)
+        return drafted(self.make, Situation(draws, budgets, self.answers, self.random))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [10**9] * len(seq_ids), [None] * len(seq_ids))
@@ -75,6 +74,12 @@ class Hostile:
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """It has nothing to forget."""
+
+
+def drafted(make: Callable[[Situation], DraftTree | Draft], now: Situation) -> Draft:
+    """What a rule-breaker makes of a round."""
+    made = make(now)
+    return made if isinstance(made, Draft) else Draft(made)
 
 
 def tree_of(tokens: Tensor, parents: Tensor, depth: int, width: int = 1, q: DraftLaw | None = None) -> DraftTree:

@@ -14,6 +14,7 @@ from torch import Tensor
 from forerun.cache.blocks import OutOfBlocks
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
+from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from unchecked import unchecked
@@ -40,13 +41,26 @@ def stories(target_dir: Path) -> ModelConfig:
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16"])
-def decoders(request: pytest.FixtureRequest, target_dir: Path, stories: ModelConfig) -> list[Decoder]:
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def decoders(dtype: torch.dtype, target_dir: Path, stories: ModelConfig) -> list[Decoder]:
     """A real model, and a windowed one of random weights whose head_dim, width and context are awkward."""
-    real = Decoder(stories, Checkpoint(target_dir, request.param).take, request.param)
+    real = Decoder(stories, Checkpoint(target_dir, dtype).take, dtype)
     odd = replace(
         stories, max_positions=2048, intermediate=83, windows=(None, 700, 37, None, 512), qkv_bias=True, qk_norm=True
     )
-    return [real, random_decoder(odd, request.param)]
+    return [real, random_decoder(odd, dtype)]
+
+
+@pytest.fixture(scope="module")
+def drafting(dtype: torch.dtype, target_dir: Path, draft_dir: Path) -> list[Decoder]:
+    """What drafters read with, as it is served: a draft model, and a target's lower layers beside the target."""
+    name = str(dtype).removeprefix("torch.")
+    target, small = (Blueprint.of(str(folder), name).load(64).decoder for folder in (target_dir, draft_dir))
+    return [small, target, target.lower(1), target.lower(4)]
 
 
 def read_in_chunks(decoder: Decoder, text: list[int], chunk: int) -> Tensor:
@@ -103,12 +117,15 @@ def random_tree(rng: random.Random, nodes: int, shape: str) -> list[int]:
     return [-1] + [parent(i) for i in range(1, nodes)]
 
 
-@pytest.mark.parametrize("shape", ["chain", "star", "bush"])
-def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], shape: str) -> None:
+SHAPES = ["chain", "star", "bush"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], drafting: list[Decoder], shape: str) -> None:
     """And the kept path leaves the same bits in the cache as plain reading."""
     rng = random.Random(2)
-    for decoder in decoders:
-        for length in (0, 5, 63, 505):
+    for decoder in (*decoders, *drafting):
+        for length in (0, 5, 63, min(505, decoder.config.max_positions - 7)):
             r, text = Runner.of(decoder, 4096, 16), [rng.randrange(3, 500) for _ in range(length)]
             if text:
                 r.read([Read(0, text)])
@@ -126,6 +143,26 @@ def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], shape: 
             fresh.read([Read(1, text + [tokens[n] for n in chosen])])
             fresh.keep([1], [range(length + len(chosen))])
             assert all(torch.equal(a, b) for a, b in zip(state(r, 0), state(fresh, 1), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lower_layers_read_trees_in_the_cache_of_the_whole(drafting: list[Decoder], shape: str) -> None:
+    """A drafter's reading of a tree, dropped, and then the target's of the same: each as if paths were read plain."""
+    rng, whole = random.Random(6), drafting[1]
+    for layers in (1, 4):
+        target, text = Runner.of(whole, 4096, 16), [rng.randrange(3, 500) for _ in range(70)]
+        target.read([Read(0, text)])
+        target.keep([0], [range(len(text))])
+        tokens, parents = [rng.randrange(3, 500) for _ in range(7)], random_tree(rng, 7, shape)
+        for runner in (target.lower(layers), target):
+            logits = runner.read([Read(0, tokens, parents, range(7), scratch=7)]).logits
+            paths = [runner.tails[0].path(n) for n in range(7)]
+            for node, path in enumerate(paths):
+                plain = read_in_chunks(runner.decoder, text + [tokens[n] for n in path], 64)
+                assert torch.equal(logits[node], plain[-1])
+            runner.drop([0])
+        assert target.cache.length(0) == len(text)
+        target.cache.check()
 
 
 def test_a_tree_grown_level_by_level_is_the_tree_read_at_once(decoders: list[Decoder]) -> None:

@@ -1,0 +1,89 @@
+"""The drafters that are put to the laws: a new one is one more line in DRAFTERS and gets all of them.
+
+Decides which they are and how one is built beside a target. Knows nothing of what is asked of them.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from documented import PAGE, PHRASES, phrase_drafter
+
+from draft.vocabularies import byte_level_copy
+from forerun.draft.base import Drafter
+from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.cascade import CascadeDrafter
+from forerun.draft.lengths import FixedLength
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Runner
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+VOCAB = 512
+DTYPES = ("float32", "bfloat16")
+COPIES = TemporaryDirectory()
+copied = partial(byte_level_copy, SMALL)
+
+DRAFTERS = {
+    "ngram": "ngram",
+    "ngram:2": "ngram:2",
+    "suffix": "suffix",
+    "model:stories280k": f"model:{SMALL}",
+    "model:itself": f"model:{TARGET}",
+    "model:shared": f"model:{copied(Path(COPIES.name) / 'in bytes')}",  # nearly all tokens, under other ids
+    "model:encoded-again": f"model:{copied(Path(COPIES.name) / 'in pieces', dropped=('Ġt', 'he', 'Ġa'))}",  # too few
+    "early-exit:1": "early-exit:1",
+    "early-exit:4": "early-exit:4",
+    "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
+    "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
+    PAGE.name: PAGE.name,
+}
+
+
+@cache
+def context(dtype: str = "float32") -> DraftContext:
+    """What drafters are fitted to."""
+    target = Blueprint.of(str(TARGET), dtype)
+    return DraftContext(target, target.tokenizer(), dtype)
+
+
+def story(length: int, seed: int) -> list[int]:
+    """Text that repeats itself now and then, so that every kind of drafter finds something to say."""
+    rng = random.Random(seed)
+    text = [1]
+    while len(text) < length:
+        start = rng.randrange(len(text))
+        text += text[start : start + rng.randint(1, 6)] if rng.random() < 0.6 else [rng.randrange(3, VOCAB)]
+    return text[:length]
+
+
+def documented() -> Drafter:
+    """The drafter that the documentation builds. It knows phrases of the target's, and pieces of made-up stories."""
+    pieces = [story(300, seed)[start : start + 9] for seed in range(4) for start in range(0, 290, 4)]
+    return phrase_drafter([context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
+
+
+def as_draft(name: str) -> str | Drafter:
+    """What LLM is given for a drafter of this name."""
+    return documented() if name == PAGE.name else DRAFTERS[name]
+
+
+def built(name: str, target: Runner, dtype: str = "float32", num_tokens: int = 2048) -> Drafter:
+    """A fresh drafter beside a loaded target, `num_tokens` in each cache of its own."""
+    if name == PAGE.name:
+        return documented()
+    plan = plan_drafter(DRAFTERS[name], context(dtype))
+    drafter = plan.build(dict.fromkeys(plan.bytes_per_token, num_tokens), None, target)
+    assert drafter is not None, f"{name} builds no drafter"
+    return settled(drafter)
+
+
+def settled(drafter: Drafter) -> Drafter:
+    """With lengths fixed in every cascade: measured ones are another history's, and tell in rejection modes."""
+    member = drafter
+    while isinstance(member, CascadeDrafter):
+        member.lengths, member = FixedLength(2), member.lower
+    return drafter

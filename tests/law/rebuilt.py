@@ -1,0 +1,61 @@
+"""Whether a drafter is as if it had been told the committed tokens at once: drafts compared, and what it holds.
+
+Knows nothing of what drafters there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+
+import torch
+from drafters import VOCAB
+from torch import Tensor
+
+from forerun.draft.base import Draft, Drafter
+from forerun.draft.suffix_past import Past
+
+
+def assert_same(found: Draft, expected: Draft) -> None:
+    """The same guesses, the same laws, the same confidence."""
+    for name in ("tokens", "parents"):
+        assert torch.equal(getattr(found.tree, name), getattr(expected.tree, name)), name
+    assert (found.survival is None) == (expected.survival is None)
+    if found.survival is not None and expected.survival is not None:
+        assert torch.equal(found.survival, expected.survival)
+    assert (found.tree.q is None) == (expected.tree.q is None)
+    if found.tree.q is not None and expected.tree.q is not None:
+        assert torch.equal(found.tree.q.row, expected.tree.q.row)
+        assert torch.equal(found.tree.q.dense(VOCAB), expected.tree.q.dense(VOCAB))
+
+
+def reachable(value: object, seen: set[int] | None = None) -> Iterator[object]:
+    """A drafter and all that hangs on it."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, Tensor | str | type):
+        return
+    seen.add(id(value))
+    yield value
+    parts: Iterator[object] = iter(())
+    if isinstance(value, dict):
+        parts = iter([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = iter(value)
+    elif is_dataclass(value) or type(value).__module__.startswith("forerun."):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        own = [getattr(value, name) for name in slots if hasattr(value, name)]
+        parts = iter([*own, *getattr(value, "__dict__", {}).values()])
+    for part in parts:
+        yield from reachable(part, seen)
+
+
+def size_of(drafter: object) -> int:
+    """Entries of all containers that can be reached from a drafter: what grows when something is remembered."""
+    return sum(len(part) for part in reachable(drafter) if isinstance(part, dict | list | tuple | set | frozenset))
+
+
+def without_past(drafter: Drafter) -> Drafter:
+    """Past answers are kept on purpose, up to a size (tests/draft/test_suffix_past.py); nothing else may be."""
+    for past in [part for part in reachable(drafter) if isinstance(part, Past)]:
+        past.clear()
+    return drafter

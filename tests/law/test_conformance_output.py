@@ -1,0 +1,195 @@
+"""The conformance suite in the engine: with every drafter, and with drafters that break every rule, the output is that
+of plain decoding, token for token.
+
+In float32 and bfloat16; chains of every depth and trees; alone and in batches; prompts in chunks; with sequences sent
+back and resumed; under every rule of verification where all of them promise the same tokens.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from itertools import cycle, islice
+
+import pytest
+from drafters import DRAFTERS, DTYPES, SMALL, TARGET, VOCAB, as_draft, built, context, story
+from equality import Answer, Asked, decode, decode_plain
+from faulty import Faulty
+from fuzz import Bench
+from hostile import HOSTILE, Hostile
+from rebuilt import size_of, without_past
+
+from forerun.config import Speculation
+from forerun.draft.model import ModelDrafter
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Runner
+from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
+from unchecked import unchecked
+
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
+CHAIN, TREE, WIDE = Speculation(3), Speculation(3, 2, 8), Speculation(5, 3, 15)
+STATIC = Speculation(tree=StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0]]))
+BATCHES = (
+    *((CHAIN, 1), (TREE, 1)),
+    *((Speculation(depth), 8) for depth in (0, 1, 3, 7)),
+    *((TREE, 8), (WIDE, 8), (STATIC, 8)),
+)
+NUM_TOKENS = 24
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_drafter = pytest.mark.parametrize("name", DRAFTERS)
+GREEDY, SAMPLED, MIXED = (0.0,), (1.0,), (1.0, 0.0, 1.0, 1.0, 0.0)
+
+
+def asked(temperatures: Sequence[float], batch: int, num_tokens: int = NUM_TOKENS) -> list[SamplingParams]:
+    """Parameters and seeds, one for each row."""
+    return [
+        SamplingParams(temperature=t, seed=seed, max_tokens=num_tokens, ignore_eos=True)
+        for seed, t in enumerate(islice(cycle(temperatures), batch))
+    ]
+
+
+def answers(
+    llm: LLM,
+    temperatures: Sequence[float],
+    batch: int,
+    speculation: bool | Speculation = True,
+    num_tokens: int = NUM_TOKENS,
+) -> list[tuple[int, ...]]:
+    """What is generated, the prompts in turn."""
+    prompts = list(islice(cycle(PROMPTS), batch))
+    found = llm.generate(prompts, asked(temperatures, batch, num_tokens), speculation)
+    return [result.completions[0].token_ids for result in found]
+
+
+@cache
+def plain(temperatures: Sequence[float], dtype: str = "float32") -> list[tuple[int, ...]]:
+    """Plain decoding of 8 rows, one at a time."""
+    llm = LLM(str(TARGET), dtype=dtype)
+    rows = zip(cycle(PROMPTS), asked(temperatures, 8), strict=False)
+    return [llm.generate([prompt], [params])[0].completions[0].token_ids for prompt, params in rows]
+
+
+@cache
+def full_texts(temperatures: Sequence[float], dtype: str) -> list[list[int]]:
+    """Prompts and plain answers, joined: what an oracle knows."""
+    prompts = cycle(context().tokenizer.encode(prompt) for prompt in PROMPTS)
+    return [prompt + list(answer) for prompt, answer in zip(prompts, plain(temperatures, dtype), strict=False)]
+
+
+@every_dtype
+@every_drafter
+def test_the_output_is_that_of_plain_decoding(name: str, dtype: str) -> None:
+    llm = LLM(str(TARGET), as_draft(name), dtype=dtype)
+    for speculation, batch in BATCHES:
+        with unchecked():
+            found = answers(llm, MIXED, batch, speculation)
+        assert found == plain(MIXED, dtype)[:batch], (speculation, batch)
+    assert llm.stats.num_drafted > 50
+    assert llm.stats.num_accepted > 0
+    fresh = LLM(str(TARGET), as_draft(name), dtype=dtype)
+    assert size_of(without_past(llm.engine.drafter)) == size_of(fresh.engine.drafter)
+
+
+@cache
+def bench_of(dtype: str) -> Bench:
+    return Bench.of(TARGET, SMALL, dtype)
+
+
+CROWD = [
+    Asked(story(length, seed), SamplingParams(temperature=seed % 3 / 2, seed=seed, max_tokens=36, logprobs=0))
+    for seed, length in enumerate((40, 1, 9, 30, 3, 22, 12, 5))
+]
+
+
+@cache
+def plain_crowd(dtype: str) -> list[Answer]:
+    return decode_plain(bench_of(dtype), CROWD)
+
+
+@every_dtype
+@every_drafter
+def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
+    """Log-probabilities too, in a cache that the rows outgrow together; and with faults among the drafts."""
+    rng = random.Random(name)
+
+    def drafter(target: Runner) -> Faulty:
+        return Faulty(built(name, target, dtype, 256), rng, [answer.tokens for answer in plain_crowd(dtype)])
+
+    for wish in (CHAIN, TREE):
+        got = decode(bench_of(dtype), CROWD, wish, drafter, num_tokens=192, chunk_tokens=29)
+        assert got.answers == plain_crowd(dtype)
+        assert got.num_preempted > 0
+        assert got.stats.num_drafted > 0
+
+
+@every_dtype
+@pytest.mark.parametrize("verification", ["token", "block"])
+@every_drafter
+def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: str, dtype: str) -> None:
+    llm = LLM(str(TARGET), as_draft(name), dtype=dtype, verification=verification)
+    for speculation in (CHAIN, TREE):
+        assert answers(llm, GREEDY, 5, speculation, 12) == [a[:12] for a in plain(GREEDY, dtype)[:5]]
+    assert llm.stats.num_drafted > 0
+
+
+@every_dtype
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_drafter_changes_the_output(name: str, dtype: str) -> None:
+    drafter = Hostile(HOSTILE[name], full_texts(MIXED, dtype))
+    llm = LLM(str(TARGET), drafter, dtype=dtype)
+    for speculation in (Speculation(4), Speculation(3, 3, 9)):
+        assert answers(llm, MIXED, 5, speculation, 10) == [a[:10] for a in plain(MIXED, dtype)[:5]]
+    assert drafter.num_proposed > 2
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_drafter_changes_greedy_output_under_rejection_rules(name: str, verification: str) -> None:
+    drafter = Hostile(HOSTILE[name], full_texts(GREEDY, "float32"))
+    llm = LLM(str(TARGET), drafter, dtype="float32", verification=verification)
+    assert answers(llm, GREEDY, 5, num_tokens=10) == [a[:10] for a in plain(GREEDY)[:5]]
+
+
+@pytest.mark.parametrize("temperatures", [GREEDY, SAMPLED])
+def test_every_guess_of_an_oracle_is_accepted(temperatures: Sequence[float]) -> None:
+    texts = full_texts(temperatures, "float32")
+    llm = LLM(str(TARGET), Hostile(HOSTILE["oracle"], texts), dtype="float32")
+    answers(llm, temperatures, 5, Speculation(7))
+    assert llm.stats.num_accepted == llm.stats.num_drafted > 0
+    rounds_each = 1 + -(-(NUM_TOKENS - 1) // 8)  # the first, with the prompt, is not drafted
+    assert llm.stats.num_rounds <= 5 * rounds_each
+    wrong = LLM(str(TARGET), Hostile(HOSTILE["always_wrong"], texts), dtype="float32")
+    answers(wrong, temperatures, 5, Speculation(7))
+    assert wrong.stats.num_accepted == 0 < wrong.stats.num_drafted
+
+
+@every_dtype
+def test_a_model_that_drafts_for_itself_is_always_right(dtype: str) -> None:
+    llm = LLM(str(TARGET), f"model:{TARGET}", dtype=dtype)
+    answers(llm, MIXED, 5, Speculation(4))
+    assert llm.stats.num_accepted == llm.stats.num_drafted > 0
+
+
+def test_beyond_the_drafters_context_decoding_goes_on_undrafted() -> None:
+    """The drafter has 256 positions, the target 290: guesses end with the one, the text with the other."""
+    prompt, to_the_end = story(230, 0), SamplingParams(temperature=1.0, seed=5, max_tokens=None, ignore_eos=True)
+    expected = LLM(str(TARGET), dtype="float32", max_len=290).generate(prompt, to_the_end)[0].completions[0]
+    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_len=290)
+    found = llm.generate(prompt, to_the_end, Speculation(4))[0].completions[0]
+    assert found.token_ids == expected.token_ids
+    assert len(prompt) + len(found.token_ids) == 290
+    assert 0 < llm.stats.num_drafted <= 4 * (256 - 230 + 1)
+
+
+@every_dtype
+def test_a_drafter_short_of_memory_changes_nothing(dtype: str) -> None:
+    small = Blueprint.of(str(SMALL), dtype)
+    for num_tokens in (0, 64, 192):
+        drafter = ModelDrafter(small.load(num_tokens), VOCAB)
+        llm = LLM(str(TARGET), drafter, dtype=dtype)
+        assert answers(llm, MIXED, 5, Speculation(4, 2, 8)) == plain(MIXED, dtype)[:5]
+        assert (llm.stats.num_drafted > 0) == (num_tokens > 0)
+        drafter.runner.cache.check()
+        assert drafter.runner.cache.num_free_tokens == num_tokens
