@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from forerun.device import upload_tensor
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.judge import Judge, Question
 from forerun.draft.lengths import Lengths, MeasuredLengths, Timing
 from forerun.sampling.draws import Draws
@@ -65,8 +65,9 @@ class Chain:
 class CascadeDrafter:
     """Drafts what `judge` would, by having it read what `lower` guesses instead of drawing token by token.
 
-    Chains only, whatever width a budget allows, and without survival: a price does not end them. A sequence that the
-    judge has no room for is not drafted; where the lower member has nothing to say the judge goes on alone.
+    Chains only, whatever width a budget allows, and without survival: a price does not end them. Where the lower member
+    has nothing to say the judge goes on alone. Where the judge has no room the lower member does, as if there were no
+    cascade: its guesses then carry laws of its own.
     """
 
     taps: tuple[int, ...] = ()
@@ -90,7 +91,10 @@ class CascadeDrafter:
         timed = max(self.outlook([chain.seq_id for chain in chains]).unread, default=0) <= BEHIND
         while going := [chain for chain in chains if chain.left > 0]:
             pass_s += self.round(draws, going, timed)
-        return Draft(joined(draws, chains), pass_s=pass_s)
+        judged = {chain.row for chain in chains if chain.emitted}
+        left = [NO_DRAFT if row in judged else Budget(min(b.depth, b.nodes)) for row, b in enumerate(budgets)]
+        unjudged = self.guess(draws, left, tail)
+        return Draft(joined(draws, chains, unjudged.tree), pass_s=pass_s + unjudged.pass_s)
 
     def begin(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> list[Chain]:
         """Empty chains for the sequences that are drafted, and how deep they will be."""
@@ -110,7 +114,7 @@ class CascadeDrafter:
         length = self.lengths.best(len(chains), most)
         budgets = [Budget(min(length, chain.left - 1)) for chain in chains]
         started_s = time.perf_counter()
-        draft = self.guess(draws, chains, budgets)
+        draft = self.guess(inside(draws, chains), budgets, tail_of(chains))
         guesses = chains_of(draft.tree)
         drafted_s = time.perf_counter()
         judged = self.judge.judge([Question(c.seq_id, c.late, own) for c, own in zip(chains, guesses, strict=True)])
@@ -125,15 +129,14 @@ class CascadeDrafter:
             self.emit(draws, [chains[i] for i in judged.answered], tree, judged.logits)
         return draft.pass_s + judged.pass_s
 
-    def guess(self, draws: Draws, chains: Sequence[Chain], budgets: Sequence[Budget]) -> Draft:
-        """What the lower member guesses behind texts and chains, made harmless; nothing where nothing is asked for."""
-        inner = inside(draws, chains)
+    def guess(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> Draft:
+        """What the lower member guesses, made harmless chains; nothing where nothing is asked for."""
         if not any(budget.depth for budget in budgets):
-            return Draft(DraftTree.bare(inner.roots_tokens))
-        draft = self.lower.propose(inner, budgets, tail_of(chains))
-        roots = inner.roots_tokens.to(draft.tree.tokens.device)
-        tree = sanitize(draft.tree, roots, budgets, inner.vocab, inner.kernels)
-        return replace(draft, tree=replace(tree, known=None).to(inner.device))
+            return Draft(DraftTree.bare(draws.roots_tokens))
+        draft = self.lower.propose(draws, budgets, tail)
+        roots = draws.roots_tokens.to(draft.tree.tokens.device)
+        tree = sanitize(draft.tree, roots, budgets, draws.vocab, draws.kernels)
+        return replace(draft, tree=replace(tree, known=None).to(draws.device))
 
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         """Add to every chain what the judge says of its guesses, and its own token behind them."""
@@ -153,10 +156,12 @@ class CascadeDrafter:
         self.lengths.count(runs)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """As far as the judge can go; as far behind as the member that is behind the most."""
+        """As far as the judge can go, and as far behind as who is behind the most; or else the lower member's."""
         lower, judge = self.lower.outlook(seq_ids), self.judge.outlook(seq_ids)
-        unread = [max(each) for each in zip(lower.unread, judge.unread, strict=True)]
-        return Outlook(unread=unread, limit=judge.limit, expected=[None] * len(seq_ids))
+        both = zip(lower.unread, judge.unread, judge.limit, strict=True)
+        unread = [max(below, above) if room else below for below, above, room in both]
+        limit = [room or below for room, below in zip(judge.limit, lower.limit, strict=True)]
+        return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
 
     def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
         """What both members can restore."""
@@ -191,19 +196,25 @@ def chains_of(tree: DraftTree) -> list[Sequence[int]]:
     return [own[1:] for own in tokens]
 
 
-def joined(draws: Draws, chains: Sequence[Chain]) -> DraftTree:
-    """The chains as a draft, with their laws; those of greedy sequences are chosen, not drawn, so they have none."""
-    texts = [[row.tokens[-1]] for row in draws.rows]
+def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftTree:
+    """The chains, and what is `unjudged`, which is chains of other rows, as a draft.
+
+    Chains have their laws with them; those of greedy sequences are chosen, not drawn, so they have none.
+    """
+    texts = [[row.tokens[-1], *own] for row, own in zip(draws.rows, chains_of(unjudged), strict=True)]
     for chain in chains:
         texts[chain.row] += chain.emitted
     tree = DraftTree.of_texts(texts)
-    laws = [law for chain in chains for law in chain.laws]
-    if not laws:
+    laws, law_of = [law for chain in chains for law in chain.laws], unjudged.q
+    if not laws and law_of is None:
         return tree
     rows, first, greedy = torch.full_like(tree.tokens, -1), 0, draws.greedy
     for chain in chains:
         if not greedy[chain.row]:
             rows[chain.row, : len(chain.emitted)] = torch.arange(first, first + len(chain.emitted))
         first += len(chain.emitted)
-    law = DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws))
-    return replace(tree.to(draws.device), q=law)
+    if law_of is not None:
+        own = law_of.row[:, : rows.shape[1]].to(rows.device)
+        rows[:, : own.shape[1]] = torch.where(own >= 0, first + own, rows[:, : own.shape[1]])
+        laws.append(law_of.dense(draws.vocab))
+    return replace(tree.to(draws.device), q=DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws)))
