@@ -120,7 +120,8 @@ class LLM:
             memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
         self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
-        self.drafter: Drafter | None = drafter.build(self.plan.drafter_cache_tokens, progress, runner)
+        granted = {**drafter.remembered_bytes, **self.plan.remembered_bytes, **self.plan.drafter_cache_tokens}
+        self.drafter: Drafter | None = drafter.build(granted, progress, runner)
         self.fingerprint, self.format = target.fingerprint(), target.format
         self.kernels = target.computed_by
         self.requests = Requests(
@@ -255,6 +256,7 @@ def plan_llm(
             weights_bytes=target.weights_bytes + drafter.weights_bytes,
             target_bytes_per_token=target.bytes_per_token,
             drafter_bytes_per_token=drafter.bytes_per_token,
+            remembered_bytes=drafter.remembered_bytes if target.placement.device.type == "cpu" else {},
             max_len=length,
             max_batch=max_batch,
             tail_tokens=tail_tokens,

@@ -84,6 +84,27 @@ def test_more_memory_never_gives_less_and_drafters_cost_the_target_nothing(asked
     assert alone.num_sequences_speculative >= got.num_sequences_speculative
 
 
+@settings(max_examples=200, deadline=None)
+@given(ASKED, st.dictionaries(st.sampled_from("xy"), st.integers(0, 300)))
+def test_what_is_remembered_is_within_the_budget_and_turns_nobody_away(asked, wishes):
+    try:
+        without = plan(**asked)
+    except NotEnoughMemory:
+        with pytest.raises(NotEnoughMemory):
+            plan(**asked, remembered_bytes=wishes)
+        return
+    got = plan(**asked, remembered_bytes=wishes)
+    assert got.num_bytes <= got.budget_bytes
+    share = (asked["budget_bytes"] - asked["weights_bytes"]) // 16
+    granted = {name: min(wish, share) for name, wish in wishes.items()}
+    assert got.remembered_bytes in (granted, dict.fromkeys(wishes, 0))
+    if got.remembered_bytes == granted:
+        less = asked | {"budget_bytes": asked["budget_bytes"] - sum(granted.values())}
+        assert plan(**less).cache_tokens == got.cache_tokens
+    else:
+        assert got.cache_tokens == without.cache_tokens
+
+
 def test_planned_bytes_are_those_of_the_caches_built():
     shape = {"layers": 2, "kv_heads": 3, "head_dim": 8, "dtype": torch.bfloat16}
     each = PagedCache.bytes_per_token(**shape)
@@ -149,6 +170,11 @@ def test_lines_for_the_reader():
         "model:small cache: no memory left, will not draft",
         "room for 2 sequences of 2,048 tokens, 0 with speculation",
     ]
+    for budget, line in ((8 * 10**9, "at most 268 MB"), (1_320_000_000, "at most 14.4 MB")):
+        told = plan_memory(**asked, budget_bytes=budget, remembered_bytes={"past answers": 256 << 20}).lines()
+        assert told[3] == f"past answers: {line}"
+    least = plan_memory(**asked, budget_bytes=1_220_000_000, remembered_bytes={"past answers": 256 << 20})
+    assert least.lines()[3] == "past answers: no memory left, none are kept"
 
 
 @pytest.mark.parametrize(

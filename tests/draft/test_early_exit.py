@@ -85,7 +85,9 @@ def assert_same(found: Draft, expected: Draft) -> None:
     assert (found.survival is None) == (expected.survival is None)
     if found.survival is not None and expected.survival is not None:
         assert torch.equal(found.survival, expected.survival)
+    assert (found.tree.q is None) == (expected.tree.q is None)
     if found.tree.q is not None and expected.tree.q is not None:
+        assert torch.equal(found.tree.q.row, expected.tree.q.row)
         assert torch.equal(found.tree.q.dense(VOCAB), expected.tree.q.dense(VOCAB))
 
 

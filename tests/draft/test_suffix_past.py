@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft.test_suffix_tree import counted, stored
+from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.suffix_past import Past, Reader
 from forerun.draft.suffix_tree import TOKEN_BYTES
+from forerun.llm import LLM
 from unchecked import unchecked
 
 DEPTH = 5
@@ -113,3 +116,19 @@ def test_a_reader_finds_what_a_fresh_one_finds(text: list[int], answers: list[li
             counts: Counter[tuple[int, ...]] = counted([k.tokens for k in past.answers.values()], DEPTH)
             ends = [tuple(text[max(0, length - n) : length]) for n in range(1, min(DEPTH, length) + 1)]
             assert [place.count for place in found] == [counts[end] for end in ends if counts[end]]
+
+
+@pytest.mark.parametrize("spec", ["suffix", "cascade[suffix,model:{}]"])
+def test_a_small_memory_budget_is_not_overrun(target_dir: Path, draft_dir: Path, spec: str) -> None:
+    """What is remembered is part of the plan: a share of a small budget, and no more than that however much is said."""
+    llm = LLM(str(target_dir), spec.format(draft_dir), dtype="float32", max_len=64, max_batch=2, memory_bytes=9_000_000)
+    drafter = llm.drafter.lower if isinstance(llm.drafter, CascadeDrafter) else llm.drafter
+    past = drafter.past
+    assert 0 < past.max_bytes == llm.plan.remembered_bytes["past answers"] < 9_000_000 // 16
+    assert llm.plan.num_bytes <= 9_000_000
+    rng, told = random.Random(0), 0
+    for seq_id in range(60):
+        past.add(seq_id, "", [rng.randrange(512) for _ in range(64)])
+        told = max(told, past.num_bytes)
+    assert past.max_bytes // 2 < told <= past.max_bytes
+    assert len(past.answers) < 60

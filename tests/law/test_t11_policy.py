@@ -1,28 +1,35 @@
 """T11: no policy of how far to draft changes what is said, not even one that looks at the tokens it was shown.
 
 Under coupled verification the tokens are those of plain decoding; under `token` and `block` the law is. The engine
-takes a tree that a controller has changed as one without a law; an engine that did not would be caught here.
+takes a tree that a controller has changed as one without a law; an engine that did not would be caught here. Nor does
+any drafter change it that is drafted as far as was wished.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from drafters import DRAFTERS, built
 from fuzz import Bench, run
 from sampler import chi_square
 
 from forerun.accept.outcome import Outcome
 from forerun.cache.paged import Spare
 from forerun.config import EngineOptions, Speculation, Verification
-from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
+from forerun.draft.base import NO_DRAFT, Budget, Draft, Drafter, Outlook
+from forerun.draft.cascade import CascadeDrafter
+from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.draft.judge import Judge
+from forerun.draft.lengths import FixedLength
 from forerun.engine.controller import Controller, FixedDepth, Load
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 
@@ -83,10 +90,12 @@ def texts(
     params: Sequence[SamplingParams],
     verification: Verification = "coupled",
     wish: Speculation | bool = CHAIN,
+    drafter: Callable[[Runner], Drafter] | None = None,
 ) -> list[list[int]]:
-    requests, drafter = bench.requests(), bench.model_drafter(16384)
+    requests = bench.requests()
     options = EngineOptions(max_batch=64, verification=verification)
-    engine = bench.engine(drafter, 16384, controller=controller, options=options)
+    engine = bench.engine(None, 16384, controller=controller, options=options)
+    engine.drafter = bench.model_drafter(16384) if drafter is None else drafter(engine.runner)
     return run(engine, [requests.sequences(ROOT_TEXT, p, wish)[0] for p in params])
 
 
@@ -116,10 +125,17 @@ def exact(bench: Bench) -> dict[tuple[int, ...], float]:
     return laws
 
 
-def misfit(bench: Bench, exact: dict[tuple[int, ...], float], policy: type[Controller], rule: Verification) -> float:
+def misfit(
+    bench: Bench,
+    exact: dict[tuple[int, ...], float],
+    policy: type[Controller],
+    rule: Verification,
+    wish: Speculation = CHAIN,
+    drafter: Callable[[Runner], Drafter] | None = None,
+) -> float:
     """The p-value of the first tokens of many texts against their exact law."""
     params = [replace(FLAT, seed=i) for i in range(NUM_TEXTS)]
-    seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(bench, policy(), params, rule))
+    seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(bench, policy(), params, rule, wish, drafter))
     assert set(seen) <= set(exact)
     cells = sorted(exact)
     counts, expected = ([float(seen[c]) for c in cells], [exact[c] * NUM_TEXTS for c in cells])
@@ -146,3 +162,52 @@ def test_keeping_the_law_of_a_pruned_tree_is_caught(
 ) -> None:
     monkeypatch.setattr(DraftTree, "without_law", lambda self: self)
     assert misfit(bench, exact, Cherrypicking, "token") < 1e-5
+
+
+TREE = Speculation(3, 2, 6)
+
+
+def drawing(name: str, target: Runner) -> Drafter:
+    """A drafter of the table; or a cascade whose judge finds no room, so that its lower member's laws count."""
+    if name != "cascade-without-room":
+        return built(name, target, num_tokens=8192)
+    lower, judge = (
+        built(f"model:{model}", target, num_tokens=n) for model, n in (("stories280k", 8192), ("itself", 0))
+    )
+    assert isinstance(judge, Judge)
+    return CascadeDrafter(lower, judge, FixedLength(2))
+
+
+@pytest.mark.parametrize("wish", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("early-exit:4", "cascade-without-room"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in DRAFTERS if name != "early-exit:4"),
+    ],
+)
+def test_every_drafter_keeps_the_law_in_the_engine(
+    bench: Bench, exact: dict[tuple[int, ...], float], name: str, rule: Verification, wish: Speculation
+) -> None:
+    if wish is TREE and name.startswith("cascade"):
+        pytest.skip("a cascade drafts chains")
+    assert misfit(bench, exact, FixedDepth, rule, wish, partial(drawing, name)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_an_early_exit_that_misdeclares_its_law_is_caught(
+    bench: Bench, exact: dict[tuple[int, ...], float], rule: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It draws from what its layers say and claims that every token was as likely."""
+    propose = EarlyExitDrafter.propose
+
+    def lying(self: EarlyExitDrafter, *asked: object) -> Draft:
+        draft = propose(self, *asked)  # type: ignore[arg-type]
+        q = draft.tree.q
+        assert q is not None
+        flat = replace(q, probs=(q.probs > 0).float() / (q.probs > 0).sum(1, keepdim=True))
+        return replace(draft, tree=replace(draft.tree, q=flat))
+
+    monkeypatch.setattr(EarlyExitDrafter, "propose", lying)
+    assert misfit(bench, exact, FixedDepth, rule, CHAIN, partial(drawing, "early-exit:4")) < 1e-5

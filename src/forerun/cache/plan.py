@@ -2,19 +2,21 @@
 
 Decides who gets memory at start-up. The target comes first: its cache is sized for `max_batch` sequences of
 `max_len` tokens, or for what fits. Drafters share what is left and may get nothing; then they do not draft, but no
-sequence is turned away for their sake. Knows bytes and tokens only, neither models nor tensors.
+sequence is turned away for their sake. What they remember besides has a small share set aside, unless the one sequence
+that must fit needs it. Knows bytes and tokens only, neither models nor tensors.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.errors import NotEnoughMemory
 
 BUDGET_SHARE = 0.8  # of what is available; activations, logits and the rest of the machine live on the other fifth
+MEMORY_SHARE = 1 / 16  # of what the weights leave, at most, for each thing that a drafter remembers besides its cache
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -25,7 +27,7 @@ class MemoryPlan:
 
     `num_sequences_plain` sequences of `max_len` tokens fit into the target's cache. So many of them as
     `num_sequences_speculative` can at the same time have guesses in flight and a full row in every drafter's cache;
-    the others are decoded all the same.
+    the others are decoded all the same. `remembered_bytes` is how much each thing that a drafter remembers may grow to.
     """
 
     budget_bytes: int
@@ -38,6 +40,7 @@ class MemoryPlan:
     num_sequences_plain: int
     num_sequences_speculative: int
     key_pad: int
+    remembered_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def cache_bytes(self) -> int:
@@ -55,8 +58,9 @@ class MemoryPlan:
 
     @property
     def num_bytes(self) -> int:
-        """All that is planned: weights and caches."""
-        return self.weights_bytes + self.cache_bytes + sum(self.drafter_cache_bytes.values())
+        """All that is planned: weights, caches, and what may be remembered."""
+        caches = self.cache_bytes + sum(self.drafter_cache_bytes.values())
+        return self.weights_bytes + caches + sum(self.remembered_bytes.values())
 
     def lines(self) -> list[str]:
         """The plan for a reader: the budget, one line per cache, the sequences that fit."""
@@ -68,6 +72,8 @@ class MemoryPlan:
             tokens = self.drafter_cache_tokens[name]
             line = self._cache_line(tokens, each, self.drafter_cache_bytes[name])
             lines.append(f"{name} cache: {line if tokens else 'no memory left, will not draft'}")
+        for name, most in self.remembered_bytes.items():
+            lines.append(f"{name}: {f'at most {size(most)}' if most else 'no memory left, none are kept'}")
         plural = "" if self.num_sequences_plain == 1 else "s"
         room = f"room for {self.num_sequences_plain} sequence{plural} of {self.max_len:,} tokens"
         return [*lines, f"{room}, {self.num_sequences_speculative} with speculation"]
@@ -81,6 +87,7 @@ def plan_memory(
     weights_bytes: int,
     target_bytes_per_token: int,
     drafter_bytes_per_token: Mapping[str, int] | None = None,
+    remembered_bytes: Mapping[str, int] | None = None,
     max_len: int,
     max_batch: int,
     tail_tokens: int = 0,
@@ -92,20 +99,26 @@ def plan_memory(
 
     `weights_bytes` are those of the target and of all drafters; they count against the budget whether they are
     loaded yet or not (see `default_budget`, which is used where none is given). `tail_tokens` are the guesses of a
-    sequence in flight. Drafters without keys and values have no entry, or 0 bytes. Raises NotEnoughMemory where not
-    one sequence of `max_len` tokens fits.
+    sequence in flight. Drafters without keys and values have no entry, or 0 bytes. `remembered_bytes` is what drafters
+    would like to remember at most, by name. Raises NotEnoughMemory where not one sequence of `max_len` tokens fits.
     """
     drafters = {name: each for name, each in (drafter_bytes_per_token or {}).items() if each}
     budget = default_budget() if budget_bytes is None else budget_bytes
     left = budget - weights_bytes
     plain, speculative = round_up(max_len, block_size), round_up(max_len + tail_tokens, block_size)
-    cache_tokens = fitting_tokens(left, target_bytes_per_token, max_batch * speculative, block_size, key_pad)
-    if cache_tokens < plain:
+    share = int(max(0, left) * MEMORY_SHARE)
+    for part in (share, 0):
+        remembered = {name: min(most, part) for name, most in (remembered_bytes or {}).items()}
+        rest = left - sum(remembered.values())
+        cache_tokens = fitting_tokens(rest, target_bytes_per_token, max_batch * speculative, block_size, key_pad)
+        if cache_tokens >= plain:
+            break
+    else:
         raise NotEnoughMemory(
             _refusal(budget, weights_bytes, target_bytes_per_token, max_len, cache_tokens, plain + key_pad)
         )
-    left -= (cache_tokens + key_pad) * target_bytes_per_token
-    drafter_tokens = fitting_tokens(left, sum(drafters.values()), cache_tokens, block_size, key_pad)
+    rest -= (cache_tokens + key_pad) * target_bytes_per_token
+    drafter_tokens = fitting_tokens(rest, sum(drafters.values()), cache_tokens, block_size, key_pad)
     num_plain = min(max_batch, cache_tokens // plain)
     shortest = drafter_tokens if drafters else cache_tokens
     return MemoryPlan(
@@ -119,6 +132,7 @@ def plan_memory(
         num_sequences_plain=num_plain,
         num_sequences_speculative=min(num_plain, shortest // speculative),
         key_pad=key_pad,
+        remembered_bytes=remembered,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from forerun.draft.base import Drafter
@@ -20,7 +20,7 @@ from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.draft.suffix import SuffixDrafter
 from forerun.draft.suffix_file import PastFile
-from forerun.draft.suffix_past import Past
+from forerun.draft.suffix_past import MAX_BYTES, Past
 from forerun.draft.transcript import Transcriber
 from forerun.draft.translate import TranslatingDrafter
 from forerun.draft.vocab import ENOUGH, SharedTokens, Vocabulary, shared_ids, shared_weight
@@ -43,6 +43,7 @@ class DraftContext:
 
 
 CacheTokens = Mapping[str, int]
+PAST = "past answers"
 BuildJudge = Callable[[CacheTokens, Progress | None, Runner], Judge]
 ORDER = "name the cheapest first, then models from small to large, as in cascade[ngram,model:SMALL,model:MIDDLE]"
 
@@ -55,7 +56,8 @@ class DraftPlan:
     these caches may hold, and the loaded target, whose weights and cache it may share: the drafter is then for engines
     on that runner alone. A cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
     from others; nothing for a drafter without any. `build_judge` loads it as one that can judge others in a cascade;
-    None where it cannot.
+    None where it cannot. `remembered_bytes` is what it would like to remember at most in the memory of the host, by
+    name; `build` is given what it may, beside the tokens.
     """
 
     weights_bytes: int
@@ -63,6 +65,7 @@ class DraftPlan:
     build: Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
     fingerprint: Callable[[], str] = str
     build_judge: BuildJudge | None = None
+    remembered_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def renamed(self, taken: Collection[str]) -> DraftPlan:
         """The same plan, with names for its caches that are not taken: one checkpoint may serve twice."""
@@ -162,6 +165,7 @@ def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         bytes_per_token={name: each for own in plans for name, each in own.bytes_per_token.items()},
         build=build,
         fingerprint=lambda: " ".join(filter(None, (own.fingerprint() for own in plans))),
+        remembered_bytes=first.remembered_bytes,
     )
 
 
@@ -184,10 +188,12 @@ def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`suffix[:FILE]`: contexts of this text and of past answers, which FILE remembers; made where there is none."""
     refuse_members(spec)
-    if spec.argument is None:
-        return DraftPlan(0, {}, lambda _tokens, _progress, _target: SuffixDrafter())
-    file = PastFile(spec.argument, context.tokenizer.fingerprint())
-    return DraftPlan(0, {}, lambda _tokens, _progress, _target: SuffixDrafter(Past(file=file)))
+    file = None if spec.argument is None else PastFile(spec.argument, context.tokenizer.fingerprint())
+
+    def build(granted: CacheTokens, _progress: Progress | None, _target: Runner) -> SuffixDrafter:
+        return SuffixDrafter(Past(max_bytes=granted.get(PAST, MAX_BYTES), file=file))
+
+    return DraftPlan(0, {}, build, remembered_bytes={PAST: MAX_BYTES})
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
