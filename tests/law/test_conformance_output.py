@@ -174,15 +174,18 @@ def test_a_model_that_drafts_for_itself_is_always_right(dtype: str) -> None:
     assert llm.stats.num_accepted == llm.stats.num_drafted > 0
 
 
-def test_beyond_the_drafters_context_decoding_goes_on_undrafted() -> None:
-    """The drafter has 256 positions, the target 290: guesses end with the one, the text with the other."""
+@pytest.mark.parametrize("lower", [None, "early-exit:4"])
+def test_beyond_the_drafters_context_decoding_goes_on(lower: str | None) -> None:
+    """The drafter has 256 positions, the target 290: guesses end with the one, or are another's from there on."""
     prompt, to_the_end = story(230, 0), SamplingParams(temperature=1.0, seed=5, max_tokens=None, ignore_eos=True)
     expected = LLM(str(TARGET), dtype="float32", max_len=290).generate(prompt, to_the_end)[0].completions[0]
-    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_len=290)
+    draft = f"cascade[{lower},model:{SMALL}]" if lower else f"model:{SMALL}"
+    llm = LLM(str(TARGET), draft, dtype="float32", max_len=290)
     found = llm.generate(prompt, to_the_end, Speculation(4))[0].completions[0]
     assert found.token_ids == expected.token_ids
     assert len(prompt) + len(found.token_ids) == 290
-    assert 0 < llm.stats.num_drafted <= 4 * (256 - 230 + 1)
+    assert llm.stats.num_drafted > 0
+    assert (llm.stats.num_drafted > 4 * (256 - 230 + 1)) == (lower is not None)
 
 
 @every_dtype
