@@ -31,7 +31,16 @@ from forerun.errors import InvalidRequest
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.loading import Progress
-from forerun.options import DtypeOption, KernelsOption, QuantizeOption, ThreadsOption, TreeOption, with_options
+from forerun.options import (
+    AdapterOption,
+    DtypeOption,
+    KernelsOption,
+    QuantizeOption,
+    ThreadsOption,
+    TreeOption,
+    adapted,
+    with_options,
+)
 from forerun.shape import StaticTree
 
 Number = TypeVar("Number", int, float)
@@ -48,6 +57,7 @@ class BenchOptions:
     draft: Annotated[str, typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR.")] = (
         f"model:{DRAFT}"
     )
+    adapter: AdapterOption = None
     widen: Annotated[bool, typer.Option("--widen", help="Bundled models at the demo's sizes, 0.5 B and 21 M.")] = False
     workload: Annotated[str | None, typer.Option(help=f"Of {WORKLOADS}; default: code,edits.")] = None
     prompts: Annotated[
@@ -70,6 +80,9 @@ class BenchOptions:
     quantize: QuantizeOption = None
     kernels: KernelsOption = "auto"
     threads: ThreadsOption = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
     def selection(self) -> Selection:
         """The cells."""
