@@ -19,6 +19,7 @@ from documented import PAGE, PHRASES, phrase_drafter
 from hostile import HOSTILE, Hostile
 from torch import Tensor
 
+from draft.adapters import adapter_of
 from draft.rounds import Beside, Row, chunked, committed, draws_of
 from draft.vocabularies import byte_level_copy
 from forerun.config import Speculation
@@ -38,16 +39,25 @@ from forerun.verify.sanitize import sanitize
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-EXITS = ("early-exit:1", "early-exit:4")
 CASCADES = (f"cascade[ngram,model:{SMALL}]", f"cascade[ngram,model:{SMALL},model:{TARGET}]")
 COPIES = TemporaryDirectory()
+ADAPTER = adapter_of(TARGET, Path(COPIES.name) / "adapter", 2, range(3, 5))  # skips a layer
+EXITS = ("early-exit:1", "early-exit:4", f"early-exit:2:{ADAPTER}")
 IN_BYTES = byte_level_copy(SMALL, Path(COPIES.name) / "in bytes")  # nearly all tokens are shared, under other ids
 IN_PIECES = byte_level_copy(SMALL, Path(COPIES.name) / "in pieces", dropped=("Ġt", "he", "Ġa"))  # too few are
 OTHERS = (f"model:{IN_BYTES}", f"model:{IN_PIECES}")
 DRAFTERS = ("ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", *EXITS, *CASCADES, *OTHERS, PAGE.name)
 NAMES = (
     *("ngram", "ngram:2", "suffix", "model:stories280k", "model:itself"),
-    *(*EXITS, "cascade-of-2", "cascade-of-3", "model:shared", "model:encoded-again", PAGE.name),
+    *(
+        *EXITS[:2],
+        "early-exit:adapted",
+        "cascade-of-2",
+        "cascade-of-3",
+        "model:shared",
+        "model:encoded-again",
+        PAGE.name,
+    ),
 )
 
 VOCAB = 512
