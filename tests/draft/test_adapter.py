@@ -294,6 +294,10 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) 
                 assert int(tree.depths().max()) <= left
         drafter.observe(committed([Row(0, text + [5] * 9)], [len(text) - 1]))
         assert drafter.outlook([0]).limit == [0]  # its text is longer than what the adapter reads
+        own = drafter.drafter
+        assert isinstance(own, EarlyExitDrafter)
+        assert own.adapted is not None
+        assert own.adapted.adapter.cache.num_rows == 0
         drafter.forget([0])
         drafter.observe(committed([Row(0, text)]))
         assert drafter.outlook([0]).limit == [left]
