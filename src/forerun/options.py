@@ -56,7 +56,6 @@ class ModelOptions:
         str | None,
         typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR, early-exit:2. None: plain."),
     ] = None
-    adapter: AdapterOption = None
     depth: Annotated[int, typer.Option(min=0, help="Tokens guessed per round.")] = DEFAULT_DEPTH
     verification: Annotated[Verification, typer.Option(help="How guesses are judged.")] = "coupled"
     dtype: DtypeOption = "auto"
@@ -67,6 +66,7 @@ class ModelOptions:
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
     tree: TreeOption = None
+    adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))

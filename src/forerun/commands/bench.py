@@ -57,7 +57,6 @@ class BenchOptions:
     draft: Annotated[str, typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR.")] = (
         f"model:{DRAFT}"
     )
-    adapter: AdapterOption = None
     widen: Annotated[bool, typer.Option("--widen", help="Bundled models at the demo's sizes, 0.5 B and 21 M.")] = False
     workload: Annotated[str | None, typer.Option(help=f"Of {WORKLOADS}; default: code,edits.")] = None
     prompts: Annotated[
@@ -80,6 +79,7 @@ class BenchOptions:
     quantize: QuantizeOption = None
     kernels: KernelsOption = "auto"
     threads: ThreadsOption = None
+    adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))

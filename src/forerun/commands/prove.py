@@ -44,7 +44,6 @@ class ProveOptions:
     model: Annotated[str, typer.Option("--model", "-m", help="Hugging Face folder or hub id of the target.")]
     draft: Annotated[str, typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR.")]
     prompts: Annotated[Path, typer.Option(help="A .jsonl with prompt, text or turns in each line, or a .txt.")]
-    adapter: AdapterOption = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests per run; prompts repeat where there are fewer.")] = 8
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="New tokens per request.")] = 48
     depth: Annotated[int, typer.Option(min=1, help="Tokens guessed per round.")] = DEFAULT_DEPTH
@@ -59,6 +58,7 @@ class ProveOptions:
     threads: ThreadsOption = None
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
+    adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
