@@ -3,6 +3,7 @@
 Most tests answer with a scripted model, so that what is shown can be told exactly; the last ones run the real pair.
 """
 
+import inspect
 import json
 import os
 import signal
@@ -16,10 +17,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import forerun
+from draft.adapters import adapter_of
 from forerun import card, cli
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.accept.stop import StopChecker
 from forerun.cache.plan import plan_memory
+from forerun.commands.bench import BenchOptions
+from forerun.commands.prove import ProveOptions
 from forerun.engine.delta import Delta, Segment
 from forerun.engine.sequence import Origin
 from forerun.errors import ModelNotFound
@@ -358,6 +362,34 @@ def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
     assert answer["stats"]["num_drafted"] > 0
     assert "plain decoding" in plain.stderr
     assert {"drafted"} < set(answer["origins"])
+
+
+def test_an_adapter_goes_with_an_exit(tmp_path: Path) -> None:
+    """It is found in the drafter's name, the text stays, and with anything else one line says what to write."""
+    folder = adapter_of(TARGET, tmp_path / "an adapter, trained", 2, range(3, 5))
+    common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--json")
+    plain = json.loads(forerun_(*common).stdout)
+    drafted = json.loads(forerun_(*common, "--draft", "early-exit:2", "--adapter", str(folder)).stdout)
+    spelt = json.loads(forerun_(*common, "--draft", f'early-exit:"2:{folder}"').stdout)
+    assert drafted["text"] == spelt["text"] == plain["text"]
+    assert drafted["stats"]["num_accepted"] == spelt["stats"]["num_accepted"] > 0
+    for draft in ((), ("-d", "ngram"), ("-d", "early-exit"), ("-d", "early-exit:2:a"), ("-d", "cascade[ngram,ngram]")):
+        refused = forerun_(*common, *draft, "--adapter", "DIR")
+        assert refused.exit_code == 2
+        assert refused.stdout == ""
+        assert "error: --adapter DIR goes with --draft early-exit:E alone" in " ".join(refused.stderr.split())
+    wrong = forerun_(*common, "--draft", "early-exit:3", "--adapter", str(folder))
+    assert wrong.exit_code == 2
+    assert "exit_layer is 2" in wrong.stderr
+
+
+def test_every_command_that_takes_a_draft_takes_an_adapter() -> None:
+    assert ModelOptions("m", draft="early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
+    assert ProveOptions("m", "early-exit:2", Path("p.txt"), adapter=Path("DIR")).draft == "early-exit:2:DIR"
+    assert BenchOptions(draft="early-exit:2", adapter=Path("a,b")).draft == 'early-exit:"2:a,b"'
+    for command in cli.app.registered_commands:
+        names = inspect.signature(command.callback).parameters  # type: ignore[arg-type]
+        assert ("draft" in names) == ("adapter" in names), command.name
 
 
 def test_the_installed_command_reports_a_wrong_model_in_one_line() -> None:

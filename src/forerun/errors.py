@@ -18,7 +18,7 @@ Each message says the offending value and what to do about it. Broken invariants
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
     │   ├── VocabularyMismatch      the drafter's tokens cannot be compared with the target's
     │   ├── PastFileError           a file of past answers is damaged, something else, or out of reach
-    │   └── WrongTarget             a drafter that reads one target's cache was given to an engine of another
+    │   └── WrongTarget             a drafter that reads one target's cache or states was given to an engine of another
     ├── DeviceUnavailable           a device, or what is needed to use it, is not there
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
@@ -96,7 +96,7 @@ class PastFileError(DraftError):
 
 
 class WrongTarget(DraftError):
-    """The drafter reads the cache of another engine's target."""
+    """The drafter reads the cache of another engine's target, or is not shown the states that it reads."""
 
 
 class DeviceUnavailable(ForerunError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -17,7 +17,8 @@ import typer
 
 from forerun.card import show_error
 from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Speculation, Verification
-from forerun.errors import ForerunError
+from forerun.draft.spec import parse_spec
+from forerun.errors import ForerunError, UnknownDrafter
 from forerun.models.bundled import BUNDLED_NAMES
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
@@ -33,6 +34,10 @@ MaxLenOption = Annotated[int | None, typer.Option(min=1, help="Context in tokens
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")]
 TreeOption = Annotated[
     Path | None, typer.Option(help="Guess trees of this shape: a file with paths of ranks, as in [[0], [1], [0, 0]].")
+]
+AdapterOption = Annotated[
+    Path | None,
+    typer.Option(help="With --draft early-exit:E, layers trained for that exit: a folder; short for early-exit:E:DIR."),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: cpu, cuda, or auto: a GPU where there is one.")]
 OneGemmOption = Annotated[
@@ -61,6 +66,10 @@ class ModelOptions:
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
     tree: TreeOption = None
+    adapter: AdapterOption = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
     def speculation(self, width: int = 1) -> Speculation:
         """How far to draft: as deep and wide as asked, or in the shape of a file."""
@@ -92,6 +101,19 @@ class AnswerOptions:
         return SamplingParams(**shown | {"seed": seed})
 
 
+def adapted(draft: str | None, adapter: Path | None) -> str | None:
+    """The draft that both options spell together. Raises UnknownDrafter where there is no exit to adapt."""
+    if adapter is None:
+        return draft
+    spec = None if draft is None else parse_spec(draft)
+    if spec is None or spec.name != "early-exit" or not (spec.argument or "").isdecimal():
+        raise UnknownDrafter(
+            f"--adapter {adapter} goes with --draft early-exit:E alone, not with {draft or 'none'!r}: write "
+            f"--draft early-exit:E, or name the folder where the exit is named, as in early-exit:E:{adapter}"
+        )
+    return str(replace(spec, argument=f"{spec.argument}:{adapter}"))
+
+
 Command = Callable[..., None]
 
 
@@ -110,11 +132,11 @@ def with_options(run: Command) -> Command:
 
     @functools.wraps(run)
     def entry(**values: Any) -> None:
-        gathered = {
-            name: group(**{option.name: values.pop(option.name) for option in fields(group)})
-            for name, group in groups.items()
-        }
         try:
+            gathered = {
+                name: group(**{option.name: values.pop(option.name) for option in fields(group)})
+                for name, group in groups.items()
+            }
             run(**values, **gathered)
         except ForerunError as error:
             show_error(error)

@@ -2,7 +2,9 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.kernels.sampling import find_sampling_kernels
@@ -66,7 +68,10 @@ def draws_of(
 
 @dataclass(slots=True)
 class Beside:
-    """A drafter beside the target that it drafts for, which has read what is final: some read in its cache."""
+    """A drafter beside the target that it drafts for, which has read what is final: some read in its cache.
+
+    Whatever features the news have, it is shown the target's own.
+    """
 
     target: Runner
     drafter: Drafter
@@ -80,11 +85,13 @@ class Beside:
         return self.drafter.arms
 
     def observe(self, news: Committed) -> None:
+        features = []
         for seq_id, tokens, _ in news.rows():
             if tokens:
-                self.target.read([Read(seq_id, tokens)])
+                features.append(self.target.read([Read(seq_id, tokens)], self.taps).taps)
                 self.target.keep([seq_id], [range(len(tokens))])
-        self.drafter.observe(news)
+        shown = [taps for taps in features if taps is not None]
+        self.drafter.observe(replace(news, features=torch.cat(shown) if shown else None))
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         draft = self.drafter.propose(draws, budgets, tail)

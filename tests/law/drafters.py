@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from documented import PAGE, PHRASES, phrase_drafter
 
+from draft.adapters import adapter_of
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
 from forerun.draft.build import DraftContext, plan_drafter
@@ -37,6 +38,7 @@ DRAFTERS = {
     "model:encoded-again": f"model:{copied(Path(COPIES.name) / 'in pieces', dropped=('Ġt', 'he', 'Ġa'))}",  # too few
     "early-exit:1": "early-exit:1",
     "early-exit:4": "early-exit:4",
+    "early-exit:adapted": f"early-exit:2:{adapter_of(TARGET, Path(COPIES.name) / 'adapter', 2, range(3, 5))}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
     PAGE.name: PAGE.name,

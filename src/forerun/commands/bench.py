@@ -31,7 +31,16 @@ from forerun.errors import InvalidRequest
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.loading import Progress
-from forerun.options import DtypeOption, KernelsOption, QuantizeOption, ThreadsOption, TreeOption, with_options
+from forerun.options import (
+    AdapterOption,
+    DtypeOption,
+    KernelsOption,
+    QuantizeOption,
+    ThreadsOption,
+    TreeOption,
+    adapted,
+    with_options,
+)
 from forerun.shape import StaticTree
 
 Number = TypeVar("Number", int, float)
@@ -70,6 +79,10 @@ class BenchOptions:
     quantize: QuantizeOption = None
     kernels: KernelsOption = "auto"
     threads: ThreadsOption = None
+    adapter: AdapterOption = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
     def selection(self) -> Selection:
         """The cells."""

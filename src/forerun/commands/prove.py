@@ -19,6 +19,7 @@ from forerun.config import DEFAULT_DEPTH, Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import (
+    AdapterOption,
     DeviceOption,
     DtypeOption,
     KernelsOption,
@@ -26,6 +27,7 @@ from forerun.options import (
     OneGemmOption,
     QuantizeOption,
     ThreadsOption,
+    adapted,
     with_options,
 )
 from forerun.prove.prompts import FilePrompt, read_prompts
@@ -56,6 +58,10 @@ class ProveOptions:
     threads: ThreadsOption = None
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
+    adapter: AdapterOption = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
     def workload(self) -> Workload:
         """The same as numbers to run."""

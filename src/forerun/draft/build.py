@@ -25,6 +25,7 @@ from forerun.draft.transcript import Transcriber
 from forerun.draft.translate import TranslatingDrafter
 from forerun.draft.vocab import ENOUGH, SharedTokens, Vocabulary, shared_ids, shared_weight
 from forerun.errors import TokenizerError, UnknownDrafter, VocabularyMismatch
+from forerun.models.adapter import plan_adapter
 from forerun.models.loading import Blueprint, Progress
 from forerun.models.runner import Runner
 from forerun.text import Tokenizer
@@ -170,19 +171,30 @@ def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`early-exit:E`: the target's first E layers, its norm and its head, in its own cache."""
+    """`early-exit:E[:DIR]`: the target's first E layers, its norm and its head; between them the adapter in DIR."""
     refuse_members(spec)
     layers = context.target.config.layers
     if layers < 2:
         refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")
-    if spec.argument is None or not spec.argument.isdecimal() or not 1 <= int(spec.argument) < layers:
+    exit_layer, colon, folder = (spec.argument or "").partition(":")
+    if not exit_layer.isdecimal() or not 1 <= int(exit_layer) < layers:
         refuse(
             spec,
             f"the argument is the number of layers that guess: at least 1 and at most {layers - 1}, as the target has "
             f"{layers}, for instance early-exit:{max(1, layers // 4)}",
         )
-    layer = int(spec.argument)
-    return DraftPlan(0, {}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
+    layer = int(exit_layer)
+    if not colon:
+        return DraftPlan(0, {}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
+    if not folder:
+        refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out")
+    name, adapter = str(spec), plan_adapter(folder, context.target, layer)
+
+    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> EarlyExitDrafter:
+        above = adapter.load(cache_tokens[name], progress, target.decoder.config.max_positions, target.decoder)
+        return EarlyExitDrafter(target, layer, above)
+
+    return DraftPlan(adapter.weights_bytes, {name: adapter.bytes_per_token}, build, adapter.fingerprint)
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:

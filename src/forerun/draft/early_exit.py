@@ -2,11 +2,11 @@
 
 Decides what is read, where, and what of it the target's pass need not read again. Root and guesses go through the
 layers below the exit, in the target's own cache, into the slots where verification wants them; there is no other model
-and no other cache. All committed text has been read by the target, so there is nothing to catch up with and nothing to
-remember. A chain's keys, values and states are handed on with the draft (`Resume`): these layers compute the same bits
-for one token as for many, so the target's pass begins at the exit, but for the last guess, which nobody has read. A
-tree's are not, as its nodes lie elsewhere in the target's pass, and nor are those of passes of fixed shape: these are
-read anew. How trees grow is `expand`'s business.
+and, without an adapter, no other cache. All committed text has been read by the target, so there is nothing to catch up
+with and nothing to remember; what an adapter reads is `adapter`'s business. A chain's keys, values and states are
+handed on with the draft (`Resume`): these layers compute the same bits for one token as for many, so the target's pass
+begins at the exit, but for the last guess, which nobody has read. A tree's are not, as its nodes lie elsewhere in the
+target's pass, and nor are those of passes of fixed shape: these are read anew. How trees grow is `expand`'s business.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft import chains, loop
+from forerun.draft.adapter import AdaptedRunner
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook, Resume
 from forerun.draft.chain_graph import ChainGraph
 from forerun.draft.expand import Place, expand
@@ -52,22 +53,30 @@ class Wish:
 
 
 class EarlyExitDrafter:
-    """Drafts with the first `layer` layers of `target`, for engines that run on this very runner."""
+    """Drafts with the first `layer` layers of `target`, for engines that run on this very runner.
 
-    taps: tuple[int, ...] = ()
+    An `adapter` is a runner that reads their states, and has the target's head, in a cache of its own.
+    """
+
     arms: tuple[str, ...] = ("early-exit",)
 
-    def __init__(self, target: Runner, layer: int) -> None:
+    def __init__(self, target: Runner, layer: int, adapter: Runner | None = None) -> None:
         self.target = target
         self.layer = layer
-        self.runner = target.lower(layer)
+        self.lower = target.lower(layer)
+        self.adapted = None if adapter is None else AdaptedRunner(self.lower, adapter)
+        self.runner = self.adapted or self.lower
+        self.taps: tuple[int, ...] = () if adapter is None else (layer,)
         self.told: dict[int, int] = {}  # committed tokens of each sequence, roots not counted
         self.graph: ChainGraph | None = None
         if isinstance(self.runner, GraphRunner):
             self.graph = ChainGraph(self.runner, lambda logits: logits, target.decoder.config.vocab_size)
 
     def observe(self, news: Committed) -> None:
-        """Count what became final. Raises WrongTarget where the target's cache does not hold it."""
+        """Count what became final, and let the adapter read it.
+
+        Raises WrongTarget where the target's cache does not hold it, or where an adapter is not shown its states.
+        """
         for seq_id, tokens, _ in news.rows():
             self.told[seq_id] = self.told.get(seq_id, 0) + len(tokens)
             if self.target.length(seq_id) != self.told[seq_id]:
@@ -76,21 +85,23 @@ class EarlyExitDrafter:
                     f"{self.target.length(seq_id)} tokens of sequence {seq_id} where {self.told[seq_id]} are final: "
                     f"build one for this engine, as LLM(model, draft='early-exit:{self.layer}') does"
                 )
+        if self.adapted is not None:
+            self.adapted.learn(news)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the lower layers; the root alone where text or memory is full."""
         wishes = self.wishes(draws, budgets, tail)
         self.runner.drop(draws.seq_ids)
-        passes = Passes(self.runner, draws.seq_ids, noted=self.target.resumes and tail is None)
+        passes = Passes(self.runner, draws.seq_ids, noted=self.lower.resumes and tail is None)
         wishes, logits = passes.read_roots(wishes)
         granted = {wish.row: wish.budget for wish in wishes}
         draft = self.grow(draws, granted, logits, passes) if wishes else self.nothing(draws)
         chained = [wish for wish in wishes if wish.budget.width == 1 and passes.noted]
         if chained:
-            self.runner.hand_over([wish.seq_id for wish in chained])
+            self.lower.hand_over([wish.seq_id for wish in chained])
             resume = passes.resume(self.layer, {wish.row for wish in chained}, draft.tree.tokens.shape[1])
             draft = replace(draft, resume=resume)
-        self.runner.drop([wish.seq_id for wish in wishes if wish not in chained])
+        self.lower.drop([wish.seq_id for wish in wishes if wish not in chained])
         return replace(draft, pass_s=passes.pass_s)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Tensor, passes: Passes) -> Draft:
@@ -128,7 +139,8 @@ class EarlyExitDrafter:
             return 0
         config, blocks = self.target.decoder.config, self.target.cache.blocks
         window = min(config.max_positions, blocks.num_blocks * blocks.block_size)
-        return max(0, window + 1 - self.told[seq_id] - num_late)
+        room = max(0, window + 1 - self.told[seq_id] - num_late)
+        return room if self.adapted is None else min(room, self.adapted.room(seq_id, num_late))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """Nothing is ever unread; drafts reach as far as context and cache."""
@@ -136,12 +148,14 @@ class EarlyExitDrafter:
         return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=[None] * len(seq_ids))
 
     def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """All of each prefix: what the target has read is read."""
-        return [len(prefix) for prefix in prefixes]
+        """All of each prefix: what the target has read is read. Of an adapter's nothing, without its states."""
+        return [len(prefix) if self.adapted is None else 0 for prefix in prefixes]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Count these sequences no more; unknown ones are none. Their keys and values are the target's."""
-        self.runner.hand_over(seq_ids)
+        self.lower.hand_over(seq_ids)
+        if self.adapted is not None:
+            self.adapted.forget(seq_ids)
         for seq_id in seq_ids:
             self.told.pop(seq_id, None)
 
@@ -154,7 +168,7 @@ class Passes:
     to be `noted`: row of the round and node of its tree. `numbers` are their places in the sequences' tails.
     """
 
-    runner: Runner
+    runner: Runner | AdaptedRunner
     seq_ids: Sequence[int]
     noted: bool
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)

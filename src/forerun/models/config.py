@@ -142,6 +142,11 @@ def read_config(folder: Path) -> ModelConfig:
     damaged JSON. Warns where no end-of-sequence token is named.
     """
     fields = read_fields(folder / "config.json")
+    return config_of(fields, *read_special_ids(folder, fields))
+
+
+def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ()) -> ModelConfig:
+    """The configuration that these fields of config.json spell, with these special ids."""
     family = find_family(fields)
     refuse_options(fields)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
@@ -150,7 +155,6 @@ def read_config(folder: Path) -> ModelConfig:
     if heads % kv_heads:
         raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads, {heads}: correct it")
     positions = fields.whole("max_position_embeddings")
-    bos, eos = read_special_ids(folder, fields)
     return ModelConfig(
         family=family.name,
         vocab_size=fields.whole("vocab_size"),

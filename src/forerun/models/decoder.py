@@ -83,7 +83,8 @@ class Decoder:
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers and the head are 8-bit ones; embedding, norms and attention are of `dtype`.
     `make` turns weight and bias into a layer where that is not this machine's CPU's business; it excludes `kernels`,
-    and attention is the reader's business then.
+    and attention is the reader's business then. Under a `host` these layers are read from its states: embedding and
+    head are the host's own.
     """
 
     def __init__(
@@ -94,18 +95,25 @@ class Decoder:
         quantize: bool = False,
         kernels: Kernels | None = None,
         make: MakeLinear | None = None,
+        host: Decoder | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.make = make or partial(make_linear, quantize=quantize, kernels=kernels)
         self.query_rule = EACH_ALONE if kernels or make else self.ask_query_rule()
-        self.embedding = take("model.embed_tokens.weight", (config.vocab_size, config.hidden)).to(dtype)
+        table = (config.vocab_size, config.hidden)
+        self.embedding: Tensor = host.embedding if host else take("model.embed_tokens.weight", table).to(dtype)
         self.layers = [self.load_layer(take, i) for i in range(config.layers)]
         self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)
-        head = self.embedding if config.tied else take("lm_head.weight", (config.vocab_size, config.hidden))
-        self.head = self.make(head.to(dtype))
+        self.head: Linear = host.head if host else self.make_head(take)
         self.rope = rope_tables(config).to(self.embedding.device)
         self.native = kernels.decoder(config, self.layers, self.norm, self.head) if kernels else None
+
+    def make_head(self, take: Take) -> Linear:
+        """The head, the embedding's weights packed once more where the two are tied."""
+        c = self.config
+        weight = self.embedding if c.tied else take("lm_head.weight", (c.vocab_size, c.hidden))
+        return self.make(weight.to(self.dtype))
 
     def lower(self, num_layers: int) -> Decoder:
         """The first layers under the same norm and head, as a decoder of its own: the same tensors, no copies.

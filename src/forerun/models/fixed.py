@@ -96,12 +96,16 @@ def leading(path: Sequence[int]) -> range:
 
 
 class Inputs:
-    """The tables of a pass on the device: views of one buffer, which `fill` sets in one copy."""
+    """The tables of a pass on the device: views of one buffer, which `fill` sets in one copy.
+
+    With an `embedding` there are `states`, as wide as its rows, to be read in place of the tokens' own.
+    """
 
     COLUMNS = ("tokens", "positions", "slots", "prefixes", "homes", "starts", "firsts", "counts", "shared")
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: Shape, device: torch.device, embedding: Float[Tensor, "v hidden"] | None = None) -> None:
         self.shape = shape
+        self.states = None if embedding is None else embedding.new_zeros(shape.rows, embedding.shape[1])
         rows, sizes = shape.rows, [max(ALIGNED, shape.rows)] * len(self.COLUMNS)
         self.flat = torch.zeros(sum(sizes) + shape.judged + rows * shape.path, dtype=torch.int32, device=device)
         *columns, judged, paths = self.flat.split([*sizes, shape.judged, rows * shape.path])
@@ -160,7 +164,7 @@ def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps
     shape = Heads(c.heads, c.kv_heads, c.head_dim, c.norm_eps)
     where = inputs.key_map(cache.blocks.block_size)
     turns, at = (decoder.rope.cos, decoder.rope.sin), (columns["positions"], columns["slots"])
-    x, delta = decoder.embedding[columns["tokens"]], None
+    x, delta = decoder.embedding[columns["tokens"]] if inputs.states is None else inputs.states, None
     kept: dict[int, Tensor] = {}
     for i, layer in enumerate(decoder.layers):
         x, normed = ops.add_norm(x, delta, layer.attention_norm, c.norm_eps)

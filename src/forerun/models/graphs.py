@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
@@ -79,7 +80,7 @@ class GraphRunner(Runner):
         self.device = cache.keys.device
         self.ops = ops_for(self.device)
         self.graphs = Graphs(self.device)
-        self.tables: dict[Shape, Inputs] = {}
+        self.tables: dict[tuple[Shape, bool], Inputs] = {}
         c = decoder.config
         self.tile = tile_rows(c.heads, c.kv_heads)
         num_slots = cache.blocks.num_blocks * cache.blocks.block_size
@@ -88,18 +89,25 @@ class GraphRunner(Runner):
 
     @torch.inference_mode()
     def read(
-        self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None, begun: Begun | None = None
+        self,
+        reads: Sequence[Read],
+        taps: Sequence[int] = (),
+        drawn: Drawn | None = None,
+        begun: Begun | None = None,
+        inputs: Float[Tensor, "total hidden"] | None = None,
     ) -> States:
         """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room."""
         assert begun is None, "a pass of fixed shape begins at the first layer"
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
         layout, judged = self.lay_out(reads)
         shape = self.shape_of(layout, len(judged))
-        inputs = self.inputs_of(shape)
-        inputs.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
+        tables = self.tables_of(shape, inputs is not None)
+        tables.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
         if drawn is not None:
-            place(drawn, inputs.columns["tokens"])
-        outputs = self.run(inputs, tuple(taps))
+            place(drawn, tables.columns["tokens"])
+        if tables.states is not None and inputs is not None:
+            tables.states[: len(inputs)] = inputs
+        outputs = self.run(tables, tuple(taps))
         total = len(layout.tokens)
         logits = outputs.hidden.new_empty(0, self.decoder.config.vocab_size, dtype=torch.float32)
         return States(
@@ -131,13 +139,14 @@ class GraphRunner(Runner):
         size = -(-rows // LARGE_STEP) * LARGE_STEP
         return Shape(size, path, power_of_two(num_judged) if num_judged else 0, -(-layout.num_keys // SPLIT) * SPLIT)
 
-    def inputs_of(self, shape: Shape) -> Inputs:
-        """Tables of this shape: always the same ones where a graph refers to them."""
+    def tables_of(self, shape: Shape, of_states: bool) -> Inputs:
+        """Tables of this shape, for tokens or states: always the same ones where a graph refers to them."""
+        embedding = self.decoder.embedding if of_states else None
         if shape.rows > CAPTURED_ROWS or not self.graphs.enabled:
-            return Inputs(shape, self.device)
-        if shape not in self.tables:
-            self.tables[shape] = Inputs(shape, self.device)
-        return self.tables[shape]
+            return Inputs(shape, self.device, embedding)
+        if (shape, of_states) not in self.tables:
+            self.tables[shape, of_states] = Inputs(shape, self.device, embedding)
+        return self.tables[shape, of_states]
 
     def run(self, inputs: Inputs, taps: tuple[int, ...]) -> Outputs:
         """The pass over these tables, replayed where its shape is captured."""
@@ -145,7 +154,8 @@ class GraphRunner(Runner):
         def body() -> Outputs:
             return run_pass(self.decoder, self.ops, inputs, self.cache, taps)
 
-        return self.graphs.run(None if inputs.shape.rows > CAPTURED_ROWS else (inputs.shape, taps), body)
+        key = (inputs.shape, taps, inputs.states is not None)
+        return self.graphs.run(None if inputs.shape.rows > CAPTURED_ROWS else key, body)
 
 
 def place(drawn: Drawn, tokens: Tensor) -> None:

@@ -31,6 +31,7 @@ from forerun.text import Tokenizer
 Progress = Callable[[str, float], None]  # (what is going on, fraction done)
 
 SAMPLE_BYTES = 1 << 20
+FINAL_NORM = "model.norm.weight"
 
 
 def checkpoint_label(model: str) -> str:
@@ -129,13 +130,21 @@ class Blueprint:
         num_tokens: int,
         progress: Progress | None = None,
         max_len: int | None = None,
+        host: Decoder | None = None,
     ) -> Runner:
-        """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told)."""
+        """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told).
+
+        With a `host` it is layers that read that decoder's states and speak with its head; and with its norm, if the
+        checkpoint has none.
+        """
         c = replace(self.config, max_positions=min(max_len or self.config.max_positions, self.config.max_positions))
+        c = c if host is None else replace(c, vocab_size=host.config.vocab_size)
         checkpoint, done = Checkpoint(self.folder, self.dtype), 0
 
         def take(name: str, shape: tuple[int, ...]) -> Tensor:
             nonlocal done
+            if host is not None and name == FINAL_NORM and name not in checkpoint:
+                return host.norm
             tensor = checkpoint.take(name, shape)
             done += tensor.numel() * tensor.element_size()
             if progress is not None:
@@ -144,9 +153,9 @@ class Blueprint:
 
         if self.placement.fixed:
             make = device_linears(self.placement)
-            return GraphRunner.of(Decoder(c, take, self.dtype, make=make), num_tokens)
+            return GraphRunner.of(Decoder(c, take, self.dtype, make=make, host=host), num_tokens)
         kernels = find_kernels(self.kernels, self.dtype, progress)
-        return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8", kernels), num_tokens)
+        return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8", kernels, host=host), num_tokens)
 
     def sampling_kernels(self) -> SamplingKernels | None:
         """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""

@@ -158,11 +158,17 @@ class Runner:
 
     @torch.inference_mode()
     def read(
-        self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None, begun: Begun | None = None
+        self,
+        reads: Sequence[Read],
+        taps: Sequence[int] = (),
+        drawn: Drawn | None = None,
+        begun: Begun | None = None,
+        inputs: Float[Tensor, "total hidden"] | None = None,
     ) -> States:
         """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room.
 
-        Tokens that are `begun` are read from their layer on; taps are then of that layer or later ones.
+        Tokens that are `begun` are read from their layer on; taps are then of that layer or later ones. `inputs`,
+        packed over the reads, are states to read in place of the tokens' embeddings.
         """
         reads = reads if drawn is None else drawn.resolve(reads)
         counts = [len(r.tokens) + (0 if r.seq_id in self.tails else r.scratch) for r in reads]
@@ -172,7 +178,7 @@ class Runner:
         self.cache.reserve([r.seq_id for r in reads], counts)
         batch = self.pack(reads)
         if begun is None:
-            hidden = self.decoder.forward(batch, self.cache, taps=taps)
+            hidden = self.decoder.forward(batch, self.cache, inputs=inputs, taps=taps)
         else:
             hidden = self.resume(batch, taps, begun, begun.places(reads))
         firsts = itertools.accumulate((len(r.tokens) for r in reads), initial=0)

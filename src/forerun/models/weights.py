@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -236,7 +237,12 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
                 stacklevel=2,
             )
             config = replace(config, tied=False)
-    shapes = tensor_shapes(config)
+    check_tensors(tensor_shapes(config), checkpoint)
+    return config
+
+
+def check_tensors(shapes: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:
+    """Judge tensors by their headers, and warn of layers' tensors that are not among them. Raises as `take` does."""
     for name, shape in shapes.items():
         checkpoint.find(name, shape)
     unread = [n for n in checkpoint.stored if n.startswith("model.layers.") and n not in shapes]
@@ -244,8 +250,7 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     if unread:
         some = ", ".join(unread[:3])
         message = f"{checkpoint.folder}: {len(unread)} tensors are not read, among them {some}: is config.json right?"
-        warnings.warn(message, UserWarning, stacklevel=2)
-    return config
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

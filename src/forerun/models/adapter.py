@@ -1,0 +1,52 @@
+"""An adapter: trained layers between an exit of a target and its norm and head (Kangaroo, 2404.18911).
+
+Decides what a folder must hold to be one: a config.json of any family, with the target's hidden size and the exit it
+was trained for, and the layers' tensors. Embedding and head are the target's; so is the norm before the head where the
+folder has none. Device, number format and kernels follow the target's. Knows nothing of how adapters are drafted with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from forerun.models.config import config_of, read_fields
+from forerun.models.loading import FINAL_NORM, Blueprint
+from forerun.models.weights import Checkpoint, check_tensors, find_checkpoint, tensor_shapes
+
+
+def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
+    """The adapter in the folder `model`, for the exit before layer `layer` of `target`, to be loaded under a host.
+
+    Its own vocabulary is empty. Raises ModelError for a folder that cannot be used, or not there.
+    """
+    folder, of = find_checkpoint(model), target.config
+    defaults = {
+        "vocab_size": of.vocab_size,
+        "max_position_embeddings": of.max_positions,
+        "rms_norm_eps": of.norm_eps,
+    }
+    read = read_fields(folder / "config.json")
+    fields = replace(read, values=defaults | dict(read.values))
+    trained_for = fields.whole("exit_layer")
+    if trained_for != layer:
+        wanted = f"write early-exit:{trained_for}:{model}, or name an adapter that was trained for exit {layer}"
+        raise fields.refuse("exit_layer", f"it is not for exit {layer}: {wanted}")
+    config = replace(config_of(fields), vocab_size=0, tied=False)
+    if config.hidden != of.hidden:
+        wanted = f"{target.name} has {of.hidden}: name an adapter that was trained for it"
+        raise fields.refuse("hidden_size", wanted)
+    checkpoint = Checkpoint(folder, target.dtype)
+    kept = {n: s for n, s in tensor_shapes(config).items() if n.startswith("model.layers.") or n == FINAL_NORM}
+    shapes = {n: s for n, s in kept.items() if n != FINAL_NORM or n in checkpoint}
+    check_tensors(shapes, checkpoint)
+    return Blueprint(
+        name=model,
+        folder=folder,
+        config=config,
+        dtype=target.dtype,
+        num_bytes=sum(map(math.prod, shapes.values())) * target.dtype.itemsize,
+        quantize=target.quantize,
+        kernels=target.kernels,
+        placement=target.placement,
+    )

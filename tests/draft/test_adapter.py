@@ -1,0 +1,406 @@
+"""Adapters against exits without one, against deeper exits, against plain decoding, and against reading all anew."""
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draft.adapters import STRANGE, adapter_of, silent_adapter, strange_adapter, written
+from draft.rounds import Beside, Row, committed, draws_of
+from forerun.config import EngineOptions, Speculation, Verification
+from forerun.device import Placement
+from forerun.draft.base import Budget
+from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.engine.engine import Engine
+from forerun.errors import (
+    ForerunError,
+    MissingWeights,
+    ModelNotFound,
+    UnknownDrafter,
+    UnsupportedModel,
+    WrongShape,
+    WrongTarget,
+)
+from forerun.kernels.sampling import find_sampling_kernels
+from forerun.llm import LLM
+from forerun.models.graphs import GraphRunner
+from forerun.models.runner import Read, Runner
+from forerun.sampling.params import SamplingParams
+from law.fuzz import Bench, rows_of
+from unchecked import unchecked
+
+STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260k"
+VOCAB, LAYERS = 512, 5
+FORMATS = ("float32", "bfloat16", "int8", pytest.param("float32 by torch", marks=pytest.mark.full), "bfloat16 by torch")
+CHAINS = (Speculation(2), Speculation(5), Speculation(4))
+MIXED = (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2))
+Benches = Callable[[str], Bench]
+
+
+@pytest.fixture(scope="module")
+def bench_of() -> Benches:
+    return cache(lambda name: Bench.of(STORIES, STORIES, name))
+
+
+def story(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [1, *(rng.randrange(3, VOCAB) for _ in range(length - 1))]
+
+
+def context(bench: Bench) -> DraftContext:
+    return DraftContext(bench.target, bench.target.tokenizer())
+
+
+def drafter_of(
+    bench: Bench, runner: Runner, spec: str, num_tokens: int = 2048, block_size: int = 16
+) -> EarlyExitDrafter:
+    """The drafter that a specification spells, for this runner, its adapter's cache in small blocks."""
+    plan = plan_drafter(spec, context(bench))
+    drafter = plan.build(dict.fromkeys(plan.bytes_per_token, 0), None, runner)
+    assert isinstance(drafter, EarlyExitDrafter)
+    if drafter.adapted is None:
+        return drafter
+    adapter = type(runner).of(drafter.adapted.adapter.decoder, num_tokens, block_size)
+    return EarlyExitDrafter(runner, drafter.layer, adapter)
+
+
+def beside(bench: Bench, spec: str) -> Beside:
+    runner = bench.with_cache(bench.runner, 2048)
+    return Beside(runner, drafter_of(bench, runner, spec))
+
+
+def adapter_rows(drafter: Beside | EarlyExitDrafter, seq_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an adapter's cache holds of a sequence."""
+    own = drafter.drafter if isinstance(drafter, Beside) else drafter
+    assert isinstance(own, EarlyExitDrafter)
+    assert own.adapted is not None
+    return rows_of(own.adapted.adapter, seq_id)
+
+
+@pytest.mark.parametrize("kind", ["silent", "next layer", "next two layers"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
+    bench_of: Benches, name: str, kind: str, tmp_path: Path
+) -> None:
+    """To the bit, after any history: a layer that adds nothing is none, the target's own next ones are a later exit."""
+    rng, bench, layer = random.Random(kind), bench_of(name), 2
+    deeper = {"silent": 0, "next layer": 1, "next two layers": 2}[kind]
+    folder = tmp_path / "a"
+    if deeper == 0:
+        silent_adapter(folder, layer)
+    else:
+        adapter_of(STORIES, folder, layer, range(layer, layer + deeper), norm=deeper == 2)
+    ours, theirs = beside(bench, f"early-exit:{layer}:{folder}"), beside(bench, f"early-exit:{layer + deeper}")
+    texts = {seq_id: story(3 + 20 * seq_id, seq_id) for seq_id in range(4)}
+    news = committed([Row(s, t) for s, t in texts.items()])
+    num_guesses = 0
+    for number in range(8):
+        for drafter in (ours, theirs):
+            drafter.observe(news)
+        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
+        budgets = [Budget(rng.randint(0, 5), 1 if number % 3 else 2, rng.randint(4, 9)) for _ in rows]
+        draws = draws_of(rows, VOCAB, temperature=rng.choice([0.0, 1.0]), rejection=number % 4 == 3)
+        found, expected = ours.propose(draws, budgets).tree, theirs.propose(draws, budgets).tree
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.parents, expected.parents)
+        assert (found.q is None) == (expected.q is None)
+        if found.q is not None and expected.q is not None:
+            assert torch.equal(found.q.dense(VOCAB), expected.q.dense(VOCAB))
+        num_guesses += int(found.valid.sum()) - len(rows)
+        for i, row in enumerate(rows):
+            chain = [token for token in found.tokens[i, 1:].tolist() if token >= 0]
+            texts[row.seq_id] += [*chain[: rng.randint(0, len(chain))], rng.randrange(3, VOCAB)]
+        news = committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows])
+    assert num_guesses > 20
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_after_any_history_it_holds_what_reading_anew_leaves(bench_of: Benches, name: str, tmp_path: Path) -> None:
+    """Chains and trees of which any path came true, drafts that were made twice, sequences that left and came back."""
+    rng, bench = random.Random(5), bench_of(name)
+    spec = f"early-exit:2:{strange_adapter(tmp_path / 'a', 2, layers=2)}"
+    drafter, read = beside(bench, spec), []
+    own = drafter.drafter
+    assert isinstance(own, EarlyExitDrafter)
+    assert own.adapted is not None
+    adapter = own.adapted.adapter
+    plain_read = adapter.read
+
+    def reading(reads: list[Read], **more: torch.Tensor) -> object:
+        read.append(sum(len(r.tokens) for r in reads))
+        return plain_read(reads, **more)
+
+    adapter.read = reading  # type: ignore[assignment,method-assign]
+    texts = {seq_id: story(2 + 30 * seq_id, seq_id) for seq_id in range(4)}
+    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
+    num_known = num_late = 0
+    for number in range(12):
+        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
+        for _ in range(rng.randint(1, 2)):
+            budgets = [Budget(rng.randint(1, 5), rng.choice([1, 1, 3]), rng.randint(5, 12)) for _ in rows]
+            draft = drafter.propose(draws_of(rows, VOCAB, temperature=number % 2), budgets)
+        children = draft.tree.children().tolist()
+        for b, row in enumerate(rows):
+            node = 0
+            while rng.random() < 0.8 and (below := [c for c in children[b][node] if c >= 0]):
+                node = rng.choice(below)
+                texts[row.seq_id].append(int(draft.tree.tokens[b, node]))
+            texts[row.seq_id].append(rng.randrange(3, VOCAB))
+        num_reads = len(read)
+        drafter.observe(committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows]))
+        num_late += sum(read[num_reads:])
+        num_known += sum(len(texts[r.seq_id]) - len(r.text) for r in rows) - sum(read[num_reads:])
+        assert not adapter.tails
+        assert not own.adapted.guesses
+        adapter.cache.check()
+        anew = beside(bench, spec)
+        anew.observe(committed([Row(r.seq_id, texts[r.seq_id]) for r in rows]))
+        for row in rows:
+            for found, expected in zip(adapter_rows(drafter, row.seq_id), adapter_rows(anew, row.seq_id), strict=True):
+                assert torch.equal(found, expected)
+        if number % 4 == 3:
+            gone = rng.choice(sorted(texts))
+            drafter.forget([gone])
+            assert gone not in adapter.cache
+            drafter.observe(committed([Row(gone, texts[gone])]))
+    assert num_known > num_late > 0  # most of what came true was not read again
+
+
+def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **options: object) -> Engine:
+    engine = bench.engine(None, num_tokens, options=EngineOptions(**options))  # type: ignore[arg-type]
+    engine.drafter = drafter_of(bench, engine.runner, spec, adapter_tokens)
+    engine.kernels = find_sampling_kernels() if bench.target.kernels == "auto" else None
+    return engine
+
+
+def texts_of(
+    bench: Bench, engine: Engine, count: int, shapes: tuple[Speculation, ...], greedy: bool = False
+) -> list[object]:
+    """Submitted: prompts of any length, greedy and sampled in turn, some with more to ask."""
+    rng, texts = random.Random(count), []
+    requests = bench.requests()
+    for i in range(count):
+        more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and not greedy else {}
+        params = SamplingParams(temperature=0.0 if greedy else i % 2, seed=i, max_tokens=20, ignore_eos=True, **more)
+        wish = shapes[i % len(shapes)] if engine.drafter else Speculation(0)
+        texts += requests.sequences(story(rng.choice([1, 2, 30, 70]), i), params, wish)
+        engine.submit(texts[-1])
+    return texts
+
+
+def run(engine: Engine, texts: list[object], anew: Callable[[], Beside] | None = None) -> list[list[int]]:
+    """All rounds; with `anew` the adapter's cache is compared now and then with one that is told all at once."""
+    with unchecked():
+        for number in range(10_000):
+            if not engine.has_work:
+                break
+            engine.step()
+            engine.runner.cache.check()
+            if anew is not None and number % 5 == 4:
+                check(engine, anew())
+    return [text.tokens for text in texts]  # type: ignore[attr-defined]
+
+
+def check(engine: Engine, anew: Beside) -> None:
+    """What the adapter knows of each sequence is what it would know of its text."""
+    drafter = engine.drafter
+    assert isinstance(drafter, EarlyExitDrafter)
+    assert drafter.adapted is not None
+    drafter.adapted.adapter.cache.check()
+    texts = [t for t in engine.sequences.values() if t.num_read and t.id in drafter.told]
+    anew.observe(committed([Row(t.id, t.tokens[: t.num_read + 1]) for t in texts]))
+    for text in texts:
+        if text.id in drafter.adapted.lost:
+            assert text.id not in drafter.adapted.adapter.cache
+            continue
+        for found, expected in zip(adapter_rows(drafter, text.id), adapter_rows(anew, text.id), strict=True):
+            assert torch.equal(found, expected)
+
+
+def plain(bench: Bench, count: int, greedy: bool = False) -> list[list[int]]:
+    engine = bench.engine()
+    return run(engine, texts_of(bench, engine, count, (Speculation(0),), greedy))
+
+
+@pytest.mark.parametrize(("batch", "shapes"), [(1, MIXED), (5, MIXED), (5, CHAINS)], ids=["alone", "mixed", "chains"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_are_those_of_plain_decoding(
+    bench_of: Benches, name: str, batch: int, shapes: tuple[Speculation, ...], tmp_path: Path
+) -> None:
+    """Beside prompts in chunks, in caches of which rows are sent back, and of which the adapter's is the smaller."""
+    bench, spec = bench_of(name), f"early-exit:2:{adapter_of(STORIES, tmp_path / 'a', 2, range(3, 5))}"
+    sizes = (256, 200) if batch > 1 else (2048, 2048)
+    engine = engine_of(bench, spec, *sizes, max_batch=batch, chunk_tokens=24)
+    texts = texts_of(bench, engine, batch + 1, shapes)
+    assert run(engine, texts, lambda: beside(bench, spec)) == plain(bench, batch + 1)
+    assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
+    drafter = engine.drafter
+    assert isinstance(drafter, EarlyExitDrafter)
+    assert drafter.adapted is not None
+    assert not any((drafter.told, drafter.adapted.lost, drafter.adapted.guesses, drafter.adapted.adapter.tails))
+    assert drafter.adapted.adapter.cache.num_rows == 0
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_under_rejection_rules_greedy_tokens_are_plain_too(
+    bench_of: Benches, verification: Verification, tmp_path: Path
+) -> None:
+    bench, spec = bench_of("float32"), f"early-exit:2:{adapter_of(STORIES, tmp_path / 'a', 2, range(3, 5))}"
+    engine = engine_of(bench, spec, 2048, 2048, verification=verification)
+    assert run(engine, texts_of(bench, engine, 5, MIXED, greedy=True)) == plain(bench, 5, greedy=True)
+    assert engine.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("norm", [False, True])
+def test_all_that_is_left_of_the_target_is_always_right(
+    bench_of: Benches, name: str, norm: bool, tmp_path: Path
+) -> None:
+    """Greedy and sampled, in chains and trees: an adapter that is the target's upper layers is the target."""
+    bench, spec = bench_of(name), f"early-exit:3:{adapter_of(STORIES, tmp_path / 'a', 3, range(3, LAYERS), norm)}"
+    engine = engine_of(bench, spec, 4096, 4096)
+    assert run(engine, texts_of(bench, engine, 4, CHAINS)) == plain(bench, 4)
+    assert engine.stats.num_accepted == engine.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize("num_tokens", [0, 64, 192])
+def test_an_adapter_short_of_memory_changes_nothing(bench_of: Benches, num_tokens: int, tmp_path: Path) -> None:
+    bench, spec = bench_of("float32"), f"early-exit:2:{adapter_of(STORIES, tmp_path / 'a', 2, range(2, 3))}"
+    engine = engine_of(bench, spec, 4096, num_tokens)
+    assert run(engine, texts_of(bench, engine, 5, MIXED), lambda: beside(bench, spec)) == plain(bench, 5)
+    assert (engine.stats.num_drafted > 0) == (num_tokens > 0)
+
+
+def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) -> None:
+    """In the adapter's cache, with room for so many tokens more than the text; and in its positions."""
+    bench, text = bench_of("float32"), story(60, 0)
+    far = f"early-exit:2:{strange_adapter(tmp_path / 'far', 2)}"
+    for left in range(0, 7):
+        near = strange_adapter(tmp_path / f"near {left}", 2, max_position_embeddings=len(text) - 1 + left)
+        for spec, num_tokens in ((far, len(text) - 1 + left), (f"early-exit:2:{near}", 2048)):
+            runner = bench.with_cache(bench.runner, 2048)
+            drafter = Beside(runner, drafter_of(bench, runner, spec, num_tokens, block_size=1))
+            drafter.observe(committed([Row(0, text)]))
+            assert drafter.outlook([0]).limit == [left]
+            for budget in (Budget(5), Budget(3, 2, 6)):
+                tree = drafter.propose(draws_of([Row(0, text)], VOCAB, temperature=1.0), [budget]).tree
+                assert int(tree.depths().max()) == min(left, 5) or budget.width > 1
+                assert int(tree.depths().max()) <= left
+        drafter.observe(committed([Row(0, text + [5] * 9)], [len(text) - 1]))
+        assert drafter.outlook([0]).limit == [0]  # its text is longer than what the adapter reads
+        own = drafter.drafter
+        assert isinstance(own, EarlyExitDrafter)
+        assert own.adapted is not None
+        assert own.adapted.adapter.cache.num_rows == 0
+        drafter.forget([0])
+        drafter.observe(committed([Row(0, text)]))
+        assert drafter.outlook([0]).limit == [left]
+
+
+def test_passes_of_fixed_shape_read_states_too(bench_of: Benches, tmp_path: Path) -> None:
+    """The same tokens, and the same guesses, as passes of any shape."""
+    folder, found = adapter_of(STORIES, tmp_path / "a", 2, range(3, 5)), []
+    for device in (Placement(torch.device("cpu"), fixed=True), "cpu"):
+        llm = LLM(str(STORIES), f"early-exit:2:{folder}", dtype="float32", kernels="torch", device=device, max_len=64)
+        each = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9, ignore_eos=True) for i in range(2)]
+        for shape in (Speculation(4), Speculation(3, 2, 6)):
+            results = llm.generate([story(9, i) for i in range(2)], each, shape)
+            found.append([r.completions[0].token_ids for r in results])
+        found.append([llm.stats.num_accepted, llm.stats.num_drafted])
+        assert isinstance(llm.engine.runner, GraphRunner) == (device != "cpu")
+    assert found[:3] == found[3:]
+    assert found[2][0] > 0
+
+
+def test_a_tail_is_as_if_observed_and_forgotten_on_return(bench_of: Benches, tmp_path: Path) -> None:
+    bench, spec = bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"
+    rows = [Row(s, story(30, s)) for s in range(2)]
+    longer = [rows[0], Row(1, [*rows[1].text, *story(30, 7)[20:]])]
+    drafter = beside(bench, spec)
+    drafter.observe(committed(rows))
+    for told, tail in ((longer, committed(longer[1:], [29])), (rows, None)):
+        anew = beside(bench, spec)
+        anew.observe(committed(told))
+        draws, budgets = draws_of(told, VOCAB, temperature=1.0), [Budget(4, 2, 7), Budget(3)]
+        found, expected = (d.propose(draws, budgets, t).tree for d, t in ((drafter, tail), (anew, None)))
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.parents, expected.parents)
+
+
+def test_it_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:
+    """They are asked for; text without them is refused, and none can be restored."""
+    bench, spec = bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"
+    drafter, text = beside(bench, spec), story(9, 0)
+    assert drafter.taps == (2,)
+    assert drafter.adopt([0, 1], [text, text]) == [0, 0]
+    drafter.target.read([Read(0, text[:-1])])
+    drafter.target.keep([0], [range(len(text) - 1)])
+    with pytest.raises(WrongTarget, match="told text without them"):
+        drafter.drafter.observe(committed([Row(0, text)]))
+    plan = plan_drafter(f"cascade[{spec},model:{STORIES}]", context(bench))
+    with pytest.raises(UnknownDrafter, match="reads the target's states, and guesses have none"):
+        plan.build(dict.fromkeys(plan.bytes_per_token, 64), None, bench.runner)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> None:
+    """Weights as they are held, tables of angles, and a cache of its own; embedding and head are the target's."""
+    bench, folder = bench_of(name), strange_adapter(tmp_path / "a", 3, layers=2, max_position_embeddings=100)
+    spec = f"early-exit:3:{folder}"
+    plan = plan_drafter(spec, context(bench))
+    size = bench.target.dtype.itemsize
+    assert plan.bytes_per_token == {spec: 2 * 2 * 2 * 16 * size}  # layers, K and V, heads, their width
+    held = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * (1 if name == "int8" else size)
+    assert plan.weights_bytes == held + 2 * 100 * 16 * 4
+    other = plan_drafter(f"early-exit:3:{strange_adapter(tmp_path / 'b', 3)}", context(bench))
+    assert plan.fingerprint() != other.fingerprint()
+    drafter = plan.build({spec: 128}, None, bench.runner)
+    assert isinstance(drafter, EarlyExitDrafter)
+    assert drafter.adapted is not None
+    adapter, target = drafter.adapted.adapter, bench.runner
+    assert adapter.decoder.embedding is target.decoder.embedding
+    assert adapter.decoder.head is target.decoder.head
+    assert adapter.decoder.dtype == target.decoder.dtype
+    assert (adapter.decoder.native is None) == (target.decoder.native is None)
+    assert adapter.cache.num_free_tokens == 128
+
+
+BAD = {
+    "another width": ({"hidden_size": 32}, UnsupportedModel, r"hidden_size is 32; .*has 64: name an adapter"),
+    "another exit": ({"exit_layer": 3}, UnsupportedModel, r"exit_layer is 3; .* write early-exit:3:.*/a, or name"),
+    "no exit": ({"exit_layer": None}, UnsupportedModel, r"exit_layer is None; it must be a whole number"),
+    "a layer more": ({"num_hidden_layers": 2}, MissingWeights, r"no tensor model\.layers\.1\.input_layernorm\.weight"),
+    "other heads": ({"num_attention_heads": 4}, WrongShape, r"q_proj\.weight has shape \[96, 64\], .* \[64, 64\]"),
+    "no family": ({"architectures": ["T5Model"]}, UnsupportedModel, r"architectures is \['T5Model'\]; supported are"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_folder_that_cannot_be_used_is_refused(bench_of: Benches, name: str, tmp_path: Path) -> None:
+    keys, error, said = BAD[name]
+    folder = strange_adapter(tmp_path / "a", 2)
+    config = STRANGE | {"num_hidden_layers": 1, "exit_layer": 2} | keys
+    written(folder, config, load_file(folder / "model.safetensors"))
+    assert json.loads((folder / "config.json").read_text()) == config
+    with pytest.raises(error, match=said):
+        plan_drafter(f"early-exit:2:{folder}", context(bench_of("float32")))
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "said"),
+    [
+        ("early-exit:2:", UnknownDrafter, "name the adapter's folder after the second colon, as in early-exit:2:DIR"),
+        ("early-exit:5:a", UnknownDrafter, "at most 4, as the target has 5"),
+        ("early-exit::a", UnknownDrafter, "at least 1"),
+        ("early-exit:2:/no/such/folder", ModelNotFound, "/no/such/folder"),
+    ],
+)
+def test_a_misspelt_adapter_is_refused(bench_of: Benches, spec: str, error: type[ForerunError], said: str) -> None:
+    with pytest.raises(error, match=said):
+        plan_drafter(spec, context(bench_of("float32")))
