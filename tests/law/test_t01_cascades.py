@@ -103,19 +103,18 @@ class Toy:
 class Guesser(Toy):
     """Chains drawn from a model, with their laws; or its likeliest tokens, with none."""
 
-    def __init__(self, model: Model, drawn: bool = True) -> None:
-        self.model, self.drawn = model, drawn
+    def __init__(self, model: Model, drawn: bool = True, room: Callable[[Context], bool] = lambda _: True) -> None:
+        self.model, self.drawn, self.room = model, drawn, room
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
-        assert tail is not None
-        ((_, tokens, root),) = tail.rows()
-        assert [*tokens, root] == list(draws.rows[0].tokens)
-        text, laws = [*tokens, root], []
-        for _ in range(budgets[0].depth):
+        text, laws = list(draws.rows[0].tokens), []
+        behind, before = [] if tail is None else [[*tokens, root] for _, tokens, root in tail.rows()], len(text) - 1
+        assert behind in ([], [text])
+        while len(laws) < budgets[0].depth and self.room(tuple(text[before + 1 :])):
             law = [float(x) for x in self.model(tuple(text[1:]))]
             laws.append(law)
             text.append(DICE.script.pick(law) if self.drawn else law.index(max(law)))
-        tree = DraftTree.of_texts([text[len(tokens) :]])
+        tree = DraftTree.of_texts([text[before:]])
         if self.drawn:
             rows = torch.tensor([[*range(len(laws)), -1]])
             tree = DraftTree(
@@ -125,13 +124,14 @@ class Guesser(Toy):
 
 
 class ToyJudge(Toy):
-    """A model that reads anything; or has no room behind some texts."""
+    """A model that reads anything and drafts by itself; or has no room behind some texts."""
 
     def __init__(self, model: Model, full: Callable[[Context], bool] = lambda _: False) -> None:
         self.model, self.full = model, full
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
-        raise AssertionError("a cascade asks a judge for no guesses")
+        text, room = draws.rows[0].tokens[1:], self.full
+        return Guesser(self.model, room=lambda more: not room((*text, *more))).propose(draws, budgets, tail)
 
     def judge(self, questions: Sequence[Question]) -> Judged:
         (asked,) = questions
@@ -156,6 +156,8 @@ class Alternating:
     def count(self, runs: Sequence[tuple[int, int]]) -> None: ...
 
     def time(self, timing: Timing) -> None: ...
+
+    def time_alone(self, batch: int, depth: int, taken_s: float) -> None: ...
 
 
 def drafts_of(make: Callable[[], CascadeDrafter], depth: int, rejection: bool = True) -> list[Draft]:
@@ -260,6 +262,27 @@ def test_a_judge_that_runs_out_of_room() -> None:
         drafts = drafts_of(lambda f=family, j=judge: CascadeDrafter(Guesser(f.q), j, FixedLength(1)), 3)
         assert len({len(draft.tokens) for draft in drafts}) > 1
         check(drafts, family)
+
+
+def test_a_judge_without_room_leaves_it_to_the_lower_member() -> None:
+    """Its guesses come with its own laws, or with none; room may depend on the text, and at two levels."""
+    for family in FAMILIES[:4]:
+        nowhere, at_first = (ToyJudge(family.mid, full) for full in (lambda _: True, lambda text: not text))
+        for judge in (nowhere, at_first):
+            drafts = drafts_of(lambda f=family, j=judge: CascadeDrafter(Guesser(f.q), j, FixedLength(1)), 2)
+            check_chains(drafts, family.q, 2)
+            check(drafts, family)
+            over = drafts_of(
+                lambda f=family, j=judge: CascadeDrafter(
+                    CascadeDrafter(Guesser(f.q), j, FixedLength(1)), ToyJudge(top(f)), FixedLength(1)
+                ),
+                2,
+            )
+            check_chains(over, top(family), 2)
+            check(over, family)
+        chosen = drafts_of(lambda f=family, j=nowhere: CascadeDrafter(Guesser(f.q, drawn=False), j, FixedLength(1)), 2)
+        assert [draft.q for draft in chosen] == [(None,)]
+        check(chosen, family)
 
 
 def test_under_shared_noise_only_the_judge_is_heard() -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from forerun.device import upload_tensor
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.judge import Judge, Question
 from forerun.draft.lengths import Lengths, MeasuredLengths, Timing
 from forerun.sampling.draws import Draws
@@ -65,8 +65,9 @@ class Chain:
 class CascadeDrafter:
     """Drafts what `judge` would, by having it read what `lower` guesses instead of drawing token by token.
 
-    Chains only, whatever width a budget allows, and without survival: a price does not end them. A sequence that the
-    judge has no room for is not drafted; where the lower member has nothing to say the judge goes on alone.
+    Chains only, whatever width a budget allows, and without survival: a price does not end them. Where the lower member
+    has nothing to say the judge goes on alone. Where the judge has no room the lower member does, as if there were no
+    cascade: its guesses then carry laws of its own.
     """
 
     taps: tuple[int, ...] = ()
@@ -88,9 +89,14 @@ class CascadeDrafter:
         """A chain for every sequence, as deep as its budget and the judge's room."""
         chains, pass_s = self.begin(draws, budgets, tail), 0.0
         timed = max(self.outlook([chain.seq_id for chain in chains]).unread, default=0) <= BEHIND
+        if chains and self.lengths.best(len(chains), max(chain.left for chain in chains) - 1) == 0:
+            pass_s += self.go_alone(draws, chains, tail, timed)
         while going := [chain for chain in chains if chain.left > 0]:
             pass_s += self.round(draws, going, timed)
-        return Draft(joined(draws, chains), pass_s=pass_s)
+        judged = {chain.row for chain in chains if chain.emitted}
+        left = [NO_DRAFT if row in judged else Budget(min(b.depth, b.nodes)) for row, b in enumerate(budgets)]
+        unjudged = self.guess(draws, left, tail)
+        return Draft(joined(draws, chains, unjudged.tree), pass_s=pass_s + unjudged.pass_s)
 
     def begin(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> list[Chain]:
         """Empty chains for the sequences that are drafted, and how deep they will be."""
@@ -104,36 +110,51 @@ class CascadeDrafter:
                 chains.append(Chain(row, sampling.seq_id, late, depth))
         return chains
 
+    def go_alone(self, draws: Draws, chains: Sequence[Chain], tail: Committed | None, timed: bool) -> float:
+        """Chains that the judge drafts by itself, in as few calls as it can, since guesses would only cost time."""
+        depths = {chain.row: chain.left for chain in chains}
+        budgets = [Budget(depths[row]) if row in depths else NO_DRAFT for row in range(len(draws.rows))]
+        started_s = time.perf_counter()
+        draft = self.judge.propose(draws, budgets, tail)
+        if timed:
+            self.lengths.time_alone(len(chains), max(depths.values()), time.perf_counter() - started_s)
+        tree = replace(draft.tree, known=None)
+        guesses, law = chains_of(tree), tree.q
+        for chain in chains:
+            chain.left = 0
+            chain.emitted += guesses[chain.row]
+            if law is not None:
+                chain.laws.append(law.probs[law.row[chain.row, : len(chain.emitted)].clamp_min(0)])
+        return draft.pass_s
+
     def round(self, draws: Draws, chains: Sequence[Chain], timed: bool) -> float:
         """One round inside the round; chains that the judge has no room for end. Gives what the passes took."""
         most = max(chain.left for chain in chains) - 1  # the last token is the judge's own
         length = self.lengths.best(len(chains), most)
         budgets = [Budget(min(length, chain.left - 1)) for chain in chains]
         started_s = time.perf_counter()
-        draft = self.guess(draws, chains, budgets)
+        draft = self.guess(inside(draws, chains), budgets, tail_of(chains))
         guesses = chains_of(draft.tree)
         drafted_s = time.perf_counter()
         judged = self.judge.judge([Question(c.seq_id, c.late, own) for c, own in zip(chains, guesses, strict=True)])
-        judged_s = time.perf_counter()
-        if timed:
-            deepest, num_tokens = max(b.depth for b in budgets), sum(1 + len(own) for own in guesses)
-            self.lengths.time(Timing(deepest, drafted_s - started_s, num_tokens, judged_s - drafted_s))
         for i in set(range(len(chains))).difference(judged.answered):
             chains[i].left = 0
         if judged.answered:
             tree = draft.tree if len(judged.answered) == len(chains) else draft.tree.select(judged.answered)
             self.emit(draws, [chains[i] for i in judged.answered], tree, judged.logits)
+        if timed:
+            deepest, num_tokens = max(b.depth for b in budgets), sum(1 + len(own) for own in guesses)
+            self.lengths.time(Timing(deepest, drafted_s - started_s, num_tokens, time.perf_counter() - drafted_s))
         return draft.pass_s + judged.pass_s
 
-    def guess(self, draws: Draws, chains: Sequence[Chain], budgets: Sequence[Budget]) -> Draft:
-        """What the lower member guesses behind texts and chains, made harmless; nothing where nothing is asked for."""
-        inner = inside(draws, chains)
+    def guess(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> Draft:
+        """What the lower member guesses, made harmless chains; nothing where nothing is asked for."""
         if not any(budget.depth for budget in budgets):
-            return Draft(DraftTree.bare(inner.roots_tokens))
-        draft = self.lower.propose(inner, budgets, tail_of(chains))
-        roots = inner.roots_tokens.to(draft.tree.tokens.device)
-        tree = sanitize(draft.tree, roots, budgets, inner.vocab, inner.kernels)
-        return replace(draft, tree=replace(tree, known=None).to(inner.device))
+            return Draft(DraftTree.bare(draws.roots_tokens))
+        draft = self.lower.propose(draws, budgets, tail)
+        roots = draws.roots_tokens.to(draft.tree.tokens.device)
+        tree = sanitize(draft.tree, roots, budgets, draws.vocab, draws.kernels)
+        return replace(draft, tree=replace(tree, known=None).to(draws.device))
 
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         """Add to every chain what the judge says of its guesses, and its own token behind them."""
@@ -153,10 +174,12 @@ class CascadeDrafter:
         self.lengths.count(runs)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """As far as the judge can go; as far behind as the member that is behind the most."""
+        """As far as the judge can go, and as far behind as who is behind the most; or else the lower member's."""
         lower, judge = self.lower.outlook(seq_ids), self.judge.outlook(seq_ids)
-        unread = [max(each) for each in zip(lower.unread, judge.unread, strict=True)]
-        return Outlook(unread=unread, limit=judge.limit, expected=[None] * len(seq_ids))
+        both = zip(lower.unread, judge.unread, judge.limit, strict=True)
+        unread = [max(below, above) if room else below for below, above, room in both]
+        limit = [room or below for room, below in zip(judge.limit, lower.limit, strict=True)]
+        return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
 
     def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
         """What both members can restore."""
@@ -191,19 +214,25 @@ def chains_of(tree: DraftTree) -> list[Sequence[int]]:
     return [own[1:] for own in tokens]
 
 
-def joined(draws: Draws, chains: Sequence[Chain]) -> DraftTree:
-    """The chains as a draft, with their laws; those of greedy sequences are chosen, not drawn, so they have none."""
-    texts = [[row.tokens[-1]] for row in draws.rows]
+def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftTree:
+    """The chains, and what is `unjudged`, which is chains of other rows, as a draft.
+
+    Chains have their laws with them; those of greedy sequences are chosen, not drawn, so they have none.
+    """
+    texts = [[row.tokens[-1], *own] for row, own in zip(draws.rows, chains_of(unjudged), strict=True)]
     for chain in chains:
         texts[chain.row] += chain.emitted
     tree = DraftTree.of_texts(texts)
-    laws = [law for chain in chains for law in chain.laws]
-    if not laws:
+    laws, law_of = [law for chain in chains for law in chain.laws], unjudged.q
+    if not laws and law_of is None:
         return tree
     rows, first, greedy = torch.full_like(tree.tokens, -1), 0, draws.greedy
     for chain in chains:
         if not greedy[chain.row]:
             rows[chain.row, : len(chain.emitted)] = torch.arange(first, first + len(chain.emitted))
         first += len(chain.emitted)
-    law = DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws))
-    return replace(tree.to(draws.device), q=law)
+    if law_of is not None:
+        own = law_of.row[:, : rows.shape[1]].to(rows.device)
+        rows[:, : own.shape[1]] = torch.where(own >= 0, first + own, rows[:, : own.shape[1]])
+        laws.append(law_of.dense(draws.vocab))
+    return replace(tree.to(draws.device), q=DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws)))
