@@ -11,9 +11,11 @@ acceptance by depth and measures what passes and guesses cost. From these follow
     cascade:  the same with the judge's G, and for c what a token of the judge's costs: the least of (c1 + c0) / G01
               over the inner lengths, or what the judge takes by itself
 
-with G(k) = 1 + sum over j <= k of a_1 ... a_j, T(n) the target's pass over n tokens, c0 what the first drafter takes for
-so many guesses, and c1 the judge's pass over them. Then each way runs at the depth that its own prediction likes best,
-by turns with plain decoding, and both are printed side by side. The cascade chooses its inner lengths itself, as ever.
+with G(k) = 1 + sum over j <= k of a_1 ... a_j, T(n) the target's pass over n tokens, c0 what the first drafter takes
+for so many guesses, and c1 the judge's pass over them with its verdict. Then each way runs at the depth that its own
+prediction likes best, by turns with plain decoding, and both are printed side by side. The cascade chooses its inner
+lengths itself, as ever. The first round of an answer, in which drafters read its prompt, is not counted anywhere: the
+formula knows no prompts.
 """
 
 from __future__ import annotations
@@ -41,25 +43,35 @@ MIDDLE = "model:stdlib-middle"
 
 
 @dataclass(slots=True)
-class Ledger(MeasuredLengths):
-    """The lengths a cascade chooses by itself, and what its inner rounds added up to, nothing fading."""
+class Probe:
+    """Inner lengths of 1, 2, 3, 4 by turns, so that what is counted does not depend on what was found before."""
 
-    offers: dict[int, int] = field(default_factory=dict)
+    turn: int = 0
+    offers: dict[int, int] = field(default_factory=dict)  # by depth
     hits: dict[int, int] = field(default_factory=dict)
     timings: list[Timing] = field(default_factory=list)
 
-    def count(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Also by depth."""
-        super(Ledger, self).count(runs)
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+        """The next of them."""
+        self.turn += 1
+        return [min(1 + self.turn % 4, each) for each in most]
+
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
+        """Acceptance by depth."""
         for num_guesses, num_accepted in runs:
             for depth in range(min(num_guesses, num_accepted + 1)):
                 self.offers[depth] = self.offers.get(depth, 0) + 1
                 self.hits[depth] = self.hits.get(depth, 0) + (depth < num_accepted)
 
     def time(self, timing: Timing) -> None:
-        """Also one by one."""
-        super(Ledger, self).time(timing)
+        """Keep it."""
         self.timings.append(timing)
+
+    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
+        """The pair shows it."""
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Nothing is known of them alone."""
 
     def inner(self, alone_s: float) -> tuple[int, float]:
         """The best inner length, and what a token of the judge's then costs; it takes `alone_s` by itself."""
@@ -125,7 +137,7 @@ def run(llm: LLM, modes: Sequence[Mode], items: Sequence[Item], repeats: int, op
         for number, item in enumerate(items if repetition >= 0 else items[:1]):
             first = (repetition + number) % len(modes)
             for mode in [*modes[first:], *modes[:first]]:
-                pace, tokens = answer(llm, mode, [item], options, tenant=str(repetition))
+                pace, tokens = answer(llm, mode, [item], options, tenant=str(repetition), uncounted=1)
                 same &= said.setdefault(number, tokens) == tokens
                 if repetition >= 0:
                     mode.paces[repetition, number] = pace
@@ -157,19 +169,20 @@ def main() -> int:
     ways = [mode_of(f"{spec}@{options.deepest}", llm, target, 2 * (length + 64)) for spec in specs]
     cascade = ways[-1].drafter
     assert isinstance(cascade, CascadeDrafter), "the last way is the cascade"
-    cascade.lengths = ledger = Ledger()
+    cascade.lengths = probe = Probe()
     probes = [Mode(PLAIN, None, Speculation(0)), *ways]
     same = run(llm, probes, workload.items, 1, options)
     sums = [total(mode) for mode in probes]
     pass_s = straight([(1, sums[0].pass_s / sums[0].num_passes)] + [passed(s) for s in sums[1:]])
     guesses_s = [each.draft_s / each.num_drafted for each in sums[1:3]]
-    inner_length, inner_s = ledger.inner(guesses_s[1])
+    inner_length, inner_s = probe.inner(guesses_s[1])
     guesses_s.append(inner_s)
     chances = [sums[1], sums[2], sums[2]]  # the cascade's chains are the judge's
     predicted = [predict(s.acceptance_at_depth, c, pass_s) for s, c in zip(chances, guesses_s, strict=True)]
     for mode, prediction in zip(ways, predicted, strict=True):
         mode.paces.clear()
         mode.wish = replace(mode.wish, depth=prediction.depth)
+    cascade.lengths = MeasuredLengths()
     plain = Mode(PLAIN, None, Speculation(0))
     same &= run(llm, [plain, *ways], workload.items, options.repeats, options)
     last = options.deepest + 1

@@ -184,7 +184,7 @@ def test_where_guesses_do_not_pay_the_judge_drafts_in_one_call(
     lower, lengths = model(small), MeasuredLengths()
     drafter = told(CascadeDrafter(lower, model(large), lengths), ROWS)
     for _ in range(40):  # guesses that take long and are always wrong
-        lengths.count([(4, 0)])
+        lengths.count([row.seq_id for row in ROWS], [(4, 0)] * len(ROWS))
         lengths.time(Timing(4, 9.0, 5, 0.01))
     found = drafter.propose(draws, BUDGETS)
     assert guesses(found) == guesses(alone)
@@ -403,9 +403,9 @@ def test_lengths_are_told_what_rounds_took_and_gave(
     runs: list[tuple[int, int]] = []
     drafter = CascadeDrafter(model(large), model(large))
     assert isinstance(drafter.lengths, MeasuredLengths)
-    monkeypatch.setattr(MeasuredLengths, "best", lambda self, batch, most: min(3, most))
+    monkeypatch.setattr(MeasuredLengths, "best", lambda self, seq_ids, most: [min(3, m) for m in most])
     monkeypatch.setattr(MeasuredLengths, "time", lambda self, timing: timings.append(timing))
-    monkeypatch.setattr(MeasuredLengths, "count", lambda self, news: runs.extend(news))
+    monkeypatch.setattr(MeasuredLengths, "count", lambda self, seq_ids, news: runs.extend(news))
     rows = [Row(0, story(30, 0)), Row(1, story(40, 1))]
     told(drafter, rows)
     drafter.propose(draws_of(rows, VOCAB), [Budget(6), Budget(4)])

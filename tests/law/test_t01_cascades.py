@@ -149,11 +149,13 @@ class Alternating:
     lengths: tuple[int, ...]
     turn: int = 0
 
-    def best(self, batch: int, most: int) -> int:
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         self.turn += 1
-        return min(most, self.lengths[self.turn % len(self.lengths)])
+        return [min(each, self.lengths[self.turn % len(self.lengths)]) for each in most]
 
-    def count(self, runs: Sequence[tuple[int, int]]) -> None: ...
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None: ...
+
+    def forget(self, seq_ids: Sequence[int]) -> None: ...
 
     def time(self, timing: Timing) -> None: ...
 

@@ -89,7 +89,7 @@ class CascadeDrafter:
         """A chain for every sequence, as deep as its budget and the judge's room."""
         chains, pass_s = self.begin(draws, budgets, tail), 0.0
         timed = max(self.outlook([chain.seq_id for chain in chains]).unread, default=0) <= BEHIND
-        if chains and self.lengths.best(len(chains), max(chain.left for chain in chains) - 1) == 0:
+        if chains and not any(self.wanted(chains)):
             pass_s += self.go_alone(draws, chains, tail, timed)
         while going := [chain for chain in chains if chain.left > 0]:
             pass_s += self.round(draws, going, timed)
@@ -110,12 +110,17 @@ class CascadeDrafter:
                 chains.append(Chain(row, sampling.seq_id, late, depth))
         return chains
 
+    def wanted(self, chains: Sequence[Chain]) -> Sequence[int]:
+        """How many guesses the judge is to be asked about; the last token of a chain is its own."""
+        return self.lengths.best([chain.seq_id for chain in chains], [chain.left - 1 for chain in chains])
+
     def go_alone(self, draws: Draws, chains: Sequence[Chain], tail: Committed | None, timed: bool) -> float:
         """Chains that the judge drafts by itself, in as few calls as it can, since guesses would only cost time."""
         depths = {chain.row: chain.left for chain in chains}
         budgets = [Budget(depths[row]) if row in depths else NO_DRAFT for row in range(len(draws.rows))]
         started_s = time.perf_counter()
         draft = self.judge.propose(draws, budgets, tail)
+        self.lengths.count([chain.seq_id for chain in chains], [(0, 0)] * len(chains))
         if timed:
             self.lengths.time_alone(len(chains), max(depths.values()), time.perf_counter() - started_s)
         tree = replace(draft.tree, known=None)
@@ -129,9 +134,7 @@ class CascadeDrafter:
 
     def round(self, draws: Draws, chains: Sequence[Chain], timed: bool) -> float:
         """One round inside the round; chains that the judge has no room for end. Gives what the passes took."""
-        most = max(chain.left for chain in chains) - 1  # the last token is the judge's own
-        length = self.lengths.best(len(chains), most)
-        budgets = [Budget(min(length, chain.left - 1)) for chain in chains]
+        budgets = [Budget(length) for length in self.wanted(chains)]
         started_s = time.perf_counter()
         draft = self.guess(inside(draws, chains), budgets, tail_of(chains))
         guesses = chains_of(draft.tree)
@@ -171,7 +174,7 @@ class CascadeDrafter:
             chain.extend(run)
             runs.append((len(guesses), length))
             first += 1 + len(guesses)
-        self.lengths.count(runs)
+        self.lengths.count([chain.seq_id for chain in chains], runs)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """As far as the judge can go, and as far behind as who is behind the most; or else the lower member's."""
@@ -188,6 +191,7 @@ class CascadeDrafter:
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Both members forget."""
+        self.lengths.forget(seq_ids)
         self.lower.forget(seq_ids)
         self.judge.forget(seq_ids)
 

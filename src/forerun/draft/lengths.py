@@ -55,11 +55,11 @@ class Timing:
 class Lengths(Protocol):
     """Says how long the drafts of a cascade's lower member should be."""
 
-    def best(self, batch: int, most: int) -> int:
-        """How many guesses to ask for, for each of `batch` sequences, where `most` are of use."""
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+        """How many guesses to ask for, for each of these sequences, of which `most[i]` are of use."""
         ...
 
-    def count(self, runs: Sequence[tuple[int, int]]) -> None:
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Learn from a round's verdicts: how many guesses each sequence had, and how many were accepted."""
         ...
 
@@ -71,6 +71,10 @@ class Lengths(Protocol):
         """Learn what the judge took for chains of `depth` tokens by itself."""
         ...
 
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop what is known of these sequences alone."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FixedLength:
@@ -78,11 +82,11 @@ class FixedLength:
 
     length: int
 
-    def best(self, batch: int, most: int) -> int:
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         """What was fixed, or what is of use."""
-        return min(self.length, most)
+        return [min(self.length, each) for each in most]
 
-    def count(self, runs: Sequence[tuple[int, int]]) -> None:
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Nothing is learned."""
 
     def time(self, timing: Timing) -> None:
@@ -90,6 +94,9 @@ class FixedLength:
 
     def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
         """Nothing is learned."""
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """There is nothing to drop."""
 
 
 @dataclass(slots=True)
@@ -137,10 +144,14 @@ class Acceptance:
     offered: list[float] = field(default_factory=lambda: [0.0] * MOST)  # by depth: guesses that were up for judgement
     accepted: list[float] = field(default_factory=lambda: [0.0] * MOST)
 
-    def rates(self) -> list[float]:
+    def rates(self, belief: float = BELIEF) -> list[float]:
         """a_j for every depth: as counted there, starting from what was counted at all depths together."""
-        overall = (sum(self.accepted) + WEIGHT * BELIEF) / (sum(self.offered) + WEIGHT)
+        overall = self.overall(belief)
         return [(a + WEIGHT * overall) / (o + WEIGHT) for a, o in zip(self.accepted, self.offered, strict=True)]
+
+    def overall(self, belief: float = BELIEF) -> float:
+        """Of all depths together, starting from a belief."""
+        return (sum(self.accepted) + WEIGHT * belief) / (sum(self.offered) + WEIGHT)
 
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
         """A round's guesses and how many of them were accepted, by sequence.
@@ -157,31 +168,41 @@ class Acceptance:
 
 @dataclass(slots=True)
 class MeasuredLengths:
-    """The best length by what was measured.
+    """The best length by what was measured: acceptance by sequence, starting from that of all, and times of all.
 
     Counts fade with every round, also where it adds nothing to them: what was given up is tried again in time.
     """
 
-    guesses: Acceptance = field(default_factory=Acceptance)
+    together: Acceptance = field(default_factory=Acceptance)
+    apart: dict[int, Acceptance] = field(default_factory=dict)
     drafts: Line = field(default_factory=lambda: Line(flat=False))  # by guesses in a row
     passes: Line = field(default_factory=Line)  # by tokens in all
     alone: Line = field(default_factory=Line)  # by batch: a token each
 
-    def best(self, batch: int, most: int) -> int:
-        """The length with the least time per token, for passes over `batch` chains."""
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+        """For each the length with the least time per token, as if the others were asked for as much."""
         if self.drafts.weight == 0:
-            return min(FIRST, most)
+            return [min(FIRST, each) for each in most]
+        batch, belief = len(seq_ids), self.together.overall()
 
         def round_s(length: int) -> float:
             if length == 0 and self.alone.weight > 0:
                 return self.alone.expect(batch)
             return self.passes.expect(batch * (length + 1)) + (self.drafts.expect(length) if length else 0.0)
 
-        return best_length(self.guesses.rates()[:most], round_s)
+        rates = [self.apart.get(seq_id, Acceptance()).rates(belief) for seq_id in seq_ids]
+        return [best_length(own[:each], round_s) for own, each in zip(rates, most, strict=True)]
 
-    def count(self, runs: Sequence[tuple[int, int]]) -> None:
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Of the lower member's guesses, as the judge judged them."""
-        self.guesses.count(runs)
+        self.together.count(runs)
+        for seq_id, run in zip(seq_ids, runs, strict=True):
+            self.apart.setdefault(seq_id, Acceptance()).count([run])
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """What was known of them alone."""
+        for seq_id in seq_ids:
+            self.apart.pop(seq_id, None)
 
     def time(self, timing: Timing) -> None:
         """A pass has its price by its tokens, and drafting by the guesses in a row."""
@@ -190,9 +211,8 @@ class MeasuredLengths:
             self.drafts.record(timing.num_guesses, timing.draft_s)
 
     def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
-        """What was counted of the lower member's guesses fades here too."""
+        """By token and sequence."""
         self.alone.record(batch, taken_s / depth)
-        self.guesses.count([])
 
 
 def damped(taken_s: float, expected_s: float) -> float:
