@@ -88,9 +88,12 @@ def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
 
 
 def answer(
-    llm: LLM, mode: Mode, items: Sequence[Item], options: argparse.Namespace, tenant: str
+    llm: LLM, mode: Mode, items: Sequence[Item], options: argparse.Namespace, tenant: str, uncounted: int = 0
 ) -> tuple[Pace, list[list[int]]]:
-    """These prompts at once, to their ends: how fast, and what was said. A `tenant` of its own remembers no answers."""
+    """These prompts at once, to their ends: how fast, and what was said. A `tenant` of its own remembers no answers.
+
+    So many rounds of decoding are `uncounted`, from the first on.
+    """
     recording, sequences = Recording(), []
     for number, item in enumerate(items):
         length = options.tokens if item.answer is None else len(item.answer)
@@ -110,7 +113,10 @@ def answer(
     lane, pace = Lane(engine, sequences), Pace()
     while engine.has_work:
         timed = lane.step(time.perf_counter)
-        pace.count(timed.outcome, timed.step_s)
+        if timed.outcome.num_prompt_tokens or uncounted == 0:
+            pace.count(timed.outcome, timed.step_s)
+        else:
+            uncounted -= 1
     return pace, [s.tokens for s in sequences]
 
 

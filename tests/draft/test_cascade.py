@@ -154,7 +154,7 @@ def vars_of(params: SamplingParams) -> dict[str, object]:
     return {name: getattr(params, name) for name in ("temperature", "frequency_penalty", "repetition_penalty", "top_k")}
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [length for length in LENGTHS if length > 0])
 def test_a_good_lower_member_saves_passes(large: Runner, length: int) -> None:
     """One that is always right: each pass gives the guesses and one token more, and only new tokens are read."""
     judge, row = model(large), Row(0, story(30, 0))
@@ -171,6 +171,39 @@ def test_a_good_lower_member_saves_passes(large: Runner, length: int) -> None:
     read = judge.runner.num_read
     drafter.propose(draws_of([Row(0, [*row.text, *chain[1:], 99])], VOCAB, temperature=1.0), [Budget(1)])
     assert judge.runner.num_read - read == 2  # the last guess, which nobody had read, and the root
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rejection", [False, True])
+def test_where_guesses_do_not_pay_the_judge_drafts_in_one_call(
+    small: Runner, large: Runner, temperature: float, rejection: bool
+) -> None:
+    """The lower member is not asked, and tokens and laws are those of the judge without a cascade."""
+    draws = draws_of(ROWS, VOCAB, temperature=temperature, rejection=rejection)
+    alone = told(model(large), ROWS).propose(draws, CHAINS)
+    lower, lengths = model(small), MeasuredLengths()
+    drafter = told(CascadeDrafter(lower, model(large), lengths), ROWS)
+    for _ in range(40):  # guesses that take long and are always wrong
+        lengths.count([row.seq_id for row in ROWS], [(4, 0)] * len(ROWS))
+        lengths.time(Timing(4, 9.0, 5, 0.01))
+    found = drafter.propose(draws, BUDGETS)
+    assert guesses(found) == guesses(alone)
+    assert lower.runner.num_passes == 0
+    if not rejection:
+        assert found.tree.q is None
+        return
+    own, its = laws_of(found), laws_of(alone)
+    assert any(map(len, its)) == (temperature > 0)
+    assert all(map(torch.equal, own, its))
+
+
+def laws_of(draft: Draft) -> list[torch.Tensor]:
+    """Of every row the laws that its guesses were drawn from, if any."""
+    law = draft.tree.q
+    if law is None:
+        return [torch.empty(0, VOCAB)] * len(draft.tree.tokens)
+    rows = [law.row[i, : len(own) - 1] for i, own in enumerate(guesses(draft))]
+    return [law.probs[row[row >= 0]] for row in rows]
 
 
 def test_a_lower_model_reads_what_was_emitted_once(small: Runner, large: Runner) -> None:
@@ -370,9 +403,9 @@ def test_lengths_are_told_what_rounds_took_and_gave(
     runs: list[tuple[int, int]] = []
     drafter = CascadeDrafter(model(large), model(large))
     assert isinstance(drafter.lengths, MeasuredLengths)
-    monkeypatch.setattr(MeasuredLengths, "best", lambda self, batch, most: min(3, most))
+    monkeypatch.setattr(MeasuredLengths, "best", lambda self, seq_ids, most: [min(3, m) for m in most])
     monkeypatch.setattr(MeasuredLengths, "time", lambda self, timing: timings.append(timing))
-    monkeypatch.setattr(MeasuredLengths, "count", lambda self, news: runs.extend(news))
+    monkeypatch.setattr(MeasuredLengths, "count", lambda self, seq_ids, news: runs.extend(news))
     rows = [Row(0, story(30, 0)), Row(1, story(40, 1))]
     told(drafter, rows)
     drafter.propose(draws_of(rows, VOCAB), [Budget(6), Budget(4)])

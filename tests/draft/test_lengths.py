@@ -127,7 +127,8 @@ def simulated(lengths: Lengths, rounds: int, chance: float, prices: tuple[float,
     """Rounds in which each guess is accepted at a rate and everything has its price; the length in the end."""
     dice, (guess_s, pass_s, token_s) = random.Random(3), prices
     for _ in range(rounds):
-        length = lengths.best(batch, MOST)
+        (length, *others) = lengths.best(range(batch), [MOST] * batch)
+        assert len(others) == batch - 1
         cut = [dice.randint(0, length) for _ in range(batch)]  # as where chains end
         runs = []
         for num in cut:
@@ -135,9 +136,9 @@ def simulated(lengths: Lengths, rounds: int, chance: float, prices: tuple[float,
             runs.append((num, run))
         noise = dice.uniform(0.9, 1.1)
         num_tokens = sum(cut) + batch
-        lengths.count(runs)
+        lengths.count(range(batch), runs)
         lengths.time(Timing(max(cut), max(cut) * guess_s * noise, num_tokens, (pass_s + token_s * num_tokens) * noise))
-    return lengths.best(batch, MOST)
+    return lengths.best(range(batch), [MOST] * batch)[0]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -166,15 +167,44 @@ def test_what_was_given_up_is_tried_again() -> None:
 
 def test_before_anything_was_measured() -> None:
     lengths = MeasuredLengths()
-    assert lengths.best(3, MOST) == FIRST
+    assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST, FIRST, 2]
     lengths.time(Timing(0, 0.0, 3, 0.1))
-    assert lengths.best(3, MOST) == FIRST
-    assert lengths.best(3, 2) == 2
-    assert len(lengths.acceptance()) == MOST
-    assert [FixedLength(5).best(1, most) for most in (0, 5, 9)] == [0, 5, 5]
+    assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST, FIRST, 2]
+    assert len(lengths.together.rates()) == MOST
+    assert FixedLength(5).best(range(3), (0, 5, 9)) == [0, 5, 5]
 
 
 def test_no_more_is_asked_for_than_is_of_use() -> None:
     lengths = MeasuredLengths()
     assert simulated(lengths, 100, 0.9, (0.01, 0.1, 0.0)) > 4
-    assert [lengths.best(1, most) for most in range(4)] == [0, 1, 2, 3]
+    assert [lengths.best([0], [most])[0] for most in range(4)] == [0, 1, 2, 3]
+
+
+def test_each_sequence_is_asked_for_what_its_own_guesses_are_worth() -> None:
+    """Side by side, one whose guesses are right and one whose guesses are not; a third is new, and like both."""
+    lengths, dice = MeasuredLengths(), random.Random(1)
+    for _ in range(60):
+        asked = lengths.best([0, 1], [MOST, MOST])
+        runs = []
+        for num, chance in zip(asked, (0.95, 0.05), strict=True):
+            runs.append((num, next((i for i in range(num) if dice.random() >= chance), num)))
+        lengths.count([0, 1], runs)
+        lengths.time(Timing(max(asked), 0.03 * max(asked), sum(asked) + 2, 0.1))
+    good, bad, new = lengths.best([0, 1, 2], [MOST] * 3)
+    assert bad <= 1
+    assert bad <= new <= good
+    assert good >= 6
+    lengths.forget([1])
+    assert lengths.best([1], [MOST])[0] == new
+
+
+def test_the_judge_goes_on_alone_where_that_costs_less() -> None:
+    """A chain in one call may cost less a token than a round without guesses; then rounds have to beat that."""
+    lengths = MeasuredLengths()
+    for _ in range(50):
+        lengths.count([0], [(1, 0 if _ % 2 else 1)])
+        lengths.time(Timing(1, 0.04, 2, 0.1))
+    assert lengths.best([0], [MOST])[0] >= 1  # 0.14 for 1.5 tokens
+    for _ in range(3):
+        lengths.time_alone(1, 10, 0.8)
+    assert lengths.best([0], [MOST])[0] == 0

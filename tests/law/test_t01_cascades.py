@@ -103,14 +103,14 @@ class Toy:
 class Guesser(Toy):
     """Chains drawn from a model, with their laws; or its likeliest tokens, with none."""
 
-    def __init__(self, model: Model, drawn: bool = True) -> None:
-        self.model, self.drawn = model, drawn
+    def __init__(self, model: Model, drawn: bool = True, room: Callable[[Context], bool] = lambda _: True) -> None:
+        self.model, self.drawn, self.room = model, drawn, room
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
         text, laws = list(draws.rows[0].tokens), []
         behind, before = [] if tail is None else [[*tokens, root] for _, tokens, root in tail.rows()], len(text) - 1
         assert behind in ([], [text])
-        for _ in range(budgets[0].depth):
+        while len(laws) < budgets[0].depth and self.room(tuple(text[before + 1 :])):
             law = [float(x) for x in self.model(tuple(text[1:]))]
             laws.append(law)
             text.append(DICE.script.pick(law) if self.drawn else law.index(max(law)))
@@ -124,13 +124,14 @@ class Guesser(Toy):
 
 
 class ToyJudge(Toy):
-    """A model that reads anything; or has no room behind some texts."""
+    """A model that reads anything and drafts by itself; or has no room behind some texts."""
 
     def __init__(self, model: Model, full: Callable[[Context], bool] = lambda _: False) -> None:
         self.model, self.full = model, full
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
-        raise AssertionError("a cascade asks a judge for no guesses")
+        text, room = draws.rows[0].tokens[1:], self.full
+        return Guesser(self.model, room=lambda more: not room((*text, *more))).propose(draws, budgets, tail)
 
     def judge(self, questions: Sequence[Question]) -> Judged:
         (asked,) = questions
@@ -148,13 +149,17 @@ class Alternating:
     lengths: tuple[int, ...]
     turn: int = 0
 
-    def best(self, batch: int, most: int) -> int:
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         self.turn += 1
-        return min(most, self.lengths[self.turn % len(self.lengths)])
+        return [min(each, self.lengths[self.turn % len(self.lengths)]) for each in most]
 
-    def count(self, runs: Sequence[tuple[int, int]]) -> None: ...
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None: ...
+
+    def forget(self, seq_ids: Sequence[int]) -> None: ...
 
     def time(self, timing: Timing) -> None: ...
+
+    def time_alone(self, batch: int, depth: int, taken_s: float) -> None: ...
 
 
 def drafts_of(make: Callable[[], CascadeDrafter], depth: int, rejection: bool = True) -> list[Draft]:

@@ -15,7 +15,7 @@ from sampler import chi_square, continued, drafted, emitted, judged_round, seque
 from torch import Tensor
 
 from forerun.draft.base import Budget, Committed, Draft, Outlook
-from forerun.draft.cascade import CascadeDrafter
+from forerun.draft.cascade import CascadeDrafter, Chain
 from forerun.draft.judge import Judged, Question
 from forerun.draft.lengths import FixedLength
 from forerun.sampling.draws import Draws, RowSampling
@@ -62,8 +62,16 @@ class Table:
     def forget(self, seq_ids: Sequence[int]) -> None: ...
 
 
+class RoundByRound(CascadeDrafter):
+    """Goes on in rounds where the judge might as well draft by itself."""
+
+    def go_alone(self, draws: Draws, chains: Sequence[Chain], tail: Committed | None, timed: bool) -> float:
+        return 0.0
+
+
 CASCADES: dict[str, Callable[[], CascadeDrafter]] = {
     "judge alone": lambda: CascadeDrafter(Table(LOW), Table(MIDDLE), FixedLength(0)),
+    "judge alone, in rounds": lambda: RoundByRound(Table(LOW), Table(MIDDLE), FixedLength(0)),
     "drawn": lambda: CascadeDrafter(Table(LOW), Table(MIDDLE), FixedLength(1)),
     "chosen": lambda: CascadeDrafter(Table(LOW, drawn=False), Table(MIDDLE), FixedLength(1)),
     "three": lambda: CascadeDrafter(
@@ -121,4 +129,4 @@ def test_block_with_noise_that_was_looked_at_is_biased(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    assert first_pairs(CASCADES["judge alone"](), "block") < 1e-6
+    assert first_pairs(CASCADES["judge alone, in rounds"](), "block") < 1e-6

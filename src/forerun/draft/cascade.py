@@ -89,6 +89,8 @@ class CascadeDrafter:
         """A chain for every sequence, as deep as its budget and the judge's room."""
         chains, pass_s = self.begin(draws, budgets, tail), 0.0
         timed = max(self.outlook([chain.seq_id for chain in chains]).unread, default=0) <= BEHIND
+        if chains and not any(self.wanted(chains)):
+            pass_s += self.go_alone(draws, chains, tail, timed)
         while going := [chain for chain in chains if chain.left > 0]:
             pass_s += self.round(draws, going, timed)
         judged = {chain.row for chain in chains if chain.emitted}
@@ -108,25 +110,44 @@ class CascadeDrafter:
                 chains.append(Chain(row, sampling.seq_id, late, depth))
         return chains
 
+    def wanted(self, chains: Sequence[Chain]) -> Sequence[int]:
+        """How many guesses the judge is to be asked about; the last token of a chain is its own."""
+        return self.lengths.best([chain.seq_id for chain in chains], [chain.left - 1 for chain in chains])
+
+    def go_alone(self, draws: Draws, chains: Sequence[Chain], tail: Committed | None, timed: bool) -> float:
+        """Chains that the judge drafts by itself, in as few calls as it can, since guesses would only cost time."""
+        depths = {chain.row: chain.left for chain in chains}
+        budgets = [Budget(depths[row]) if row in depths else NO_DRAFT for row in range(len(draws.rows))]
+        started_s = time.perf_counter()
+        draft = self.judge.propose(draws, budgets, tail)
+        self.lengths.count([chain.seq_id for chain in chains], [(0, 0)] * len(chains))
+        if timed:
+            self.lengths.time_alone(len(chains), max(depths.values()), time.perf_counter() - started_s)
+        tree = replace(draft.tree, known=None)
+        guesses, law = chains_of(tree), tree.q
+        for chain in chains:
+            chain.left = 0
+            chain.emitted += guesses[chain.row]
+            if law is not None:
+                chain.laws.append(law.probs[law.row[chain.row, : len(chain.emitted)].clamp_min(0)])
+        return draft.pass_s
+
     def round(self, draws: Draws, chains: Sequence[Chain], timed: bool) -> float:
         """One round inside the round; chains that the judge has no room for end. Gives what the passes took."""
-        most = max(chain.left for chain in chains) - 1  # the last token is the judge's own
-        length = self.lengths.best(len(chains), most)
-        budgets = [Budget(min(length, chain.left - 1)) for chain in chains]
+        budgets = [Budget(length) for length in self.wanted(chains)]
         started_s = time.perf_counter()
         draft = self.guess(inside(draws, chains), budgets, tail_of(chains))
         guesses = chains_of(draft.tree)
         drafted_s = time.perf_counter()
         judged = self.judge.judge([Question(c.seq_id, c.late, own) for c, own in zip(chains, guesses, strict=True)])
-        judged_s = time.perf_counter()
-        if timed:
-            deepest, num_tokens = max(b.depth for b in budgets), sum(1 + len(own) for own in guesses)
-            self.lengths.time(Timing(deepest, drafted_s - started_s, num_tokens, judged_s - drafted_s))
         for i in set(range(len(chains))).difference(judged.answered):
             chains[i].left = 0
         if judged.answered:
             tree = draft.tree if len(judged.answered) == len(chains) else draft.tree.select(judged.answered)
             self.emit(draws, [chains[i] for i in judged.answered], tree, judged.logits)
+        if timed:
+            deepest, num_tokens = max(b.depth for b in budgets), sum(1 + len(own) for own in guesses)
+            self.lengths.time(Timing(deepest, drafted_s - started_s, num_tokens, time.perf_counter() - drafted_s))
         return draft.pass_s + judged.pass_s
 
     def guess(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> Draft:
@@ -153,7 +174,7 @@ class CascadeDrafter:
             chain.extend(run)
             runs.append((len(guesses), length))
             first += 1 + len(guesses)
-        self.lengths.count(runs)
+        self.lengths.count([chain.seq_id for chain in chains], runs)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """As far as the judge can go, and as far behind as who is behind the most; or else the lower member's."""
@@ -170,6 +191,7 @@ class CascadeDrafter:
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Both members forget."""
+        self.lengths.forget(seq_ids)
         self.lower.forget(seq_ids)
         self.judge.forget(seq_ids)
 

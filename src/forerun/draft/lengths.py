@@ -5,7 +5,8 @@ That time is all that the level above sees of this one, so if every level keeps 
 fast as lengths can make it. Knows nothing of models or tokens.
 
 With a_j = P(guess j accepted | those before it were), k guesses give G(k) = 1 + sum over j <= k of a_1 ... a_j tokens.
-Where a guess costs c0 and the judge's pass over k guesses c1(k), a token of the judge's costs (c1(k) + k c0) / G(k).
+Where k guesses cost c0(k) and the judge's pass over them c1(k), a token of the judge's costs (c1(k) + c0(k)) / G(k).
+The judge may also draft by itself, in one call; that is what no guesses at all stand for.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def best_length(acceptance: Sequence[float], round_s: Callable[[int], float]) ->
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long a round took: drafting `num_guesses` in a row, and the judge's pass over `num_tokens` in all."""
+    """How long a round took: `num_guesses` in a row, and the judge's pass over `num_tokens` with its verdict."""
 
     num_guesses: int
     draft_s: float
@@ -54,16 +55,24 @@ class Timing:
 class Lengths(Protocol):
     """Says how long the drafts of a cascade's lower member should be."""
 
-    def best(self, batch: int, most: int) -> int:
-        """How many guesses to ask for, for each of `batch` sequences, where `most` are of use."""
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+        """How many guesses to ask for, for each of these sequences, of which `most[i]` are of use."""
         ...
 
-    def count(self, runs: Sequence[tuple[int, int]]) -> None:
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Learn from a round's verdicts: how many guesses each sequence had, and how many were accepted."""
         ...
 
     def time(self, timing: Timing) -> None:
         """Learn from a round's times."""
+        ...
+
+    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
+        """Learn what the judge took for chains of `depth` tokens by itself."""
+        ...
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop what is known of these sequences alone."""
         ...
 
 
@@ -73,15 +82,21 @@ class FixedLength:
 
     length: int
 
-    def best(self, batch: int, most: int) -> int:
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         """What was fixed, or what is of use."""
-        return min(self.length, most)
+        return [min(self.length, each) for each in most]
 
-    def count(self, runs: Sequence[tuple[int, int]]) -> None:
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Nothing is learned."""
 
     def time(self, timing: Timing) -> None:
         """Nothing is learned."""
+
+    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
+        """Nothing is learned."""
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """There is nothing to drop."""
 
 
 @dataclass(slots=True)
@@ -89,9 +104,10 @@ class Line:
     """Seconds by size: the straight line through what was seen, by least squares, the latest counting most.
 
     Neither nothing at all nor one more is taken to cost less than nothing. What was seen at one size only is taken to
-    cost the same at others.
+    cost the same at others, or, unless `flat`, in proportion.
     """
 
+    flat: bool = True
     weight: float = 0.0
     sizes: float = 0.0
     squares: float = 0.0
@@ -113,37 +129,35 @@ class Line:
             return 0.0
         middle, level = self.sizes / self.weight, self.seconds / self.weight
         spread = self.squares / self.weight - middle**2
-        slope = (self.products / self.weight - middle * level) / spread if spread > 1e-6 else 0.0
-        return level + min(max(0.0, slope), level / middle) * (size - middle)
+        steepest = level / middle
+        if spread > 1e-6:
+            slope = min(max(0.0, (self.products / self.weight - middle * level) / spread), steepest)
+        else:
+            slope = 0.0 if self.flat else steepest
+        return level + slope * (size - middle)
 
 
 @dataclass(slots=True)
-class MeasuredLengths:
-    """The best length by what was measured.
-
-    Counts fade with every round, also where it adds nothing to them: what was given up is tried again in time.
-    """
+class Acceptance:
+    """a_j by depth, as counted; the latest rounds count most."""
 
     offered: list[float] = field(default_factory=lambda: [0.0] * MOST)  # by depth: guesses that were up for judgement
     accepted: list[float] = field(default_factory=lambda: [0.0] * MOST)
-    passes: Line = field(default_factory=Line)
-    num_guesses: float = 0.0
-    guesses_s: float = 0.0
 
-    def acceptance(self) -> list[float]:
+    def rates(self, belief: float = BELIEF) -> list[float]:
         """a_j for every depth: as counted there, starting from what was counted at all depths together."""
-        overall = (sum(self.accepted) + WEIGHT * BELIEF) / (sum(self.offered) + WEIGHT)
+        overall = self.overall(belief)
         return [(a + WEIGHT * overall) / (o + WEIGHT) for a, o in zip(self.accepted, self.offered, strict=True)]
 
-    def best(self, batch: int, most: int) -> int:
-        """The length with the least time per token, for passes over `batch` chains."""
-        if self.num_guesses == 0:
-            return min(FIRST, most)
-        guess_s = self.guesses_s / self.num_guesses
-        return best_length(self.acceptance()[:most], lambda k: self.passes.expect(batch * (k + 1)) + k * guess_s)
+    def overall(self, belief: float = BELIEF) -> float:
+        """Of all depths together, starting from a belief."""
+        return (sum(self.accepted) + WEIGHT * belief) / (sum(self.offered) + WEIGHT)
 
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
-        """A guess counts where all before it were accepted."""
+        """A round's guesses and how many of them were accepted, by sequence.
+
+        A guess counts where all before it were accepted.
+        """
         self.offered = [FADING * n for n in self.offered]
         self.accepted = [FADING * n for n in self.accepted]
         for num_guesses, num_accepted in runs:
@@ -151,15 +165,54 @@ class MeasuredLengths:
                 self.offered[depth] += 1
                 self.accepted[depth] += depth < num_accepted
 
+
+@dataclass(slots=True)
+class MeasuredLengths:
+    """The best length by what was measured: acceptance by sequence, starting from that of all, and times of all.
+
+    Counts fade with every round, also where it adds nothing to them: what was given up is tried again in time.
+    """
+
+    together: Acceptance = field(default_factory=Acceptance)
+    apart: dict[int, Acceptance] = field(default_factory=dict)
+    drafts: Line = field(default_factory=lambda: Line(flat=False))  # by guesses in a row
+    passes: Line = field(default_factory=Line)  # by tokens in all
+    alone: Line = field(default_factory=Line)  # by batch: a token each
+
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+        """For each the length with the least time per token, as if the others were asked for as much."""
+        if self.drafts.weight == 0:
+            return [min(FIRST, each) for each in most]
+        batch, belief = len(seq_ids), self.together.overall()
+
+        def round_s(length: int) -> float:
+            if length == 0 and self.alone.weight > 0:
+                return self.alone.expect(batch)
+            return self.passes.expect(batch * (length + 1)) + (self.drafts.expect(length) if length else 0.0)
+
+        rates = [self.apart.get(seq_id, Acceptance()).rates(belief) for seq_id in seq_ids]
+        return [best_length(own[:each], round_s) for own, each in zip(rates, most, strict=True)]
+
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
+        """Of the lower member's guesses, as the judge judged them."""
+        self.together.count(runs)
+        for seq_id, run in zip(seq_ids, runs, strict=True):
+            self.apart.setdefault(seq_id, Acceptance()).count([run])
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """What was known of them alone."""
+        for seq_id in seq_ids:
+            self.apart.pop(seq_id, None)
+
     def time(self, timing: Timing) -> None:
-        """The price of a guess is that of a row of them, shared out; the price of a pass depends on its tokens."""
+        """A pass has its price by its tokens, and drafting by the guesses in a row."""
         self.passes.record(timing.num_tokens, timing.pass_s)
-        if timing.num_guesses == 0:
-            return
-        each_s = self.guesses_s / self.num_guesses if self.num_guesses > 0 else 0.0
-        draft_s = damped(timing.draft_s, timing.num_guesses * each_s)
-        self.num_guesses = FADING * self.num_guesses + timing.num_guesses
-        self.guesses_s = FADING * self.guesses_s + draft_s
+        if timing.num_guesses:
+            self.drafts.record(timing.num_guesses, timing.draft_s)
+
+    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
+        """By token and sequence."""
+        self.alone.record(batch, taken_s / depth)
 
 
 def damped(taken_s: float, expected_s: float) -> float:

@@ -1,0 +1,210 @@
+"""A cascade of three sizes beside its two-level pairs: what it was predicted to bring, and what it brought.
+
+    python -m benchmarks.cascades [--workload code] [--temperature 0] [--tokens 96] [--num-prompts 3] [--repeats 3]
+                                   [--deepest 12] [--quantize int8]
+
+The target has 0.51 B parameters, the judge 0.1 B (`stdlib-middle`), the first drafter 21 M (`stdlib-draft`); `--first`
+names another first drafter, such as ngram. First every way guesses `--deepest` tokens on every prompt: that counts
+acceptance by depth and measures what passes and guesses cost. From these follow, for every depth k,
+
+    pair:     S(k) = G(k) T(1) / (T(k + 1) + k c)
+    cascade:  the same with the judge's G, and for c what a token of the judge's costs: the least of (c1 + c0) / G01
+              over the inner lengths, or what the judge takes by itself
+
+with G(k) = 1 + sum over j <= k of a_1 ... a_j, T(n) the target's pass over n tokens, c0 what the first drafter takes
+for so many guesses, and c1 the judge's pass over them with its verdict. Then each way runs at the depth that its own
+prediction likes best, by turns with plain decoding, and both are printed side by side. The cascade chooses its inner
+lengths itself, as ever. The first round of an answer, in which drafters read its prompt, is not counted anywhere: the
+formula knows no prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from benchmarks.drafters import PLAIN, Mode, answer, mode_of, passages
+
+from forerun.accept.outcome import Stats
+from forerun.bench.figures import Spread
+from forerun.bench.material import SHIPPED, Item, workload_of
+from forerun.config import Quantization, Speculation
+from forerun.demo.material import TARGET, TARGET_PARAMETERS, widen
+from forerun.draft.cascade import CascadeDrafter
+from forerun.draft.lengths import Line, MeasuredLengths, Timing, best_length, cost_per_token, expected_tokens
+from forerun.llm import LLM
+from forerun.machine import bandwidth_bytes_per_s
+from forerun.models.loading import Blueprint
+
+MIDDLE = "model:stdlib-middle"
+
+
+@dataclass(slots=True)
+class Probe:
+    """Inner lengths of 1, 2, 3, 4 by turns, so that what is counted does not depend on what was found before."""
+
+    turn: int = 0
+    offers: dict[int, int] = field(default_factory=dict)  # by depth
+    hits: dict[int, int] = field(default_factory=dict)
+    timings: list[Timing] = field(default_factory=list)
+
+    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+        """The next of them."""
+        self.turn += 1
+        return [min(1 + self.turn % 4, each) for each in most]
+
+    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
+        """Acceptance by depth."""
+        for num_guesses, num_accepted in runs:
+            for depth in range(min(num_guesses, num_accepted + 1)):
+                self.offers[depth] = self.offers.get(depth, 0) + 1
+                self.hits[depth] = self.hits.get(depth, 0) + (depth < num_accepted)
+
+    def time(self, timing: Timing) -> None:
+        """Keep it."""
+        self.timings.append(timing)
+
+    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
+        """The pair shows it."""
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Nothing is known of them alone."""
+
+    def inner(self, alone_s: float) -> tuple[int, float]:
+        """The best inner length, and what a token of the judge's then costs; it takes `alone_s` by itself."""
+        accepted = [self.hits[depth] / self.offers[depth] for depth in sorted(self.offers)]
+        passes = straight([(t.num_tokens, t.pass_s) for t in self.timings])
+        drafts = straight([(t.num_guesses, t.draft_s) for t in self.timings if t.num_guesses], flat=False)
+
+        def round_s(length: int) -> float:
+            return passes(length + 1) + drafts(length) if length else alone_s
+
+        length = best_length(accepted, round_s)
+        return length, cost_per_token(length, accepted, round_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a way should bring at its best depth, and at others."""
+
+    depth: int
+    speedup: float
+    by_depth: Sequence[float]
+
+
+def straight(seen: Sequence[tuple[int, float]], flat: bool = True) -> Callable[[int], float]:
+    """Seconds by size: the straight line through the medians of what was seen at each size."""
+    line = Line(flat)
+    for size in sorted({size for size, _ in seen}):
+        for _ in range(2):  # alike, whatever was seen how often
+            line.record(size, statistics.median(s for other, s in seen if other == size))
+    return line.expect
+
+
+def predict(acceptance: Sequence[float], guess_s: float, pass_s: Callable[[int], float]) -> Prediction:
+    """The speed-up over plain decoding by depth, from 1."""
+    by_depth = [
+        expected_tokens(acceptance, k) * pass_s(1) / (pass_s(k + 1) + k * guess_s)
+        for k in range(1, len(acceptance) + 1)
+    ]
+    depth = max(range(len(by_depth)), key=by_depth.__getitem__) + 1
+    return Prediction(depth, by_depth[depth - 1], by_depth)
+
+
+def total(mode: Mode) -> Stats:
+    """A mode's counts and times over all its runs."""
+    added = Stats()
+    for pace in mode.paces.values():
+        for name in ("num_drafted", "num_accepted", "num_rounds", "num_passes", "draft_s", "pass_s"):
+            setattr(added, name, getattr(added, name) + getattr(pace.stats, name))
+        for depth, offered in enumerate(pace.stats.offered_at_depth):
+            if depth == len(added.offered_at_depth):
+                added.offered_at_depth.append(0)
+                added.accepted_at_depth.append(0)
+            added.offered_at_depth[depth] += offered
+            added.accepted_at_depth[depth] += pace.stats.accepted_at_depth[depth]
+    return added
+
+
+def run(llm: LLM, modes: Sequence[Mode], items: Sequence[Item], repeats: int, options: argparse.Namespace) -> bool:
+    """Every mode answers every prompt, by turns; whether all said the same. The first answers are a warm-up."""
+    said: dict[int, list[list[int]]] = {}
+    same = True
+    for repetition in range(-1, repeats):
+        for number, item in enumerate(items if repetition >= 0 else items[:1]):
+            first = (repetition + number) % len(modes)
+            for mode in [*modes[first:], *modes[:first]]:
+                pace, tokens = answer(llm, mode, [item], options, tenant=str(repetition), uncounted=1)
+                same &= said.setdefault(number, tokens) == tokens
+                if repetition >= 0:
+                    mode.paces[repetition, number] = pace
+    return same
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", default="model:stdlib-draft")
+    parser.add_argument("--workload", choices=SHIPPED, default="code")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    for name, default in (("tokens", 96), ("num-prompts", 3), ("repeats", 3), ("deepest", 12)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--quantize", choices=("int8",))
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Predict, measure, print; 1 if any way changed the tokens."""
+    options = arguments()
+    quantize: Quantization | None = options.quantize
+    folder = widen(TARGET, TARGET_PARAMETERS, None)
+    target = Blueprint.of(folder, "auto", quantize)
+    workload = workload_of(options.workload, passages(options.workload), options.num_prompts, target.tokenizer())
+    length = workload.longest(options.tokens)
+    llm = LLM(folder, quantize=quantize, max_len=length, max_batch=1)
+    specs = [options.first, MIDDLE, f"cascade[{options.first},{MIDDLE}]"]
+    ways = [mode_of(f"{spec}@{options.deepest}", llm, target, 2 * (length + 64)) for spec in specs]
+    cascade = ways[-1].drafter
+    assert isinstance(cascade, CascadeDrafter), "the last way is the cascade"
+    cascade.lengths = probe = Probe()
+    probes = [Mode(PLAIN, None, Speculation(0)), *ways]
+    same = run(llm, probes, workload.items, 1, options)
+    sums = [total(mode) for mode in probes]
+    pass_s = straight([(1, sums[0].pass_s / sums[0].num_passes)] + [passed(s) for s in sums[1:]])
+    guesses_s = [each.draft_s / each.num_drafted for each in sums[1:3]]
+    inner_length, inner_s = probe.inner(guesses_s[1])
+    guesses_s.append(inner_s)
+    chances = [sums[1], sums[2], sums[2]]  # the cascade's chains are the judge's
+    predicted = [predict(s.acceptance_at_depth, c, pass_s) for s, c in zip(chances, guesses_s, strict=True)]
+    for mode, prediction in zip(ways, predicted, strict=True):
+        mode.paces.clear()
+        mode.wish = replace(mode.wish, depth=prediction.depth)
+    cascade.lengths = MeasuredLengths()
+    plain = Mode(PLAIN, None, Speculation(0))
+    same &= run(llm, [plain, *ways], workload.items, options.repeats, options)
+    last = options.deepest + 1
+    print(f"target's pass {1e3 * pass_s(1):.1f} ms, over {last} tokens {1e3 * pass_s(last):.1f} ms;")
+    print(f"inside the cascade {inner_length} guesses at a time are predicted to be best\n")
+    print("| drafter | depth | a guess, ms | predicted | measured | quartiles | measured over predicted |")
+    print("|---|---|---|---|---|---|---|")
+    for spec, mode, prediction, guess_s in zip(specs, ways, predicted, guesses_s, strict=True):
+        ratio = Spread.of(mode.speed(r) / plain.speed(r) for r in range(options.repeats))
+        assert ratio is not None, "there is at least one repetition"
+        print(
+            f"| {spec} | {prediction.depth} | {1e3 * guess_s:.2f} | {prediction.speedup:.2f} | {ratio.median:.2f} | "
+            f"{ratio.low:.2f} to {ratio.high:.2f} | {ratio.median / prediction.speedup:.2f} |"
+        )
+    print(f"\na gigabyte was summed at {bandwidth_bytes_per_s() / 1e9:.1f} GB/s; the same tokens: {same}")
+    return 0 if same else 1
+
+
+def passed(stats: Stats) -> tuple[int, float]:
+    """How many tokens the target's pass read on average, and how long it took."""
+    return round(1 + stats.num_drafted / stats.num_passes), stats.pass_s / stats.num_passes
+
+
+if __name__ == "__main__":
+    sys.exit(main())
