@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--target", default="stdlib")
     parser.add_argument("--draft", default="stdlib-draft")
-    for name, default in (("depth", 4), ("tokens", 96), ("num-prompts", 24)):
+    for name, default in (("depth", 4), ("tokens", 96), ("num-prompts", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     return parser.parse_args()

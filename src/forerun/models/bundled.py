@@ -13,5 +13,6 @@ BUNDLED = {
     "stdlib": FOLDER / "stdlib" / "target",
     "stdlib-middle": FOLDER / "stdlib" / "middle",
     "stdlib-draft": FOLDER / "stdlib" / "draft",
+    "stdlib-draft-1024": FOLDER / "stdlib" / "draft-1024",  # with a tokenizer of its own
 }
 BUNDLED_NAMES = ", ".join(BUNDLED)
