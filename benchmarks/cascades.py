@@ -67,7 +67,7 @@ class Probe:
         """Keep it."""
         self.timings.append(timing)
 
-    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
+    def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
         """The pair shows it."""
 
     def forget(self, seq_ids: Sequence[int]) -> None:

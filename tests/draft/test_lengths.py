@@ -155,7 +155,7 @@ def test_measured_lengths_cost_hardly_more_than_the_best(
         return pass_s + token_s * batch * (k + 1) + guess_s * k
 
     best = best_length(chances, round_s)
-    assert cost_per_token(found, chances, round_s) <= 1.1 * cost_per_token(best, chances, round_s), (found, best)
+    assert cost_per_token(found, chances, round_s) <= 1.15 * cost_per_token(best, chances, round_s), (found, best)
 
 
 def test_what_was_given_up_is_tried_again() -> None:
@@ -206,5 +206,5 @@ def test_the_judge_goes_on_alone_where_that_costs_less() -> None:
         lengths.time(Timing(1, 0.04, 2, 0.1))
     assert lengths.best([0], [MOST])[0] >= 1  # 0.14 for 1.5 tokens
     for _ in range(3):
-        lengths.time_alone(1, 10, 0.8)
+        lengths.went_alone([0], 10, 0.8)
     assert lengths.best([0], [MOST])[0] == 0

@@ -20,7 +20,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_every_name_is_a_checkpoint_of_the_package_and_all_but_one_have_the_targets_tokenizer(name: str, elsewhere: Path) -> None:
+def test_every_name_is_a_checkpoint_of_the_package_and_all_but_one_have_the_targets_tokenizer(
+    name: str, elsewhere: Path
+) -> None:
     blueprint = Blueprint.of(name)
     assert blueprint.folder.is_relative_to(FOLDER)
     assert blueprint.name == name

@@ -120,9 +120,8 @@ class CascadeDrafter:
         budgets = [Budget(depths[row]) if row in depths else NO_DRAFT for row in range(len(draws.rows))]
         started_s = time.perf_counter()
         draft = self.judge.propose(draws, budgets, tail)
-        self.lengths.count([chain.seq_id for chain in chains], [(0, 0)] * len(chains))
-        if timed:
-            self.lengths.time_alone(len(chains), max(depths.values()), time.perf_counter() - started_s)
+        taken_s = time.perf_counter() - started_s
+        self.lengths.went_alone([chain.seq_id for chain in chains], max(depths.values()), taken_s if timed else None)
         tree = replace(draft.tree, known=None)
         guesses, law = chains_of(tree), tree.q
         for chain in chains:

@@ -19,6 +19,7 @@ MOST = 16  # guesses at a time, at most
 FIRST = 4  # before anything was measured
 FADING = 0.98  # what counts of the past after each round: some 50 rounds do
 BELIEF, WEIGHT = 0.7, 2.0  # acceptance as long as nothing is known, and how many guesses that counts as
+OTHERS_WEIGHT = 8.0  # the same where other sequences are known: a few bad guesses do not settle a text
 OUTLIER = 4.0  # times what was expected: a busy machine, not a price
 
 
@@ -67,8 +68,8 @@ class Lengths(Protocol):
         """Learn from a round's times."""
         ...
 
-    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
-        """Learn what the judge took for chains of `depth` tokens by itself."""
+    def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
+        """Learn what the judge took for chains of `depth` tokens by itself; None: that was not its usual price."""
         ...
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -92,7 +93,7 @@ class FixedLength:
     def time(self, timing: Timing) -> None:
         """Nothing is learned."""
 
-    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
+    def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
         """Nothing is learned."""
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -144,14 +145,14 @@ class Acceptance:
     offered: list[float] = field(default_factory=lambda: [0.0] * MOST)  # by depth: guesses that were up for judgement
     accepted: list[float] = field(default_factory=lambda: [0.0] * MOST)
 
-    def rates(self, belief: float = BELIEF) -> list[float]:
+    def rates(self, belief: float = BELIEF, weight: float = WEIGHT) -> list[float]:
         """a_j for every depth: as counted there, starting from what was counted at all depths together."""
-        overall = self.overall(belief)
+        overall = self.overall(belief, weight)
         return [(a + WEIGHT * overall) / (o + WEIGHT) for a, o in zip(self.accepted, self.offered, strict=True)]
 
-    def overall(self, belief: float = BELIEF) -> float:
-        """Of all depths together, starting from a belief."""
-        return (sum(self.accepted) + WEIGHT * belief) / (sum(self.offered) + WEIGHT)
+    def overall(self, belief: float = BELIEF, weight: float = WEIGHT) -> float:
+        """Of all depths together, starting from a belief that counts as `weight` guesses."""
+        return (sum(self.accepted) + weight * belief) / (sum(self.offered) + weight)
 
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
         """A round's guesses and how many of them were accepted, by sequence.
@@ -190,7 +191,7 @@ class MeasuredLengths:
                 return self.alone.expect(batch)
             return self.passes.expect(batch * (length + 1)) + (self.drafts.expect(length) if length else 0.0)
 
-        rates = [self.apart.get(seq_id, Acceptance()).rates(belief) for seq_id in seq_ids]
+        rates = [self.apart.get(seq_id, Acceptance()).rates(belief, OTHERS_WEIGHT) for seq_id in seq_ids]
         return [best_length(own[:each], round_s) for own, each in zip(rates, most, strict=True)]
 
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
@@ -210,9 +211,12 @@ class MeasuredLengths:
         if timing.num_guesses:
             self.drafts.record(timing.num_guesses, timing.draft_s)
 
-    def time_alone(self, batch: int, depth: int, taken_s: float) -> None:
-        """By token and sequence."""
-        self.alone.record(batch, taken_s / depth)
+    def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
+        """Every token counts as a round without guesses."""
+        if taken_s is not None:
+            self.alone.record(len(seq_ids), taken_s / depth)
+        for _ in range(depth):
+            self.count(seq_ids, [(0, 0)] * len(seq_ids))
 
 
 def damped(taken_s: float, expected_s: float) -> float:
