@@ -170,7 +170,7 @@ def test_before_anything_was_measured() -> None:
     lengths.time(Timing(0, 0.0, 3, 0.1))
     assert lengths.best(3, MOST) == FIRST
     assert lengths.best(3, 2) == 2
-    assert len(lengths.acceptance()) == MOST
+    assert len(lengths.guesses.rates()) == MOST
     assert [FixedLength(5).best(1, most) for most in (0, 5, 9)] == [0, 5, 5]
 
 

@@ -118,38 +118,52 @@ class Line:
 
 
 @dataclass(slots=True)
-class MeasuredLengths:
-    """The best length by what was measured.
-
-    Counts fade with every round, also where it adds nothing to them: what was given up is tried again in time.
-    """
+class Acceptance:
+    """a_j by depth, as counted; the latest rounds count most."""
 
     offered: list[float] = field(default_factory=lambda: [0.0] * MOST)  # by depth: guesses that were up for judgement
     accepted: list[float] = field(default_factory=lambda: [0.0] * MOST)
-    passes: Line = field(default_factory=Line)
-    num_guesses: float = 0.0
-    guesses_s: float = 0.0
 
-    def acceptance(self) -> list[float]:
+    def rates(self) -> list[float]:
         """a_j for every depth: as counted there, starting from what was counted at all depths together."""
         overall = (sum(self.accepted) + WEIGHT * BELIEF) / (sum(self.offered) + WEIGHT)
         return [(a + WEIGHT * overall) / (o + WEIGHT) for a, o in zip(self.accepted, self.offered, strict=True)]
 
-    def best(self, batch: int, most: int) -> int:
-        """The length with the least time per token, for passes over `batch` chains."""
-        if self.num_guesses == 0:
-            return min(FIRST, most)
-        guess_s = self.guesses_s / self.num_guesses
-        return best_length(self.acceptance()[:most], lambda k: self.passes.expect(batch * (k + 1)) + k * guess_s)
-
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
-        """A guess counts where all before it were accepted."""
+        """A round's guesses and how many of them were accepted, by sequence.
+
+        A guess counts where all before it were accepted.
+        """
         self.offered = [FADING * n for n in self.offered]
         self.accepted = [FADING * n for n in self.accepted]
         for num_guesses, num_accepted in runs:
             for depth in range(min(num_guesses, num_accepted + 1, MOST)):
                 self.offered[depth] += 1
                 self.accepted[depth] += depth < num_accepted
+
+
+@dataclass(slots=True)
+class MeasuredLengths:
+    """The best length by what was measured.
+
+    Counts fade with every round, also where it adds nothing to them: what was given up is tried again in time.
+    """
+
+    guesses: Acceptance = field(default_factory=Acceptance)
+    passes: Line = field(default_factory=Line)
+    num_guesses: float = 0.0
+    guesses_s: float = 0.0
+
+    def best(self, batch: int, most: int) -> int:
+        """The length with the least time per token, for passes over `batch` chains."""
+        if self.num_guesses == 0:
+            return min(FIRST, most)
+        guess_s = self.guesses_s / self.num_guesses
+        return best_length(self.guesses.rates()[:most], lambda k: self.passes.expect(batch * (k + 1)) + k * guess_s)
+
+    def count(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Of the lower member's guesses, as the judge judged them."""
+        self.guesses.count(runs)
 
     def time(self, timing: Timing) -> None:
         """The price of a guess is that of a row of them, shared out; the price of a pass depends on its tokens."""
