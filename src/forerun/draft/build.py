@@ -7,7 +7,7 @@ translated. Memory is planned between the steps, so planning loads no weights. K
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ from forerun.draft.base import Drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.early_exit import EarlyExitDrafter
 from forerun.draft.judge import Judge
+from forerun.draft.mix import MixDrafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -43,6 +44,7 @@ class DraftContext:
 
 
 CacheTokens = Mapping[str, int]
+Build = Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
 BuildJudge = Callable[[CacheTokens, Progress | None, Runner], Judge]
 ORDER = "name the cheapest first, then models from small to large, as in cascade[ngram,model:SMALL,model:MIDDLE]"
 
@@ -60,7 +62,7 @@ class DraftPlan:
 
     weights_bytes: int
     bytes_per_token: Mapping[str, int]
-    build: Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
+    build: Build
     fingerprint: Callable[[], str] = str
     build_judge: BuildJudge | None = None
 
@@ -135,6 +137,8 @@ def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`cascade[A,B,...]`: each drafter's guesses are verified by the next, the cheapest first."""
     if len(spec.members) < 2:
         refuse(spec, f"a cascade has two members or more: {ORDER}")
+    if spec.members[0].name == "mix":
+        refuse(spec, "a mix is chosen from by what rounds of the target give: put the cascade into the mix instead")
     first = plan(spec.members[0], context)
     plans, judges = [first], list[BuildJudge]()
     for member in spec.members[1:]:
@@ -157,6 +161,30 @@ def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
             lower = CascadeDrafter(lower, build_judge(cache_tokens, progress, target))
         return lower
 
+    return joined(plans, build)
+
+
+def plan_mix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`mix[A,B,...]`: several drafters at once, of which each round and sequence takes one, or all of them merged."""
+    if len(spec.members) < 2:
+        refuse(spec, "a mix has two members or more, as in mix[ngram,model:DIR]")
+    if any(member.name == spec.name for member in spec.members):
+        flat = [own for member in spec.members for own in (member.members if member.name == spec.name else (member,))]
+        refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
+    plans, names = list[DraftPlan](), list[str]()
+    for member in spec.members:
+        plans.append(plan(member, context).renamed([name for other in plans for name in other.bytes_per_token]))
+        names.append(free_name(str(member), names))
+
+    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Drafter:
+        members = [own.build(cache_tokens, progress, target) for own in plans]
+        return MixDrafter([member for member in members if member is not None], names)
+
+    return joined(plans, build)
+
+
+def joined(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:
+    """The plan of what is made of several."""
     return DraftPlan(
         weights_bytes=sum(own.weights_bytes for own in plans),
         bytes_per_token={name: each for own in plans for name, each in own.bytes_per_token.items()},
@@ -193,6 +221,7 @@ def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     "cascade": plan_cascade,
     "early-exit": plan_early_exit,
+    "mix": plan_mix,
     "model": plan_model,
     "ngram": plan_ngram,
     "suffix": plan_suffix,
