@@ -254,7 +254,7 @@ def resumed(rows: Sequence[Grown], parts: Mapping[int, Part], columns: int) -> R
     return Resume(resume.layer, nodes, resume.hidden[kept]) if kept else None
 
 
-def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.long, filler: float = -1) -> Tensor:
+def padded(rows: Sequence[Sequence[int | float]], dtype: torch.dtype = torch.long, filler: float = -1) -> Tensor:
     """Rows of one length, as a tensor on the host."""
     nodes = max(map(len, rows))
     return torch.tensor([[*row, *[filler] * (nodes - len(row))] for row in rows], dtype=dtype)

@@ -66,7 +66,7 @@ class Arm:
 
     def promise(self, expected: float | None, depth: int) -> float:
         """How many of `depth` guesses would be accepted: what it expects itself, or else by depth as before."""
-        return expected_tokens(self.acceptance.rates(), depth) - 1 if expected is None else min(expected, depth)
+        return expected_tokens(self.acceptance.rates(), depth) - 1 if expected is None else min(expected, float(depth))
 
     def count(self, rows: Sequence[tuple[RowOutcome, Option]]) -> None:
         """Learn from the rows that it drafted in a round."""
@@ -129,7 +129,7 @@ class Arms:
                 continue
             promised = learned.promise(own.expected[i] if own.expected else None, budget.depth)
             unread = {arm: own.unread[i]}
-            gain = min(promised * learned.trust, budget.depth)
+            gain = min(promised * learned.trust, float(budget.depth))
             found[arm] = Option(replace(budget, arm=arm), frozenset([arm]), promised, gain, unread)
         if len(found) > 1 or (wish.drafter == MERGED and found):
             found[len(outlook.arms)] = self.merged(found, len(outlook.arms))
@@ -139,7 +139,7 @@ class Arms:
         """All members together: no worse than the best of them."""
         deepest = max((option.budget for option in found.values()), key=lambda budget: (budget.depth, budget.nodes))
         promised = max(option.gain for option in found.values())
-        gain = min(promised * max(1.0, self.arms[num_members].trust), deepest.depth)
+        gain = min(promised * max(1.0, self.arms[num_members].trust), float(deepest.depth))
         budget = replace(deepest, arm=num_members, width=num_members * deepest.width)
         unread = {arm: num for option in found.values() for arm, num in option.num_unread.items()}
         return Option(budget, frozenset(found), promised, gain, unread)
