@@ -43,21 +43,19 @@ def merge(trees: Sequence[Branches], budget: Budget) -> Branches:
     whole, below = union(trees)
     merged = Branches([whole.tokens[0]], arms=[whole.arms[0]])
     depths, widths = [0], [0]
-    heap: list[tuple[float, int, int]] = []  # minus survival, node of the union, its parent in what is merged
-
-    def offer(node: int, at: int) -> None:
-        for child in below[node].values() if depths[at] < budget.depth else ():
-            heapq.heappush(heap, (-whole.survival[child], child, at))
-
-    offer(0, 0)
+    # minus survival, node of the union, its parent in what is merged
+    heap = [(-whole.survival[child], child, 0) for child in below[0].values()]
+    heapq.heapify(heap)
     while heap and len(merged.tokens) <= budget.nodes:
         minus, node, parent = heapq.heappop(heap)
         if widths[parent] == budget.width or -minus < budget.price:
             continue
+        at = merged.add(whole.tokens[node], parent, -minus, whole.arms[node])
         widths[parent] += 1
         widths.append(0)
         depths.append(depths[parent] + 1)
-        offer(node, merged.add(whole.tokens[node], parent, -minus, whole.arms[node]))
+        for child in below[node].values() if depths[at] < budget.depth else ():
+            heapq.heappush(heap, (-whole.survival[child], child, at))
     return merged
 
 
