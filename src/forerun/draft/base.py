@@ -7,7 +7,7 @@ is never asked what it is. It knows nothing of verification, scheduling, stop co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -57,6 +57,10 @@ class Budget:
         if depth <= 0:
             return NO_DRAFT
         return cls(depth=depth, width=wish.width, nodes=depth if wish.width == 1 else nodes)
+
+    def merging(self, num_members: int) -> Budget:
+        """The same for the last arm of a mix of so many: its tree may be wider, that all of them have their place."""
+        return replace(self, arm=num_members, width=num_members * self.width)
 
 
 NO_DRAFT = Budget(depth=0)

@@ -57,7 +57,7 @@ class DraftPlan:
     these caches may hold, and the loaded target, whose weights and cache it may share: the drafter is then for engines
     on that runner alone. A cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
     from others; nothing for a drafter without any. `build_judge` loads it as one that can judge others in a cascade;
-    None where it cannot.
+    None where it cannot. `num_members` is how many drafters may share one tree.
     """
 
     weights_bytes: int
@@ -65,6 +65,7 @@ class DraftPlan:
     build: Build
     fingerprint: Callable[[], str] = str
     build_judge: BuildJudge | None = None
+    num_members: int = 1
 
     def renamed(self, taken: Collection[str]) -> DraftPlan:
         """The same plan, with names for its caches that are not taken: one checkpoint may serve twice."""
@@ -180,7 +181,7 @@ def plan_mix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         members = [own.build(cache_tokens, progress, target) for own in plans]
         return MixDrafter([member for member in members if member is not None], names)
 
-    return joined(plans, build)
+    return replace(joined(plans, build), num_members=len(plans))
 
 
 def joined(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:

@@ -140,9 +140,8 @@ class Arms:
         deepest = max((option.budget for option in found.values()), key=lambda budget: (budget.depth, budget.nodes))
         promised = max(option.gain for option in found.values())
         gain = min(promised * max(1.0, self.arms[num_members].trust), float(deepest.depth))
-        budget = replace(deepest, arm=num_members, width=num_members * deepest.width)
         unread = {arm: num for option in found.values() for arm, num in option.num_unread.items()}
-        return Option(budget, frozenset(found), promised, gain, unread)
+        return Option(deepest.merging(num_members), frozenset(found), promised, gain, unread)
 
     def trial(self, rows: list[dict[int, Option]], free: list[bool]) -> int | None:
         """Hold the first row that is free to an arm that is due, and say which; None where none is."""
