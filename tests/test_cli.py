@@ -130,10 +130,12 @@ def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
     assert "by arm" not in generate("x").stderr
     llm.stats.record(Outcome([RowOutcome(0, 4, 3, 2, 3, 2, {0: (3, 2), 1: (1, 0)})], 0, 0.0, 0.0))
     shown = " ".join(generate("x").stderr.split())
-    assert (
-        "by arm ngram in 0 rounds, 2 of 3 accepted cascade[ngram,model:A] in 0 rounds, 0 of 1 accepted merged in 1 rounds"
-        in shown
+    lines = (
+        "ngram in 0 rounds, 2 of 3 accepted",
+        "cascade[ngram,model:A] in 0 rounds, 0 of 1 accepted",
+        "merged in 1 rounds",
     )
+    assert f"by arm {' '.join(lines)}" in shown
     assert "mix[ngram,model:A], depth 4" in generate("x", "--draft", "mix[ngram,model:A]").stderr
     told = json.loads(generate("x", "--json").stdout)["stats"]["arms"]
     assert told["ngram"] == {"num_rounds": 0, "num_drafted": 3, "num_accepted": 2}
