@@ -56,6 +56,10 @@ class ScriptedLLM(LLM):
     def stats(self) -> Stats:
         return self._stats
 
+    @property
+    def arms(self) -> Sequence[str]:
+        return ("ngram", "cascade[ngram,model:A]", "merged")
+
     def stream(
         self,
         prompt: str | Sequence[int],
@@ -123,6 +127,23 @@ def test_the_text_goes_to_standard_output_and_nothing_else_does(llm: ScriptedLLM
         assert word in result.stderr
     assert all(line in result.stderr for line in llm.plan.lines())
     assert str(llm.asked[0][1].seed) in result.stderr
+
+
+def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
+    """A row that all members drafted together: guesses are those of who made them first."""
+    assert "by arm" not in generate("x").stderr
+    llm.stats.record(Outcome([RowOutcome(0, 4, 3, 2, 3, 2, {0: (3, 2), 1: (1, 0)})], 0, 0.0, 0.0))
+    shown = " ".join(generate("x").stderr.split())
+    lines = (
+        "ngram in 0 rounds, 2 of 3 accepted",
+        "cascade[ngram,model:A] in 0 rounds, 0 of 1 accepted",
+        "merged in 1 rounds",
+    )
+    assert f"by arm {' '.join(lines)}" in shown
+    assert "mix[ngram,model:A], depth 4" in generate("x", "--draft", "mix[ngram,model:A]").stderr
+    told = json.loads(generate("x", "--json").stdout)["stats"]["arms"]
+    assert told["ngram"] == {"num_rounds": 0, "num_drafted": 3, "num_accepted": 2}
+    assert told["merged"] == {"num_rounds": 1, "num_drafted": 0, "num_accepted": 0}
 
 
 def test_options_reach_the_sampling_parameters(llm: ScriptedLLM) -> None:

@@ -123,10 +123,10 @@ Times on 2 cores ({platform.machine()}), beside other work. Positions beyond 1,0
 
 ## Another vocabulary
 
-`draft-1024` is as large as `draft`, and its tokens are 1,024 of its own, learned from the same files: it is there to try
-drafters whose tokens are not the target's. `python -m recipes.stdlib.foreign` makes it: the tokenizer; 4,096 texts of
-the target's, from beginnings of training files at temperatures 1 and 0.7; 4,000 steps of 4,096 tokens of cross-entropy
-on the corpus and on those texts by turns; 23 minutes beside other work.
+`draft-1024` is as large as `draft`, and its tokens are 1,024 of its own, learned from the same files: it is there to
+try drafters whose tokens are not the target's. `python -m recipes.stdlib.foreign` makes it: the tokenizer; 4,096 texts
+of the target's, from beginnings of training files at temperatures 1 and 0.7; 4,000 steps of 4,096 tokens of
+cross-entropy on the corpus and on those texts by turns; 23 minutes beside other work.
 
 ## Licence
 

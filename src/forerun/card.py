@@ -98,14 +98,20 @@ def speed_line(timing: Timing, stats: Stats) -> str:
 
 
 def run_card(
-    setting: Setting, timing: Timing, stats: Stats, origins: Sequence[Origin], plan: Sequence[str]
+    setting: Setting,
+    timing: Timing,
+    stats: Stats,
+    origins: Sequence[Origin],
+    plan: Sequence[str],
+    arms: Sequence[str] = (),
 ) -> RenderableType:
-    """All that is worth knowing of a run, as a table of two columns."""
+    """All that is worth knowing of a run, as a table of two columns; of a mix, what each of its `arms` did."""
     card = Table.grid(padding=(0, 2))
     card.add_column(style="dim", no_wrap=True)
     card.add_column(overflow="fold")
     card.add_row("model", setting.model)
-    card.add_row("draft", f"{setting.draft}, depth {setting.depth}" if setting.draft else "none: plain decoding")
+    drafts = f"{setting.draft}, depth {setting.depth}" if setting.draft else "none: plain decoding"
+    card.add_row("draft", Text(drafts))  # brackets are no markup here
     card.add_row("verification", setting.verification)
     first = f"first after {timing.first_s:.2f} s" if timing.num_tokens else "no tokens"
     total = f"{timing.num_tokens} tokens in {timing.total_s:.2f} s"
@@ -117,6 +123,10 @@ def run_card(
         share = f"{stats.acceptance_rate:.1%} ({stats.num_accepted} of {stats.num_drafted} drafted)"
         card.add_row("acceptance", share)
         card.add_row("  by depth", " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth))
+        for arm, own in sorted(stats.arms.items()):
+            guesses = f", {own.num_accepted} of {own.num_drafted} accepted" if own.num_drafted else ""
+            line = f"{arms[arm]} in {own.num_rounds} rounds{guesses}"
+            card.add_row("" if arm != min(stats.arms) else "  by arm", Text(line))
     for i, line in enumerate(plan):
         card.add_row("" if i else "plan", line)
     card.add_row("seed", str(setting.seed))

@@ -25,7 +25,7 @@ from forerun.config import (
     require_whole,
 )
 from forerun.device import Placement, free_bytes
-from forerun.draft.base import Budget, Drafter
+from forerun.draft.base import MERGED, Budget, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
 from forerun.engine.controller import Controller, slots_of
@@ -118,7 +118,7 @@ class LLM:
         self.name, self.draft_name = target.name, draft_label(draft)
         if memory_bytes is None and placement.device.type == "cuda":
             memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
-        self.plan = plan_llm(target, drafter, max_len, max_batch, slots_of(Budget.of(default)), memory_bytes)
+        self.plan = plan_llm(target, drafter, max_len, max_batch, tail_tokens(default, drafter), memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
         granted = {**drafter.remembered_bytes, **self.plan.remembered_bytes, **self.plan.drafter_cache_tokens}
         self.drafter: Drafter | None = drafter.build(granted, progress, runner)
@@ -146,6 +146,11 @@ class LLM:
     def stats(self) -> Stats:
         """Counters since the start."""
         return self.engine.stats
+
+    @property
+    def arms(self) -> Seq[str]:
+        """What drafts here, by name: several of a mix."""
+        return self.requests.arms
 
     def generate(
         self,
@@ -235,7 +240,14 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
         return plan_drafter(draft, context)
     if draft is not None and not isinstance(draft, Drafter):
         raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', nor a Drafter.")
-    return DraftPlan(0, {}, lambda _tokens, _progress, _target: draft)
+    num_members = len(draft.arms) - 1 if draft is not None and MERGED in draft.arms else 1
+    return DraftPlan(0, {}, lambda _tokens, _progress, _target: draft, num_members=num_members)
+
+
+def tail_tokens(wish: Speculation, drafter: DraftPlan) -> int:
+    """Cache slots that one sequence's guesses take at most."""
+    budget = Budget.of(wish)
+    return slots_of(budget if drafter.num_members == 1 else budget.merging(drafter.num_members))
 
 
 def plan_llm(

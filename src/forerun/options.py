@@ -54,7 +54,7 @@ class ModelOptions:
     ]
     draft: Annotated[
         str | None,
-        typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR, early-exit:2. None: plain."),
+        typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR, mix[A,B]. None: plain."),
     ] = None
     depth: Annotated[int, typer.Option(min=0, help="Tokens guessed per round.")] = DEFAULT_DEPTH
     verification: Annotated[Verification, typer.Option(help="How guesses are judged.")] = "coupled"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from forerun.draft.build import PLANNERS, DraftContext, plan_drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.draft.mix import MixDrafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -114,6 +115,12 @@ def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
         (f"cascade[model:{SMALL},ngram]", "'ngram' cannot judge .* as in cascade.ngram,model:SMALL"),
         (f"cascade[ngram,cascade[ngram,model:{SMALL}]]", "cannot judge"),
         ("cascade[ngram:x,ngram]", "whole number"),
+        (f"cascade[mix[ngram,suffix],model:{SMALL}]", "put the cascade into the mix"),
+        ("mix", "two members or more, as in mix.ngram,model:DIR"),
+        ("mix:ngram", "two members or more"),
+        ("mix[ngram]", "two members or more"),
+        ("mix[ngram,mix[suffix,ngram:5]]", "write mix.ngram,suffix,ngram:5."),
+        ("mix[ngram,early-exit:9]", "at most 4"),
         ("ngram:x", "whole number"),
         ("ngram:0", "whole number"),
         ("ngram[ngram]", "no list"),
@@ -150,6 +157,25 @@ def test_a_cascade_plans_for_all_of_its_members(context: DraftContext, target_di
         found.append(drafter.judge.runner.cache.blocks.num_blocks * 64)
         drafter = drafter.lower
     assert [drafter.runner.cache.blocks.num_blocks * 64, *found[::-1]] == [64, 128, 192, 256]
+
+
+def test_a_mix_plans_for_all_of_its_members(context: DraftContext, draft_dir: Path) -> None:
+    """Caches and arms have names of their own, though one checkpoint serves three times."""
+    small = f"model:{draft_dir}"
+    alone = plan_drafter(small, context)
+    plan = plan_drafter(f"mix[ngram,{small},cascade[ngram,{small}],{small}]", context)
+    names = [small, f"{small} (2)", f"{small} (3)"]
+    assert plan.bytes_per_token == dict.fromkeys(names, alone.bytes_per_token[small])
+    assert plan.weights_bytes == 3 * alone.weights_bytes
+    assert plan.fingerprint() == " ".join([alone.fingerprint()] * 3)
+    assert (plan.num_members, plan.build_judge) == (4, None)
+    sizes = dict(zip(names, (64, 128, 192), strict=True))
+    drafter = plan.build(sizes, None, context.target.load(64))
+    assert isinstance(drafter, MixDrafter)
+    assert drafter.arms == ("ngram", small, f"cascade[ngram,{small}]", f"{small} (2)", "merged")
+    _, first, cascade, last = drafter.members
+    assert isinstance(cascade, CascadeDrafter)
+    assert [m.runner.cache.blocks.num_blocks * 64 for m in (first, cascade.judge, last)] == [64, 128, 192]
 
 
 def test_a_drafter_that_is_nowhere(context: DraftContext) -> None:

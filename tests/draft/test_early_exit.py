@@ -286,6 +286,7 @@ class Pruning(FixedDepth):
     """Admits less than was drafted: the last guess of every chain goes, or the first with all below it."""
 
     def __init__(self, first: bool) -> None:
+        super().__init__()
         self.first = first
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:

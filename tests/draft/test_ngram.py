@@ -1,14 +1,16 @@
 """Prompt lookup against a brute-force search, and its state against one rebuilt from the text."""
 
+import math
 import sys
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft.rounds import Row, chunked, committed, draws_of
-from forerun.draft.base import Budget, Committed
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.base import AHEAD, Budget, Committed
+from forerun.draft.ngram import BELIEF, FADING, WEIGHT, NgramDrafter
 
 LETTERS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 LENGTHS = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda t: (t[0], t[0] + t[1]))
@@ -78,6 +80,55 @@ def test_a_tail_counts_as_text_and_is_forgotten(
     found = guesses(drafter, [Row(0, text + more), Row(1, text)], [Budget(depth)] * 2, tail)
     assert found == [brute_force(t, min_n, max_n, depth) for t in (text + more, text)]
     assert drafter.histories == untouched.histories
+
+
+def matches(text: list[int], min_n: int, max_n: int) -> list[tuple[int, bool]]:
+    """At every place the length of the longest match before it, and whether it told the token there."""
+    found = []
+    for place in range(1, len(text)):
+        for n in range(min(max_n, place), min_n - 1, -1):
+            ends = [end for end in range(n, place) if text[end - n : end] == text[place - n : place]]
+            if ends:
+                found.append((n, text[ends[-1]] == text[place]))
+                break
+    return found
+
+
+def rate(counted: list[tuple[int, bool]], n: int, belief: float, fading: float = 1.0) -> float:
+    """How often matches of n tokens were right, the last of them counting most."""
+    own = [right for length, right in counted if length == n][::-1]
+    met, right = (sum(fading**i * x for i, x in enumerate(xs)) for xs in ([1] * len(own), own))
+    return (right + WEIGHT * belief) / (met + WEIGHT)
+
+
+@given(text=LETTERS, others=LETTERS, lengths=LENGTHS, seed=st.integers(0, 99), depth=st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_it_expects_what_matches_of_a_length_have_given(
+    text: list[int], others: list[int], lengths: tuple[int, int], seed: int, depth: int
+) -> None:
+    """Beforehand by this text and others; what is drafted, and how sure of it, follows from this text alone."""
+    min_n, max_n = lengths
+    drafter, row = NgramDrafter(max_n, min_n), Row(5, text)
+    drafter.observe(committed([Row(1, others)]))
+    for news in chunked([row], seed):
+        drafter.observe(news)
+    last = [n for n in range(min_n, max_n + 1) if any(text[e - n : e] == text[-n:] for e in range(n, len(text)))]
+    own = matches(text, min_n, max_n)
+    every = matches(others, min_n, max_n) + own
+    along = [min(last[-1] + i, max_n) for i in range(max(AHEAD, depth))] if last else []
+    beliefs = [rate(every, n, BELIEF, FADING) for n in along]
+    chances = [rate(own, n, belief) for n, belief in zip(along, beliefs, strict=True)]
+    expected = sum(math.prod(chances[: i + 1]) for i in range(AHEAD)) if last else 0.0
+    assert drafter.outlook([5]).expected == [pytest.approx(expected)]
+    alone = [rate(own, n, BELIEF) for n in along]
+    survival = [math.prod(alone[: i + 1]) for i in range(depth)] if last else []
+    for price in (1e-9, 0.2):
+        draft = drafter.propose(draws_of([row], VOCAB), [Budget(depth, price=price)])
+        assert draft.survival is not None
+        worth = [chance for chance in survival if chance >= price]
+        assert draft.survival[0].tolist() == pytest.approx([1.0, *worth])
+        assert (draft.tree.tokens[0, 1:] >= 0).sum() == len(worth)
+    assert drafter.propose(draws_of([row], VOCAB), [Budget(depth)]).survival is None
 
 
 def test_a_copy_that_meets_the_end_of_the_text_repeats_its_period() -> None:

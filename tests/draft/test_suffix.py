@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft.rounds import Row, chunked, committed, draws_of
-from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.suffix import AHEAD, SuffixDrafter
+from forerun.draft.base import AHEAD, Budget, Committed, Draft
+from forerun.draft.suffix import SuffixDrafter
 from forerun.draft.suffix_past import Past
 from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node
 from unchecked import unchecked
@@ -126,7 +126,7 @@ def test_the_outlook_is_what_a_chain_of_eight_would_bring(
     with unchecked():
         for piece in chunked([row], seed):
             drafter.observe(replace(piece, tenants=["a"], num_prompts=[1]))
-        expected = math.fsum(oracle(text, past, AHEAD, depth).values())
+        expected = math.fsum(oracle(text, past, Budget(AHEAD), depth).values())
         outlook = drafter.outlook([5, 6])
         assert outlook.expected == [expected, 0.0]
         assert outlook.unread == [0, 0]

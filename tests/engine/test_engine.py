@@ -105,6 +105,7 @@ class Watched(FixedDepth):
     """Writes down how deep was wished and given."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.wished: list[list[int]] = []
         self.given: list[list[int]] = []
 

@@ -41,6 +41,8 @@ DRAFTERS = {
     "early-exit:adapted": f"early-exit:2:{adapter_of(TARGET, Path(COPIES.name) / 'adapter', 2, range(3, 5))}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
+    "mix-of-2": f"mix[ngram,model:{SMALL}]",
+    "mix-of-3": f"mix[suffix,early-exit:1,model:{SMALL}]",
     PAGE.name: PAGE.name,
 }
 

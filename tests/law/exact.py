@@ -335,6 +335,27 @@ def followed(drafts: Sequence[Draft], target: Model, vocab: int) -> Emissions:
     return outcomes
 
 
+@dataclass
+class Script:
+    """One way in which everything drawn may come out: `taken` is what was picked at every turn so far."""
+
+    given: list[int]
+    taken: list[int] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)  # ways that branch off
+    weight: float = 1.0
+
+    def pick(self, chances: Sequence[float]) -> int:
+        """As given; beyond that the first possible, the rest noted."""
+        possible = [i for i, chance in enumerate(chances) if chance > 0]
+        turn = len(self.taken)
+        choice = self.given[turn] if turn < len(self.given) else possible[0]
+        if turn >= len(self.given):
+            self.others += [[*self.taken, other] for other in possible[1:]]
+        self.taken.append(choice)
+        self.weight *= chances[choice]
+        return choice
+
+
 Judge = Callable[[Sequence[Draft], Model, int], Emissions]
 RULES: dict[str, Judge] = {"token": partial(judged, rule=token_law), "block": partial(judged, rule=block_law)}
 EVERY: dict[str, Judge] = {**RULES, "follow": followed}

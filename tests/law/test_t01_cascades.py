@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
-from exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Model, deviation, families
+from exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Model, Script, deviation, families
 from torch import Tensor
 
 from forerun.draft import base
@@ -30,27 +30,6 @@ from unchecked import unchecked
 
 FAMILIES = [family for family in families(12) if family.vocab == 3]
 WRONG = 1e-3
-
-
-@dataclass
-class Script:
-    """One way in which everything drawn may come out: `taken` is what was picked at every turn so far."""
-
-    given: list[int]
-    taken: list[int] = field(default_factory=list)
-    others: list[list[int]] = field(default_factory=list)  # ways that branch off
-    weight: float = 1.0
-
-    def pick(self, chances: Sequence[float]) -> int:
-        """As given; beyond that the first possible, the rest noted."""
-        possible = [i for i, chance in enumerate(chances) if chance > 0]
-        turn = len(self.taken)
-        choice = self.given[turn] if turn < len(self.given) else possible[0]
-        if turn >= len(self.given):
-            self.others += [[*self.taken, other] for other in possible[1:]]
-        self.taken.append(choice)
-        self.weight *= chances[choice]
-        return choice
 
 
 class Dice:

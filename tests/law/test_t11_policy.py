@@ -44,6 +44,7 @@ class Whimsical(FixedDepth):
     """Any depth, at any time, for any sequence."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rng = random.Random(3)
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:

@@ -7,8 +7,9 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int
@@ -29,12 +30,13 @@ class HostTree:
     tokens: list[int]
     parents: list[int]
     number: dict[int, int]  # node of the DraftTree -> node here
+    arms: list[int] = field(default_factory=list)  # of a mix's tree: who guessed each node, at the root who drafted
 
     def told(self, tokens: Sequence[int]) -> HostTree:
         """The same nodes, their tokens known now, by column of the DraftTree; one without token is nobody's child."""
         own = [tokens[node] for node in self.number]
         parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, own, strict=True)]
-        return HostTree(own, parents, self.number)
+        return HostTree(own, parents, self.number, self.arms)
 
     @property
     def num_guesses(self) -> int:
@@ -54,13 +56,15 @@ class HostTree:
         return max(depths)
 
 
-def host_trees(tree: DraftTree) -> list[HostTree]:
-    """The trees of a batch, for planning slots and paths."""
+def host_trees(tree: DraftTree, arm: Int[Tensor, "batch columns"] | None = None) -> list[HostTree]:
+    """The trees of a batch, for planning slots and paths; `arm`, on the host, says who guessed what."""
     known, trees = tree.host(), []
+    arms = None if arm is None else arm.tolist()
     for row, (nodes, parents) in enumerate(zip(known.nodes, known.parents, strict=True)):
         number = {node: i for i, node in enumerate(nodes)}
         tokens = list(known.tokens[row]) if known.tokens is not None else [-1] * len(nodes)
-        trees.append(HostTree(tokens, [number.get(parent, -1) for parent in parents], number))
+        own = [] if arms is None else [arms[row][node] for node in nodes]
+        trees.append(HostTree(tokens, [number.get(parent, -1) for parent in parents], number, own))
     return trees
 
 
@@ -72,6 +76,8 @@ class Accepted:
     tokens: list[int]
     num_drafted: int
     offered: int
+    guessed: Mapping[int, int] = field(default_factory=dict)  # by arm of a mix: guesses in the tree
+    arms: Sequence[int] = ()  # of a mix's run: who drafted the row, and who guessed each node after the root
 
     @property
     def length(self) -> int:
@@ -80,7 +86,10 @@ class Accepted:
 
     def outcome(self, seq_id: int, num_emitted: int) -> RowOutcome:
         """This run, to be counted."""
-        return RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted)
+        right = Counter(self.arms[1:])
+        by_arm = {arm: (count, right[arm]) for arm, count in self.guessed.items()}
+        arm = self.arms[0] if self.arms else -1
+        return RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, arm, by_arm)
 
 
 def accept(
@@ -95,5 +104,7 @@ def accept(
         nodes = [tree.number[node] for node in path]
         tokens = [tree.tokens[n] for n in nodes[1:]] + [next_token]
         rejected = nodes[-1] in tree.parents
-        runs.append(Accepted(nodes, tokens, tree.num_guesses, length + rejected))
+        guessed = Counter(arm for arm, token in zip(tree.arms[1:], tree.tokens[1:], strict=False) if token >= 0)
+        arms = [tree.arms[n] for n in nodes] if tree.arms else []
+        runs.append(Accepted(nodes, tokens, tree.num_guesses, length + rejected, guessed, arms))
     return runs

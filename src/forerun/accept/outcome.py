@@ -6,7 +6,7 @@ were made or judged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -15,7 +15,8 @@ class RowOutcome:
     """One sequence's round: guesses in its tree, guesses on offer along its path, guesses accepted.
 
     `offered` is the number of depths at which the walk had a guess to accept: one more than `accepted` where it
-    stopped at a rejection, the same where the path ended.
+    stopped at a rejection, the same where the path ended. `arm` is the number of the mix's arm that drafted it, -1 for
+    none; `by_arm` how many guesses each of them made, and how many of those were accepted.
     """
 
     seq_id: int
@@ -23,17 +24,35 @@ class RowOutcome:
     offered: int
     accepted: int
     num_emitted: int
+    arm: int = -1
+    by_arm: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One round: its sequences, and where its time went. `draft_pass_s`, part of `draft_s`, is in drafters' passes."""
+    """One round: its sequences, and where its time went.
+
+    `draft_pass_s`, part of `draft_s`, is in drafters' passes; `arm_s`, part of it too, in each member of a mix.
+    """
 
     rows: Sequence[RowOutcome]
     num_prompt_tokens: int
     draft_s: float
     pass_s: float
     draft_pass_s: float = 0.0
+    arm_s: Sequence[float] = ()
+
+
+@dataclass(slots=True)
+class ArmStats:
+    """Counters of one arm of a mix: rounds in which it drafted a sequence, and guesses that it made.
+
+    Guesses of a merged tree are those of the members that made them first; the arm that merges makes none.
+    """
+
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -51,6 +70,7 @@ class Stats:
     draft_pass_s: float = 0.0
     offered_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
+    arms: dict[int, ArmStats] = field(default_factory=dict)  # of a mix's, by number
 
     def record(self, outcome: Outcome) -> None:
         """Add one round."""
@@ -70,6 +90,16 @@ class Stats:
             for depth in range(row.offered):
                 self.offered_at_depth[depth] += 1
                 self.accepted_at_depth[depth] += depth < row.accepted
+            self.record_arms(row)
+
+    def record_arms(self, row: RowOutcome) -> None:
+        """Add what the arms of a mix did for one sequence."""
+        if row.arm >= 0:
+            self.arms.setdefault(row.arm, ArmStats()).num_rounds += 1
+        for arm, (num_drafted, num_accepted) in row.by_arm.items():
+            stats = self.arms.setdefault(arm, ArmStats())
+            stats.num_drafted += num_drafted
+            stats.num_accepted += num_accepted
 
     @property
     def acceptance_rate(self) -> float | None:

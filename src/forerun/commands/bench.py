@@ -54,9 +54,9 @@ class BenchOptions:
     model: Annotated[
         str, typer.Option("--model", "-m", help=f"Hugging Face folder, hub id, or bundled: {BUNDLED_NAMES}.")
     ] = TARGET
-    draft: Annotated[str, typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR.")] = (
-        f"model:{DRAFT}"
-    )
+    draft: Annotated[
+        str, typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR, mix[A,B].")
+    ] = f"model:{DRAFT}"
     widen: Annotated[bool, typer.Option("--widen", help="Bundled models at the demo's sizes, 0.5 B and 21 M.")] = False
     workload: Annotated[str | None, typer.Option(help=f"Of {WORKLOADS}; default: code,edits.")] = None
     prompts: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, cast
 
@@ -43,7 +44,7 @@ def generate(
         painter.end()
         if not painter.visible:
             errors.print()  # the text, wherever it went, ends without a line's end
-        errors.print(run_card(setting, result.timing, llm.stats, result.origins, llm.plan.lines()))
+        errors.print(run_card(setting, result.timing, llm.stats, result.origins, llm.plan.lines(), llm.arms))
     if result.finish_reason == "cancelled":
         raise typer.Exit(130)
 
@@ -67,13 +68,14 @@ def as_object(result: Answer, setting: Setting, llm: LLM) -> dict[str, Any]:
         "stop_reason": result.stop_reason,
         **asdict(setting),
         "fingerprint": llm.fingerprint,
-        "stats": stats_object(llm.stats, result.timing),
+        "stats": stats_object(llm.stats, result.timing, llm.arms),
         "memory_plan": llm.plan.lines(),
     }
 
 
-def stats_object(stats: Stats, timing: Timing) -> dict[str, Any]:
-    """The counters and rates of a run, by the names they have everywhere."""
+def stats_object(stats: Stats, timing: Timing, arms: Sequence[str] = ()) -> dict[str, Any]:
+    """The counters and rates of a run, by the names they have everywhere; of a mix, those of its `arms` too."""
+    by_arm = {arms[arm]: asdict(own) for arm, own in sorted(stats.arms.items())}
     return {
         "num_tokens": timing.num_tokens,
         "first_token_s": timing.first_s,
@@ -85,4 +87,4 @@ def stats_object(stats: Stats, timing: Timing) -> dict[str, Any]:
         "tokens_per_round": stats.tokens_per_round,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_at_depth": list(stats.acceptance_at_depth),
-    }
+    } | ({"arms": by_arm} if by_arm else {})

@@ -42,7 +42,7 @@ class ProveOptions:
     """Options that say what is proven, and on how much."""
 
     model: Annotated[str, typer.Option("--model", "-m", help="Hugging Face folder or hub id of the target.")]
-    draft: Annotated[str, typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR.")]
+    draft: Annotated[str, typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR, mix[A,B].")]
     prompts: Annotated[Path, typer.Option(help="A .jsonl with prompt, text or turns in each line, or a .txt.")]
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests per run; prompts repeat where there are fewer.")] = 8
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="New tokens per request.")] = 48

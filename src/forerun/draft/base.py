@@ -6,8 +6,8 @@ is never asked what it is. It knows nothing of verification, scheduling, stop co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -18,6 +18,9 @@ from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 
+MERGED = "merged"  # the arm of a mix in which all of its members draft one tree
+AHEAD = 8  # guesses that `Outlook.expected` looks at: who drafts less far can expect no more than that
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -26,6 +29,7 @@ class Budget:
     `depth` bounds a path's length, `width` the children of a node, `nodes` the guesses in all (the root not
     counted). `arm` picks a drafter of a mix. A guess whose path survives with less than `price` is not worth having,
     nor is any below it; where a tree's shape must be settled before it is drawn, it may be there without any below it.
+    With a price above 0 a drafter that knows what its guesses are worth says so, for chains too.
     `shape` settles the tree, depth, width and nodes being its own; whoever cannot draft it keeps within these.
     """
 
@@ -53,6 +57,10 @@ class Budget:
         if depth <= 0:
             return NO_DRAFT
         return cls(depth=depth, width=wish.width, nodes=depth if wish.width == 1 else nodes)
+
+    def merging(self, num_members: int) -> Budget:
+        """The same for the last arm of a mix of so many: its tree may be wider, that all of them have their place."""
+        return replace(self, arm=num_members, width=num_members * self.width)
 
 
 NO_DRAFT = Budget(depth=0)
@@ -102,22 +110,32 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What `propose` returns: the guesses, what the drafter thinks of them, how long its own models' passes took."""
+    """What `propose` returns: the guesses, what the drafter thinks of them, how long its own models' passes took.
+
+    A mix says in `arm`, on the host, by number which of its arms guessed each node, and at the root which one drafted
+    the row; -1 for none. `arm_s` is how long each of its members took to draft.
+    """
 
     tree: DraftTree
     survival: Float[Tensor, "batch nodes"] | None = None  # the drafter's P(path accepted); 1 at the root
     arm: Int[Tensor, "batch nodes"] | None = None
     resume: Resume | None = None
     pass_s: float = 0.0
+    arm_s: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a drafter can say without computing: host numbers, one per sequence asked for."""
+    """What a drafter can say without computing: host numbers, one per sequence asked for.
+
+    `expected` is how many of `AHEAD` guesses would be accepted. A mix adds what each of its members says, by the names
+    of its arms and in their order; its last arm, MERGED, is not among them.
+    """
 
     unread: Sequence[int]  # committed tokens it would have to read first
     limit: Sequence[int]  # the deepest draft it can give this sequence now (its own context length, its memory)
     expected: Sequence[float | None] = field(default=())  # expected accepted tokens, None where unknown
+    arms: Mapping[str, Outlook] = field(default_factory=dict)
 
 
 @runtime_checkable

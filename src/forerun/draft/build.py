@@ -7,7 +7,7 @@ translated. Memory is planned between the steps, so planning loads no weights. K
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ from forerun.draft.base import Drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.early_exit import EarlyExitDrafter
 from forerun.draft.judge import Judge
+from forerun.draft.mix import MixDrafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -45,6 +46,7 @@ class DraftContext:
 
 CacheTokens = Mapping[str, int]
 PAST = "past answers"
+Build = Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
 BuildJudge = Callable[[CacheTokens, Progress | None, Runner], Judge]
 ORDER = "name the cheapest first, then models from small to large, as in cascade[ngram,model:SMALL,model:MIDDLE]"
 
@@ -58,22 +60,23 @@ class DraftPlan:
     on that runner alone. A cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
     from others; nothing for a drafter without any. `build_judge` loads it as one that can judge others in a cascade;
     None where it cannot. `remembered_bytes` is what it would like to remember at most in the memory of the host, by
-    name; `build` is given what it may, beside the tokens.
+    name; `build` is given what it may, beside the tokens. `num_members` is how many drafters may share one tree.
     """
 
     weights_bytes: int
     bytes_per_token: Mapping[str, int]
-    build: Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
+    build: Build
     fingerprint: Callable[[], str] = str
     build_judge: BuildJudge | None = None
     remembered_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_members: int = 1
 
     def renamed(self, taken: Collection[str]) -> DraftPlan:
-        """The same plan, with names for its caches that are not taken: one checkpoint may serve twice."""
-        names = {name: free_name(name, taken) for name in self.bytes_per_token}
+        """The same plan, with names for what it keeps that are not taken: one checkpoint may serve twice."""
+        names = {name: free_name(name, taken) for name in self.kept()}
 
         def own(cache_tokens: CacheTokens) -> CacheTokens:
-            return {name: cache_tokens[new] for name, new in names.items()}
+            return {name: cache_tokens[new] for name, new in names.items() if new in cache_tokens}
 
         build_judge = self.build_judge
         return replace(
@@ -81,7 +84,12 @@ class DraftPlan:
             bytes_per_token={names[name]: each for name, each in self.bytes_per_token.items()},
             build=lambda tokens, progress, target: self.build(own(tokens), progress, target),
             build_judge=build_judge and (lambda tokens, progress, target: build_judge(own(tokens), progress, target)),
+            remembered_bytes={names[name]: most for name, most in self.remembered_bytes.items()},
         )
+
+    def kept(self) -> Sequence[str]:
+        """The names of all that it keeps."""
+        return (*self.bytes_per_token, *self.remembered_bytes)
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
@@ -139,10 +147,12 @@ def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`cascade[A,B,...]`: each drafter's guesses are verified by the next, the cheapest first."""
     if len(spec.members) < 2:
         refuse(spec, f"a cascade has two members or more: {ORDER}")
+    if spec.members[0].name == "mix":
+        refuse(spec, "a mix is chosen from by what rounds of the target give: put the cascade into the mix instead")
     first = plan(spec.members[0], context)
     plans, judges = [first], list[BuildJudge]()
     for member in spec.members[1:]:
-        own = plan(member, context).renamed([name for other in plans for name in other.bytes_per_token])
+        own = plan(member, context).renamed([name for other in plans for name in other.kept()])
         if own.build_judge is None:
             refuse(
                 spec,
@@ -161,12 +171,36 @@ def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
             lower = CascadeDrafter(lower, build_judge(cache_tokens, progress, target))
         return lower
 
+    return joined(plans, build)
+
+
+def plan_mix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`mix[A,B,...]`: several drafters at once, of which each round and sequence takes one, or all of them merged."""
+    if len(spec.members) < 2:
+        refuse(spec, "a mix has two members or more, as in mix[ngram,model:DIR]")
+    if any(member.name == spec.name for member in spec.members):
+        flat = [own for member in spec.members for own in (member.members if member.name == spec.name else (member,))]
+        refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
+    plans, names = list[DraftPlan](), list[str]()
+    for member in spec.members:
+        plans.append(plan(member, context).renamed([name for other in plans for name in other.kept()]))
+        names.append(free_name(str(member), names))
+
+    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Drafter:
+        members = [own.build(cache_tokens, progress, target) for own in plans]
+        return MixDrafter([member for member in members if member is not None], names)
+
+    return replace(joined(plans, build), num_members=len(plans))
+
+
+def joined(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:
+    """The plan of what is made of several."""
     return DraftPlan(
         weights_bytes=sum(own.weights_bytes for own in plans),
         bytes_per_token={name: each for own in plans for name, each in own.bytes_per_token.items()},
         build=build,
         fingerprint=lambda: " ".join(filter(None, (own.fingerprint() for own in plans))),
-        remembered_bytes=first.remembered_bytes,
+        remembered_bytes={name: most for own in plans for name, most in own.remembered_bytes.items()},
     )
 
 
@@ -211,6 +245,7 @@ def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     "cascade": plan_cascade,
     "early-exit": plan_early_exit,
+    "mix": plan_mix,
     "model": plan_model,
     "ngram": plan_ngram,
     "suffix": plan_suffix,

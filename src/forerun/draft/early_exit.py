@@ -91,7 +91,7 @@ class EarlyExitDrafter:
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the lower layers; the root alone where text or memory is full."""
         wishes = self.wishes(draws, budgets, tail)
-        self.runner.drop(draws.seq_ids)
+        self.runner.drop([wish.seq_id for wish in wishes])
         passes = Passes(self.runner, draws.seq_ids, noted=self.lower.resumes and tail is None)
         wishes, logits = passes.read_roots(wishes)
         granted = {wish.row: wish.budget for wish in wishes}

@@ -2,27 +2,59 @@
 
 Decides which earlier place of a sequence's own text to copy from: the latest occurrence of the longest suffix, up
 to `max_n` tokens, that occurs earlier at all. Knows nothing of models. Costs one dictionary entry per token and
-length. Chains only, and a function of the text alone, so there is no law to declare. After Saxena's prompt lookup
-decoding (2023).
+length. Chains only, and a function of the text alone, so there is no law to declare. How likely a guess is it learns by
+the length of the match: how often such matches were right before. After Saxena's prompt lookup decoding (2023).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forerun.draft.base import Budget, Committed, Draft, Outlook
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
 Ngram = tuple[int, ...]
+BELIEF, WEIGHT = 0.5, 4.0  # how often a match is right where nothing is known, and how many matches that counts as
+FADING = 0.999  # what counts of other texts' matches after each further one
+
+
+@dataclass(slots=True)
+class Matches:
+    """How often a token was the one that followed the longest match before it, by the length of that match."""
+
+    met: list[float]
+    right: list[float]
+
+    @classmethod
+    def up_to(cls, max_n: int) -> Matches:
+        """None counted yet of any length up to this."""
+        return cls([0.0] * (max_n + 1), [0.0] * (max_n + 1))
+
+    def count(self, n: int, right: bool, fading: float = 1.0) -> None:
+        """One more match of n tokens."""
+        self.met[n] = fading * self.met[n] + 1
+        self.right[n] = fading * self.right[n] + right
+
+    def rate(self, n: int, belief: float = BELIEF) -> float:
+        """How often a match of n tokens is right, starting from a belief."""
+        return (self.right[n] + WEIGHT * belief) / (self.met[n] + WEIGHT)
 
 
 @dataclass(slots=True)
 class History:
     """One sequence: what the target has read, the root after it, and where each n-gram of the text last ended."""
 
+    matches: Matches
     text: list[int] = field(default_factory=list)
     root: int | None = None
     ends: dict[Ngram, int] = field(default_factory=dict)  # n-gram -> index of the token after it
@@ -35,17 +67,19 @@ def record(ends: dict[Ngram, int], text: Sequence[int], first: int, min_n: int, 
             ends[tuple(text[end - n : end])] = shift + end
 
 
-def lookup(indexes: Sequence[Mapping[Ngram, int]], text: Sequence[int], min_n: int, max_n: int) -> int | None:
-    """The index after the latest earlier occurrence of the longest suffix of `text`; None if none occurs.
+def lookup(
+    indexes: Sequence[Mapping[Ngram, int]], text: Sequence[int], min_n: int, max_n: int
+) -> tuple[int, int] | None:
+    """The longest suffix of `text` that occurs earlier: its length, and the index after its latest occurrence.
 
-    The indexes are those of the text without its last token, so a token always follows an occurrence; those listed
-    first hold the later places.
+    None if none occurs. The indexes are those of the text without its last token, so a token always follows an
+    occurrence; those listed first hold the later places.
     """
     for n in range(min(max_n, len(text)), min_n - 1, -1):
         suffix = tuple(text[-n:])
         for ends in indexes:
             if suffix in ends:
-                return ends[suffix]
+                return n, ends[suffix]
     return None
 
 
@@ -64,53 +98,97 @@ class NgramDrafter:
         self.min_n = min_n
         self.max_n = max_n
         self.histories: dict[int, History] = {}
+        self.matches = Matches.up_to(max_n)  # of all texts: what is expected of a new one, but not what it is told
 
     def observe(self, news: Committed) -> None:
-        """Index what became final, in O(1) per token and length."""
+        """Index what became final, and count the matches that were right, in O(1) per token and length."""
         for seq_id, tokens, root in news.rows():
-            history = self.histories.setdefault(seq_id, History())
-            first = len(history.text)
-            history.text.extend(tokens)
+            history = self.histories.get(seq_id)
+            if history is None:
+                history = self.histories[seq_id] = History(Matches.up_to(self.max_n))
             history.root = root
-            record(history.ends, history.text, first, self.min_n, self.max_n)
+            for token, following in zip(tokens, [*tokens, root][1:], strict=True):
+                history.text.append(token)
+                self.enter(history, following)
+
+    def enter(self, history: History, following: int) -> None:
+        """Index the n-grams that end with the text, and count whether the longest that was known told the next."""
+        text, ends, longest = history.text, history.ends, 0
+        end, right = len(text), False
+        for n in range(self.min_n, min(self.max_n, end) + 1):
+            ngram = tuple(text[end - n :])
+            if (start := ends.get(ngram)) is not None:
+                longest, right = n, text[start] == following
+            ends[ngram] = end
+        if longest:
+            history.matches.count(longest, right)
+            self.matches.count(longest, right, FADING)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """One chain per sequence, as deep as its budget wherever anything matches."""
+        """One chain per sequence, as deep as its budget wherever anything matches that survives its price.
+
+        With a price it says how likely each guess is, by this text's own matches.
+        """
         tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
+        priced = any(budget.price > 0 for budget in budgets)
         texts: list[list[int]] = []
+        chances: list[list[float]] = []
         for row, budget in zip(draws.rows, budgets, strict=True):
-            history = self.histories.get(row.seq_id, History())
+            history = self.histories.get(row.seq_id) or History(Matches.up_to(0))
             tokens, root = tails.get(row.seq_id, ((), history.root))
             depth = min(budget.depth, budget.nodes)
-            guesses = [] if root is None or depth == 0 else self.copy(history, [*tokens, root], depth)
+            length, guesses = (0, []) if root is None or depth == 0 else self.copy(history, [*tokens, root], depth)
+            if priced:
+                survival = self.survival(history.matches, length, len(guesses))
+                guesses = guesses[: sum(chance >= budget.price for chance in survival)]
+                chances.append([1.0, *survival[: len(guesses)]])
             texts.append([row.tokens[-1], *guesses])
-        return Draft(DraftTree.of_texts(texts))  # on the host, which knows it all
+        tree = DraftTree.of_texts(texts)  # on the host, which knows it all
+        return Draft(tree, padded(chances) if priced else None)
 
-    def copy(self, history: History, late: list[int], depth: int) -> list[int]:
-        """`depth` tokens copied from behind the match in text + `late`, whose last is the root; [] without one."""
+    def survival(self, own: Matches, length: int, depth: int, others: Matches | None = None) -> list[float]:
+        """The chances of `depth` guesses behind a match; every one that is right makes the match longer."""
+        lengths = [min(n, self.max_n) for n in range(length, length + depth)]
+        rates = [own.rate(n, BELIEF if others is None else others.rate(n)) for n in lengths]
+        return list(itertools.accumulate(rates, operator.mul))
+
+    def copy(self, history: History, late: list[int], depth: int) -> tuple[int, list[int]]:
+        """The length of the match in text + `late`, whose last is the root, and `depth` tokens from behind it.
+
+        0 and none without a match.
+        """
         length = len(history.text)
         window = history.text[-self.max_n :]
         fresh: dict[Ngram, int] = {}
         record(fresh, window + late[:-1], len(window), self.min_n, self.max_n, shift=length - len(window))
-        start = lookup([fresh, history.ends], window + late, self.min_n, self.max_n)
-        if start is None:
-            return []
+        match = lookup([fresh, history.ends], window + late, self.min_n, self.max_n)
+        if match is None:
+            return 0, []
+        n, start = match
         source = history.text[start : start + depth]
         if len(source) < depth:
             source += late[max(0, start - length) :]
-        return [source[i % len(source)] for i in range(depth)]
+        return n, [source[i % len(source)] for i in range(depth)]
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Never behind; any depth where something matches, none elsewhere."""
-        limits = [self.limit(self.histories.get(seq_id)) for seq_id in seq_ids]
-        return Outlook(unread=[0] * len(seq_ids), limit=limits, expected=[None] * len(seq_ids))
+        """Never behind; any depth where something matches, none elsewhere; what that gave, here and in other texts."""
+        limit, expected = [], []
+        for seq_id in seq_ids:
+            history = self.histories.get(seq_id)
+            match = None if history is None else self.match(history)
+            limit.append(0 if match is None else sys.maxsize)
+            worth = 0.0
+            if history is not None and match is not None:
+                worth = math.fsum(self.survival(history.matches, match[0], AHEAD, self.matches))
+            expected.append(worth)
+        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected)
 
-    def limit(self, history: History | None) -> int:
-        """How deep this sequence can be drafted now."""
-        if history is None or history.root is None:
-            return 0
+    def match(self, history: History) -> tuple[int, int] | None:
+        """What the text ends with, its root included, that it held before."""
+        if history.root is None:
+            return None
         suffix = [*history.text[-self.max_n :], history.root]
-        return 0 if lookup([history.ends], suffix, self.min_n, self.max_n) is None else sys.maxsize
+        return lookup([history.ends], suffix, self.min_n, self.max_n)
 
     def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
         """All of each prefix: an index needs tokens alone."""
@@ -120,3 +198,10 @@ class NgramDrafter:
         """Drop the indexes of these sequences; unknown ones are none."""
         for seq_id in seq_ids:
             self.histories.pop(seq_id, None)
+
+
+def padded(chances: Sequence[Sequence[float]]) -> Float[Tensor, "batch nodes"]:
+    """Rows of one length; nothing survives where there is no guess."""
+    nodes = max(map(len, chances), default=1)
+    rows = [[*row, *[0.0] * (nodes - len(row))] for row in chances]
+    return torch.tensor(rows, dtype=torch.float32).view(len(rows), nodes)

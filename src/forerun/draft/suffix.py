@@ -16,13 +16,11 @@ from functools import cache
 
 import torch
 
-from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.draft.suffix_past import Past, Reader
 from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node, Step, SuffixTree
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
-
-AHEAD = Budget(8)  # what `outlook` looks at: who drafts less far can expect no more than that
 
 
 @dataclass(slots=True)
@@ -125,7 +123,7 @@ class SuffixDrafter:
         limit, expected = [], []
         for seq_id in seq_ids:
             growing = self.sequences.get(seq_id)
-            best = NONE if growing is None else self.guess(growing, AHEAD)
+            best = NONE if growing is None else self.guess(growing, Budget(AHEAD))
             expected.append(best.expected)
             limit.append(0 if growing is None or best is NONE else self.limit(growing))
         return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected)

@@ -14,6 +14,7 @@ from forerun.accept.outcome import Outcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
+from forerun.engine.arms import Arms
 from forerun.tree import DraftTree
 
 
@@ -53,26 +54,35 @@ class Controller(Protocol):
 
 
 class FixedDepth:
-    """Every request is drafted as far as it wished, within what fits."""
+    """Every request is drafted as far as it wished, within what fits; by the arm of a mix that seems to pay most."""
+
+    def __init__(self) -> None:
+        self.arms = Arms()
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare room."""
         budgets, num_blocks = [], spare.num_blocks
-        for seq_id, wish, room, limit in zip(load.seq_ids, load.wishes, load.rooms, outlook.limit, strict=True):
-            budget = Budget.of(wish, min(room, limit))
-            needed = spare.blocks_for(seq_id, slots_of(budget))
-            if needed > num_blocks:
-                budget, needed = NO_DRAFT, 0
-            budgets.append(budget)
-            num_blocks -= needed
+        for seq_id, wanted in zip(load.seq_ids, self.wanted(load, outlook), strict=True):
+            needed = [spare.blocks_for(seq_id, slots_of(budget)) for budget in wanted]
+            fitting = next((i for i, blocks in enumerate(needed) if blocks <= num_blocks), None)
+            budgets.append(NO_DRAFT if fitting is None else wanted[fitting])
+            num_blocks -= 0 if fitting is None else needed[fitting]
         return budgets
+
+    def wanted(self, load: Load, outlook: Outlook) -> list[list[Budget]]:
+        """For every row what it should have, and what else if that does not fit."""
+        if outlook.arms:
+            return self.arms.choose(load.seq_ids, load.wishes, load.rooms, outlook)
+        wishes = zip(load.wishes, load.rooms, outlook.limit, strict=True)
+        return [[Budget.of(wish, min(room, limit))] for wish, room, limit in wishes]
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         """All of it."""
         return draft.tree
 
     def record(self, outcome: Outcome) -> None:
-        """A fixed depth learns nothing."""
+        """A fixed depth learns nothing but which arm of a mix to take."""
+        self.arms.record(outcome)
 
 
 def slots_of(budget: Budget) -> int:

@@ -22,7 +22,7 @@ from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Draft, Drafter
 from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.engine.delta import Delta, commit, score_prompt
-from forerun.engine.reading import Kept, Part, Reading, begun_parts, drawn_tokens, resumable
+from forerun.engine.reading import Kept, Part, Reading, begun_parts, begun_rows, drawn_tokens, resumable
 from forerun.engine.scheduler import RowPlan, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.errors import RequestFailed
@@ -132,7 +132,9 @@ class Engine:
         passed = time.perf_counter()
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
-        outcome = Outcome(rows, plan.num_prompt_tokens, drafted - started, passed - drafted, draft.pass_s)
+        outcome = Outcome(
+            rows, plan.num_prompt_tokens, drafted - started, passed - drafted, draft.pass_s, tuple(draft.arm_s)
+        )
         self.controller.record(outcome)
         self.stats.record(outcome)
         return deltas
@@ -181,13 +183,14 @@ class Engine:
         tree = self.controller.admit(draft, load)
         if not resumable(drafted, tree, self.drafter.taps):
             draft = replace(draft, resume=None)
-            self.runner.drop(seq_ids)  # what a drafter may have read there
+        begun = begun_rows(drafted) if draft.resume is not None else ()
+        self.runner.drop([seq_id for row, seq_id in enumerate(seq_ids) if row not in begun])  # what may be left there
         return draft, tree if tree is safe else tree.without_law()  # pruned after drawing: it has another law
 
     def read(self, plan: Round, draft: Draft) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""
         tree = draft.tree
-        tree_of = {row.sequence.id: host for row, host in zip(plan.drawing, host_trees(tree), strict=True)}
+        tree_of = {row.sequence.id: host for row, host in zip(plan.drawing, host_trees(tree, draft.arm), strict=True)}
         parts = [Part.of(row, tree_of.get(row.sequence.id)) for row in plan.rows]
         taps = self.drafter.taps if self.drafter else ()
         unseen = tree.known is not None and tree.known.tokens is None

@@ -93,6 +93,13 @@ def resumable(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
     return torch.equal(own.tokens, tree.tokens) and torch.equal(own.parents, tree.parents)
 
 
+def begun_rows(draft: Draft) -> set[int]:
+    """The rows of which a drafter has read anything for the target."""
+    assert draft.resume is not None, "nothing was read"
+    columns = draft.tree.tokens.shape[1]
+    return {node // columns for node in draft.resume.nodes.tolist()}
+
+
 def begun_parts(parts: Seq[Part], draft: Draft) -> Begun:
     """What of the parts a drafter has read through the target's lower layers: of each chain the first nodes."""
     resume, columns = draft.resume, draft.tree.tokens.shape[1]

@@ -1,0 +1,260 @@
+"""A mix: several drafters, all of them kept warm; each round every row is drafted by one of them, or by all together.
+
+Decides who is asked and puts together what they say. Which arm drafts a row is the budget's to say: a member alone, or,
+as the last arm, all of them, their trees merged. Only members that have a row are called; all of them are told what
+became final, so any may be asked next. Knows nothing of what drafters are, nor of which arm pays.
+
+A row that one member drafted keeps that member's law; a merged one has none, as what stays of it was chosen after it
+was drawn: it is judged by equality, which is exact for any choice. Where more than one member is asked, their trees are
+put together on the host, which waits for those that were drawn on a device and have not come down yet.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from forerun.device import upload_tensor
+from forerun.draft.base import MERGED, NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, Resume
+from forerun.draft.lengths import Acceptance
+from forerun.draft.merge import Branches, merge
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftLaw, DraftTree
+from forerun.verify.sanitize import sanitize
+
+ANY_PRICE = 1e-9  # what survives with less would not be missed: for members to say what survives with how much
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one member gave, made harmless and brought to the host."""
+
+    draft: Draft  # as it was given
+    tree: DraftTree
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    survival: list[list[float]] | None
+    untouched: bool  # whether there was no harm in it
+
+    @classmethod
+    def of(cls, draft: Draft, draws: Draws, budgets: Sequence[Budget]) -> Part:
+        """A member's draft, within the budgets that it was given."""
+        given, survival = draft.tree, draft.survival
+        safe = sanitize(given, draws.roots_tokens.to(given.tokens.device), budgets, draws.vocab, draws.kernels)
+        if survival is not None and (len(survival) != len(safe.tokens) or survival.shape[1] < safe.tokens.shape[1]):
+            survival = None
+        return cls(
+            draft=draft,
+            tree=safe,
+            tokens=safe.tokens.tolist(),
+            parents=safe.parents.tolist(),
+            survival=None if survival is None else survival.tolist(),
+            untouched=torch.equal(safe.tokens, given.tokens) and torch.equal(safe.parents, given.parents),
+        )
+
+    def grown(self, row: int, arm: int, chances: Sequence[float]) -> Grown:
+        """One row; where its survival is not told, `chances` say it by depth."""
+        tokens, parents = self.tokens[row], self.parents[row]
+        columns = [0, *(column for column in range(1, len(tokens)) if tokens[column] >= 0)]
+        number, depths = {0: 0}, [0]
+        tree = Branches(tokens[:1], arms=[arm])
+        for column in columns[1:]:
+            parent = number[parents[column]]
+            depths.append(depths[parent] + 1)
+            told = chances[min(depths[-1], len(chances)) - 1] if self.survival is None else self.survival[row][column]
+            number[column] = tree.add(tokens[column], parent, told, arm)
+        return Grown(tree, arm, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A row of the round. Where one member guessed it, `member` says who, and `columns` where its nodes were there."""
+
+    tree: Branches
+    member: int = -1
+    columns: Sequence[int] = ()
+
+
+class MixDrafter:
+    """Drafts with whichever of `members` a row's budget names: by its place among them, or behind them for all merged.
+
+    A merged tree's budget has room for them all: each member is asked for an equal part of its width, its whole depth
+    and its whole number of guesses. What guesses survive with, where a member does not say so, is learned from what
+    came true of its merged ones, by depth.
+    """
+
+    def __init__(self, members: Sequence[Drafter], names: Sequence[str]) -> None:
+        assert len(members) == len({*names} - {MERGED}) > 1, f"{len(members)} members, called {list(names)}"
+        self.members = members
+        self.arms = (*names, MERGED)
+        self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
+        self.accepted = [Acceptance() for _ in members]
+        self.guessed: dict[int, list[Grown]] = {}  # by sequence: the last round's, to be compared
+
+    def observe(self, news: Committed) -> None:
+        """All members are told, with the states that they read; and their guesses are compared with what is final."""
+        for member in self.members:
+            own = [self.taps.index(tap) for tap in member.taps]
+            features = None if news.features is None or not own else news.features[:, own]
+            member.observe(replace(news, features=features))
+        runs: dict[int, list[tuple[int, int]]] = {}
+        for seq_id, tokens, root in news.rows() if self.guessed else ():
+            for grown in self.guessed.pop(seq_id, ()):
+                runs.setdefault(grown.member, []).append(came_true(grown.tree, [*tokens, root][1:]))
+        for member_arm, own_runs in runs.items():
+            self.accepted[member_arm].count(own_runs)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """What those members say to whom the budgets give rows."""
+        self.guessed.clear()
+        drafts: dict[int, Draft] = {}
+        arm_s = [0.0] * len(self.members)
+        shares = [[self.share(arm, budget) for budget in budgets] for arm in range(len(self.members))]
+        for arm, (member, own) in enumerate(zip(self.members, shares, strict=True)):
+            if any(budget.depth for budget in own):
+                started_s = time.perf_counter()
+                drafts[arm] = member.propose(draws, own, tail)
+                arm_s[arm] = time.perf_counter() - started_s
+        taken = [budget.arm if budget.depth else -1 for budget in budgets]
+        if not drafts:
+            return Draft(DraftTree.bare(draws.roots_tokens))
+        if len({*taken} - {-1}) == 1 and len(self.members) not in taken:
+            ((_, draft),) = drafts.items()
+            arms = torch.tensor(taken)[:, None].repeat(1, draft.tree.tokens.shape[1])
+            return replace(draft, arm=arms, arm_s=arm_s)
+        parts = {arm: Part.of(draft, draws, shares[arm]) for arm, draft in drafts.items()}
+        rows = [self.row(row, budget, draws, parts) for row, budget in enumerate(budgets)]
+        if tail is not None:
+            self.guessed.clear()  # what is behind a tail is not compared with what becomes final
+        width = max(budget.width for budget in budgets if budget.depth)
+        if len(self.members) not in taken:
+            width = min(width, max(draft.tree.width for draft in drafts.values()))
+        return replace(
+            together(draws, rows, parts, width),
+            arm=padded([[arm, *grown.tree.arms[1:]] for arm, grown in zip(taken, rows, strict=True)]),
+            pass_s=sum(draft.pass_s for draft in drafts.values()),
+            arm_s=arm_s,
+        )
+
+    def share(self, arm: int, budget: Budget) -> Budget:
+        """What of a row is a member's to draft."""
+        if budget.depth and budget.arm == len(self.members):
+            width, price = max(1, budget.width // len(self.members)), max(budget.price, ANY_PRICE)
+            return replace(budget, arm=0, width=width, price=price)
+        return replace(budget, arm=0) if budget.arm == arm else NO_DRAFT
+
+    def row(self, row: int, budget: Budget, draws: Draws, parts: Mapping[int, Part]) -> Grown:
+        """One row: what its member guessed, or the best of what all did."""
+        if budget.depth == 0:
+            return Grown(Branches([draws.rows[row].tokens[-1]]))
+        if budget.arm < len(self.members):
+            return parts[budget.arm].grown(row, budget.arm, [1.0])
+        grown = [part.grown(row, arm, self.chances(arm)) for arm, part in parts.items()]
+        unsure = [own for own in grown if parts[own.member].survival is None and len(own.tree.tokens) > 1]
+        if unsure:
+            self.guessed[draws.seq_ids[row]] = unsure
+        return Grown(merge([own.tree for own in grown], budget))
+
+    def chances(self, arm: int) -> list[float]:
+        """What guesses of a member that does not say so survive with, by depth."""
+        return list(accumulate(self.accepted[arm].rates(), operator.mul))
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """As far as any member can go, as far behind as any is; and what each of them says."""
+        each = [member.outlook(seq_ids) for member in self.members]
+        return Outlook(
+            unread=[max(row) for row in zip(*(own.unread for own in each), strict=True)],
+            limit=[max(row) for row in zip(*(own.limit for own in each), strict=True)],
+            expected=[None] * len(seq_ids),
+            arms=dict(zip(self.arms[:-1], each, strict=True)),
+        )
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        """What all members can restore."""
+        each = [member.adopt(seq_ids, prefixes) for member in self.members]
+        return [min(row) for row in zip(*each, strict=True)]
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """All members forget."""
+        for member in self.members:
+            member.forget(seq_ids)
+        for seq_id in seq_ids:
+            self.guessed.pop(seq_id, None)
+
+
+def came_true(tree: Branches, tokens: Sequence[int]) -> tuple[int, int]:
+    """How many guesses stood on the way of what was said, and how many of them were right."""
+    node, right = 0, 0
+    for token in tokens:
+        below = [child for child, parent in enumerate(tree.parents) if parent == node]
+        if not below:
+            return right, right
+        found = [child for child in below if tree.tokens[child] == token]
+        if not found:
+            return right + 1, right
+        node, right = found[0], right + 1
+    return right, right
+
+
+def together(draws: Draws, rows: Sequence[Grown], parts: Mapping[int, Part], width: int) -> Draft:
+    """The rows as one draft: those of one member with its law, as it gave it, and with what need not be read again.
+
+    Which rule judges them hangs on the width, so that must follow from budgets, and not from what was drawn.
+    """
+    tree = DraftTree(
+        tokens=upload_tensor(padded([grown.tree.tokens for grown in rows]), draws.device),
+        parents=upload_tensor(padded([grown.tree.parents for grown in rows]), draws.device),
+        depth=max(part.tree.depth for part in parts.values()),
+        width=width,
+    )
+    survival = None
+    if all(grown.member < 0 or parts[grown.member].survival is not None for grown in rows):
+        chances = padded([grown.tree.survival for grown in rows], torch.float32, 0.0)
+        survival = upload_tensor(chances, draws.device)
+    resume = resumed(rows, parts, tree.tokens.shape[1])
+    return Draft(replace(tree, q=laws(draws, rows, parts, tree.tokens.shape[1])), survival, resume=resume)
+
+
+def laws(draws: Draws, rows: Sequence[Grown], parts: Mapping[int, Part], columns: int) -> DraftLaw | None:
+    """The members' laws side by side, each for the rows that it was declared for."""
+    declared = {arm: part.tree.q for arm, part in parts.items() if part.tree.q is not None}
+    if not declared:
+        return None
+    first, firsts = 0, {}
+    for arm, law in declared.items():
+        firsts[arm] = first
+        first += len(law.probs)
+    table = [[-1] * columns for _ in rows]
+    for row, grown in enumerate(rows):
+        if grown.member in declared:
+            own = declared[grown.member].row[row].tolist()
+            at = [own[column] for column in grown.columns]
+            table[row][: len(at)] = [firsts[grown.member] + place if place >= 0 else -1 for place in at]
+    row_of = upload_tensor(torch.tensor(table), draws.device)
+    if len(declared) == 1:
+        return replace(next(iter(declared.values())), row=row_of)
+    return DraftLaw(row_of, torch.cat([law.dense(draws.vocab) for law in declared.values()]))
+
+
+def resumed(rows: Sequence[Grown], parts: Mapping[int, Part], columns: int) -> Resume | None:
+    """What a member has read of the rows that are its own, numbered as they lie here; of one member, the first."""
+    arm = next((arm for arm, part in parts.items() if part.draft.resume is not None and part.untouched), None)
+    resume = None if arm is None else parts[arm].draft.resume
+    if arm is None or resume is None:
+        return None
+    places = [divmod(node, len(parts[arm].tokens[0])) for node in resume.nodes.tolist()]
+    kept = [i for i, (row, _) in enumerate(places) if rows[row].member == arm]
+    nodes = torch.tensor([places[i][0] * columns + places[i][1] for i in kept], dtype=torch.long)
+    return Resume(resume.layer, nodes, resume.hidden[kept]) if kept else None
+
+
+def padded(rows: Sequence[Sequence[int | float]], dtype: torch.dtype = torch.long, filler: float = -1) -> Tensor:
+    """Rows of one length, as a tensor on the host."""
+    nodes = max(map(len, rows))
+    return torch.tensor([[*row, *[filler] * (nodes - len(row))] for row in rows], dtype=dtype)

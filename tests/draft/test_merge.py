@@ -1,0 +1,190 @@
+"""Merged trees against a search through all trees there are, and against the law they are merged for.
+
+The law: where survival is true, a merged tree of n guesses has as many accepted as any member's own n, or more. Shown
+exactly for made-up laws, and counted on the models that ship.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from draft.rounds import Row, committed
+from forerun.draft.base import Budget
+from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.merge import Branches, merge
+from forerun.draft.mix import came_true
+from forerun.kernels.sampling import find_sampling_kernels
+from forerun.llm import LLM
+from forerun.models.bundled import BUNDLED
+from forerun.models.loading import Blueprint
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from law.exact import Family, Model, families
+from unchecked import unchecked
+
+Path = tuple[int, ...]
+FREE = 99  # children of a node: more than there are tokens
+EXACT = 1e-12
+
+
+def random_tree(rng: random.Random, num: int, vocab: int, arm: int, chance: Callable[[Path], float]) -> Branches:
+    """A tree of up to `num` guesses below root 0, each surviving with its path's chance."""
+    tree, paths = Branches([0], arms=[arm]), [()]
+    for _ in range(num):
+        parent = rng.randrange(len(paths))
+        path = (*paths[parent], rng.randrange(vocab))
+        if path not in paths:
+            tree.add(path[-1], parent, chance(path), arm)
+            paths.append(path)
+    return tree
+
+
+def paths_of(tree: Branches) -> list[Path]:
+    """Each node's path, the root's empty."""
+    paths: list[Path] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+def at_random(rng: random.Random) -> Callable[[Path], float]:
+    return lambda _: rng.choice([0.0, 0.1, 0.25, 0.25, 0.5, 0.9, 1.5, math.nan])
+
+
+def known(trees: Sequence[Branches]) -> dict[Path, float]:
+    """What each path survives with, by the most confident; no path with more than what it goes on from."""
+    best: dict[Path, float] = {}
+    for tree in trees:
+        for path, survival in zip(paths_of(tree), tree.survival, strict=True):
+            best[path] = max(best.get(path, 0.0), survival)
+    return best
+
+
+def subtrees(paths: set[Path], num: int) -> Iterator[frozenset[Path]]:
+    """All sets of at most `num` paths that hold what their paths go on from."""
+    for size in range(num + 1):
+        for chosen in itertools.combinations(sorted(paths), size):
+            if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+                yield frozenset(chosen)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_merged_tree_is_the_best_there_is(seed: int) -> None:
+    """Of all trees within the budget that can be made of the members' paths, by what they add up to."""
+    rng = random.Random(seed)
+    trees = [random_tree(rng, rng.randint(0, 5), 3, arm, at_random(rng)) for arm in range(rng.randint(1, 3))]
+    budget, survives = Budget(rng.randint(1, 4), FREE, rng.randint(1, 6)), known(trees)
+    merged = merge(trees, budget)
+    paths = paths_of(merged)
+    assert len(set(paths)) == len(paths) <= 1 + budget.nodes
+    assert merged.survival == pytest.approx([survives[path] for path in paths], abs=0)
+    possible = {path for path in survives if 0 < len(path) <= budget.depth}
+    assert set(paths[1:]) <= possible
+    most = max(math.fsum(survives[path] for path in chosen) for chosen in subtrees(possible, budget.nodes))
+    assert math.fsum(merged.survival[1:]) == pytest.approx(most, abs=1e-9)
+    for path, arm in zip(paths[1:], merged.arms[1:], strict=True):
+        assert arm == next(i for i, tree in enumerate(trees) if path in paths_of(tree))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_budgets_are_kept_and_survival_never_grows(seed: int) -> None:
+    rng = random.Random(f"limits {seed}")
+    trees = [random_tree(rng, 12, 4, arm, at_random(rng)) for arm in range(3)]
+    budget = Budget(rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 12), price=rng.choice([0.0, 0.2]))
+    merged = merge(trees, budget)
+    assert len(merged.tokens) <= 1 + budget.nodes
+    assert max(len(path) for path in paths_of(merged)) <= budget.depth
+    for node, parent in enumerate(merged.parents[1:], start=1):
+        assert parent < node
+        assert budget.price <= merged.survival[node] <= merged.survival[parent] <= 1
+        assert merged.parents.count(parent) <= budget.width
+    assert merged.survival == sorted(merged.survival, reverse=True)
+
+
+def chance_of(law: Model, root: int) -> Callable[[Path], float]:
+    """How likely the target says this behind the root."""
+    return lambda path: math.prod(float(law((root, *path[:i]))[token]) for i, token in enumerate(path))
+
+
+def expected_accepted(tree: Branches, law: Model, root: int, vocab: int, depth: int) -> float:
+    """By every string that the target may say."""
+    chance, total = chance_of(law, root), 0.0
+    for said in itertools.product(range(vocab), repeat=depth):
+        total += chance(said) * came_true(tree, said)[1]
+    return total
+
+
+def cut_short(trees: Sequence[Branches], budget: Budget) -> Branches:
+    """The mutant: all of the first member's tree before anything of the second's."""
+    merged, paths = Branches([0]), [()]
+    for tree in trees:
+        for path in paths_of(tree)[1:]:
+            if path not in paths and len(merged.tokens) <= budget.nodes:
+                merged.add(path[-1], paths.index(path[:-1]), 1.0, 0)
+                paths.append(path)
+    return merged
+
+
+def shortfall(family: Family, how: Callable[[Sequence[Branches], Budget], Branches], seed: int) -> float:
+    """By how much some member's own n guesses beat the merged n, at worst, over all roots and n."""
+    rng, worst = random.Random(f"{family.seed} {seed}"), -math.inf
+    for root in range(family.vocab):
+        trees = [random_tree(rng, 5, family.vocab, arm, chance_of(family.p, root)) for arm in range(3)]
+        for num in (1, 3, 5):
+            budget = Budget(3, FREE, num)
+            merged = expected_accepted(how(trees, budget), family.p, root, family.vocab, 3)
+            for tree in trees:
+                own = expected_accepted(merge([tree], budget), family.p, root, family.vocab, 3)
+                worst = max(worst, own - merged)
+    return worst
+
+
+def test_a_merged_tree_accepts_no_less_than_any_member_alone() -> None:
+    """Exactly, where members know how likely their guesses are; and other ways of merging do not."""
+    few = families(6)
+    assert max(shortfall(family, merge, 0) for family in few) <= EXACT
+    assert max(shortfall(family, cut_short, 0) for family in few) > 0.1
+
+
+SPEC = "mix[ngram,suffix,model:stdlib-draft]"
+CODE = (
+    "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write(path, text):\n    with",
+    "class Node:\n    def __init__(self, value, left=None, right=None):\n        self.value = value\n        self.left",
+    "import os\nimport sys\nimport unittest\n\n\nclass TestNames(unittest.TestCase):\n    def test_",
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_on_real_text_it_accepts_no_less_than_any_member_alone(temperature: float) -> None:
+    """From the same roots, all along what the target says; guesses counted as its verdict would."""
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, ignore_eos=True) for i in range(3)]
+    answers = LLM("stdlib", dtype="float32").generate(list(CODE), params)
+    texts = [[*a.prompt_token_ids, *a.completions[0].token_ids] for a in answers]
+    target = Blueprint.of(str(BUNDLED["stdlib"]), "float32")
+    plan = plan_drafter(SPEC, DraftContext(target, target.tokenizer(), "float32"))
+    mix = plan.build(dict.fromkeys(plan.bytes_per_token, 1 << 13), None, target.load(64))
+    assert mix is not None
+    num, rows, ahead = 4, [], []
+    for answer, own, text in zip(answers, params, texts, strict=True):
+        first = len(answer.prompt_token_ids)
+        for end in range(first, len(text) - num, 2):
+            rows.append(RowSampling(len(rows), own, own.seed or 0, 0, text[:end], first))
+            ahead.append(text[end : end + num])
+    mix.observe(committed([Row(row.seq_id, row.tokens) for row in rows]))
+    accepted = []
+    for arm in range(len(mix.arms)):
+        width = 2 * len(mix.arms[:-1]) if arm == len(mix.arms) - 1 else 2
+        budget = Budget(num, width, num, arm)
+        with unchecked():
+            draws = Draws(rows, target.config.vocab_size, kernels=find_sampling_kernels())
+            tree = mix.propose(draws, [budget] * len(rows)).tree
+        grown = [
+            Branches(t, p, [1.0] * len(t), t) for t, p in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        ]
+        assert max(len([t for t in own.tokens if t >= 0]) for own in grown) <= 1 + num
+        accepted.append(sum(came_true(own, said)[1] for own, said in zip(grown, ahead, strict=True)))
+    *alone, merged = accepted
+    assert merged >= max(alone) > len(rows) / 4, accepted

@@ -1,0 +1,341 @@
+"""A mix against its members alone: what each of them guesses, declares, reads and is told stays what it is."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft.rounds import Beside, Row, committed, draws_of
+from forerun.config import EngineOptions, Speculation, Verification
+from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.draft.merge import Branches, merge
+from forerun.draft.mix import ANY_PRICE, MixDrafter, came_true
+from forerun.draft.ngram import NgramDrafter
+from forerun.draft.suffix import SuffixDrafter
+from forerun.engine.engine import Engine
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Begun, Drawn, Read, Runner, States
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+from law.fuzz import Bench, read_anew, rows_of
+from unchecked import unchecked
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+SPECS = ("ngram", f"model:{SMALL}", "early-exit:2", "suffix", f"cascade[ngram,model:{SMALL}]")
+MIX = f"mix[{','.join(SPECS)}]"
+VOCAB = 512
+
+
+@cache
+def context() -> DraftContext:
+    target = Blueprint.of(str(TARGET), "float32")
+    return DraftContext(target, target.tokenizer(), "float32")
+
+
+def built(spec: str) -> Beside:
+    """A drafter beside a target of its own."""
+    plan = plan_drafter(spec, context())
+    target = Runner.of(context().target.load(64).decoder, 2048)
+    drafter = plan.build(dict.fromkeys(plan.bytes_per_token, 2048), None, target)
+    assert drafter is not None
+    return Beside(target, drafter)
+
+
+def story(length: int, seed: int) -> list[int]:
+    """Text that repeats itself now and then."""
+    rng = random.Random(seed)
+    text = [1]
+    while len(text) < length:
+        start = rng.randrange(len(text))
+        text += text[start : start + rng.randint(1, 6)] if rng.random() < 0.6 else [rng.randrange(3, VOCAB)]
+    return text[:length]
+
+
+def nodes_of(draft: Draft, row: int) -> dict[tuple[int, ...], list[float] | None]:
+    """A row's paths, and the law that the children of each were drawn from."""
+    tree = draft.tree
+    found: dict[tuple[int, ...], list[float] | None] = {}
+    for node, path in enumerate(tree.path_tokens()[row].tolist()):
+        if tree.tokens[row, node] < 0:
+            continue
+        at = -1 if tree.q is None else int(tree.q.row[row, node])
+        law = None if at < 0 or tree.q is None else tree.q.dense(VOCAB)[at].tolist()
+        children = (tree.parents[row] == node).any()
+        found[tuple(token for token in path if token >= 0)] = law if children else None
+    return found
+
+
+def branches(draft: Draft, row: int, arm: int, chances: Tensor | None = None) -> Branches:
+    """A row as it is merged."""
+    tokens, parents, number = draft.tree.tokens[row].tolist(), draft.tree.parents[row].tolist(), {0: 0}
+    survival = draft.survival if chances is None else chances[None].expand(row + 1, -1)
+    assert survival is not None
+    tree = Branches(tokens[:1], arms=[arm])
+    for node in range(1, len(tokens)):
+        if tokens[node] >= 0:
+            number[node] = tree.add(tokens[node], number[parents[node]], float(survival[row, node]), arm)
+    return tree
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_row_of_one_arm_is_what_its_member_guesses_alone(width: int, rejection: bool) -> None:
+    """Rows of all arms side by side, of which some are merged; tokens, laws, and who is said to have guessed them."""
+    rng, mix = random.Random(f"{width} {rejection}"), built(MIX)
+    alone = [built(spec) for spec in SPECS]
+    rows = [Row(s, story(20 + 7 * s, s)) for s in range(6)]
+    for drafter in (mix, *alone):
+        drafter.observe(committed(rows))
+    for temperature in (0.0, 1.0, 1.0):
+        arms = [rng.randrange(len(SPECS) + 1) for _ in rows]
+        budgets = [Budget(rng.randint(0, 4), width, 6, arm) for arm in arms]
+        budgets = [b if b.arm < len(SPECS) else Budget(b.depth, width * len(SPECS), 6, b.arm) for b in budgets]
+        draws = draws_of(rows, VOCAB, temperature=temperature, rejection=rejection)
+        with unchecked():
+            found = mix.propose(draws, budgets)
+        assert found.arm is not None
+        assert found.arm[:, 0].tolist() == [b.arm if b.depth else -1 for b in budgets]
+        for i, budget in enumerate(budgets):
+            guessed = found.arm[i][found.tree.tokens[i] >= 0][1:].tolist()
+            if budget.arm < len(SPECS):
+                own = [Budget(b.depth if b.arm == budget.arm else 0, b.width, b.nodes) for b in budgets]
+                expected = alone[budget.arm].propose(draws, own)
+                assert nodes_of(found, i) == nodes_of(expected, i)
+                assert set(guessed) <= {budget.arm}
+            else:
+                assert all(law is None for law in nodes_of(found, i).values())
+                assert all(0 <= arm < len(SPECS) for arm in guessed)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_merged_row_is_the_merger_of_what_the_members_guess_alone(temperature: float) -> None:
+    """Those without survival of their own by what acceptance is believed to be."""
+    mix, alone = built(MIX), [built(spec) for spec in SPECS]
+    rows = [Row(s, story(40 + 7 * s, s)) for s in range(4)]
+    for drafter in (mix, *alone):
+        drafter.observe(committed(rows))
+    num, merged = len(SPECS), Budget(3, 2 * len(SPECS), 7, len(SPECS))
+    draws = draws_of(rows, VOCAB, temperature=temperature)
+    found = mix.propose(draws, [merged] * 4)
+    each = [drafter.propose(draws, [Budget(3, 2, 7, price=ANY_PRICE)] * 4) for drafter in alone]
+    believed = torch.tensor([1.0, 0.7, 0.7**2, 0.7**3])
+    for row in range(4):
+        trees = [
+            branches(draft, row, arm, believed if draft.survival is None else None) for arm, draft in enumerate(each)
+        ]
+        expected = merge(trees, merged)
+        assert [t for t in found.tree.tokens[row].tolist() if t >= 0] == expected.tokens
+        assert [p for p in found.tree.parents[row].tolist() if p >= 0] == expected.parents[1:]
+        assert found.arm is not None
+        assert found.arm[row, : len(expected.arms)].tolist() == [num, *expected.arms[1:]]
+    assert {draft.survival is None for draft in each} == {True, False}
+
+
+def test_only_who_has_a_row_is_called() -> None:
+    members = [Noted([i]) for i in range(3)]
+    mix = MixDrafter(members, ["a", "b", "c"])
+    rows = [Row(0, [5]), Row(1, [6]), Row(2, [7])]
+    draws = draws_of(rows, VOCAB)
+    assert mix.propose(draws, [Budget(0)] * 3).tree.depth == 0
+    draft = mix.propose(draws, [Budget(1), Budget(0), Budget(1, arm=2)])
+    assert [member.num_asked for member in members] == [1, 0, 1]
+    assert draft.tree.tokens.tolist() == [[5, 0], [6, -1], [7, 2]]
+    assert draft.arm is not None
+    assert draft.arm.tolist() == [[0, 0], [-1, -1], [2, 2]]
+    assert [taken_s > 0 for taken_s in draft.arm_s] == [True, False, True]
+    assert draft.pass_s == 0.5
+    mix.propose(draws, [Budget(1, 3, 3, 3), Budget(0), Budget(0)])
+    assert [member.num_asked for member in members] == [2, 1, 2]
+
+
+@dataclass
+class Noted:
+    """Guesses what it is told to, and keeps what it was told."""
+
+    guesses: list[int]
+    taps: tuple[int, ...] = ()
+    arms: tuple[str, ...] = ("noted",)
+    num_asked: int = 0
+    told: list[Committed] = field(default_factory=list)
+
+    def observe(self, news: Committed) -> None:
+        self.told.append(news)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        self.num_asked += 1
+        chains = [[row.tokens[-1], *self.guesses[: b.depth]] for row, b in zip(draws.rows, budgets, strict=True)]
+        return Draft(DraftTree.of_texts(chains), pass_s=0.25)
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return Outlook([len(self.guesses)] * len(seq_ids), [self.guesses[0]] * len(seq_ids), [0.5] * len(seq_ids))
+
+    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
+        return [self.guesses[0] for _ in seq_ids]
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        self.told.clear()
+
+
+def test_each_member_is_shown_its_own_layers_and_asked_for_its_own_outlook() -> None:
+    members = [Noted([3], taps=(4, 1)), Noted([9, 1]), Noted([5], taps=(-1, 4))]
+    mix = MixDrafter(members, ["a", "b", "c"])
+    assert mix.taps == (-1, 1, 4)
+    assert mix.arms == ("a", "b", "c", MERGED)
+    features = torch.randn(5, 3, 8)
+    news = Committed([0, 1], [1, 2, 3, 4, 5], [0, 2, 5], [6, 7], features)
+    mix.observe(news)
+    assert members[1].told[0].features is None
+    for member in (members[0], members[2]):
+        shown = member.told[0].features
+        assert shown is not None
+        assert all(torch.equal(shown[:, i], features[:, mix.taps.index(tap)]) for i, tap in enumerate(member.taps))
+    outlook = mix.outlook([0, 1])
+    assert (outlook.unread, outlook.limit) == ([2, 2], [9, 9])
+    assert list(outlook.arms) == ["a", "b", "c"]
+    assert outlook.arms["c"] == members[2].outlook([0, 1])
+    assert mix.adopt([0], [[1, 2]]) == [3]
+    mix.forget([0])
+    assert not any(member.told for member in members)
+
+
+def test_who_is_seldom_right_counts_for_less() -> None:
+    """Two that do not say how sure they are, one always wrong: with room for one chain the other's is kept."""
+    wrong, right = Noted([9, 9]), Noted([4, 5])
+    mix, text = MixDrafter([wrong, right], ["wrong", "right"]), [1, 2]
+    mix.observe(committed([Row(0, text)]))
+    budget, kept = Budget(2, 2, 2, 2), []
+    for _ in range(6):
+        draft = mix.propose(draws_of([Row(0, text)], VOCAB), [budget])
+        kept.append([t for t in draft.tree.tokens[0, 1:].tolist() if t >= 0])
+        before, text = len(text) - 1, [*text, 4, 5, 2]
+        mix.observe(committed([Row(0, text)], [before]))
+    assert kept[0] == [9, 4]  # believed alike
+    assert kept[-1] == [4, 5]
+    assert not mix.guessed
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_came_true_is_what_a_walk_finds(seed: int) -> None:
+    rng, tree, paths = random.Random(seed), Branches([0]), [()]
+    for _ in range(rng.randint(0, 8)):
+        parent = rng.randrange(len(paths))
+        path = (*paths[parent], rng.randrange(3))
+        if path not in paths:
+            tree.add(path[-1], parent, 1.0, 0)
+            paths.append(path)
+    said = tuple(rng.randrange(3) for _ in range(4))
+    right = max(n for n in range(5) if said[:n] in paths)
+    offered = right + any(len(path) > right and path[:right] == said[:right] for path in paths)
+    assert came_true(tree, said) == (min(offered, 4), right)
+
+
+EXITS = ("ngram", "early-exit:1", "early-exit:3")
+
+
+@pytest.mark.parametrize(
+    ("verification", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("token", 0.0), ("block", 0.0)]
+)
+def test_rows_of_all_arms_in_one_batch_say_what_plain_decoding_says(
+    verification: Verification, temperature: float
+) -> None:
+    """Requests that name their drafter are held to it."""
+    llm = LLM(str(TARGET), f"mix[{','.join(EXITS)},cascade[suffix,model:{SMALL}]]", verification=verification)
+    prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "She said", "One day"]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True) for i in range(5)]
+    plain = LLM(str(TARGET)).generate(prompts, params)
+    for depth, width in ((4, 1), (3, 2)):
+        before = {arm: stats.num_rounds for arm, stats in llm.stats.arms.items()}
+        for shift in (0, 2):
+            wishes = [Speculation(depth, width, drafter=llm.requests.arms[(i + shift) % 5]) for i in range(5)]
+            found = generate_each(llm, prompts, params, wishes)
+            assert found == [list(answer.completions[0].token_ids) for answer in plain]
+        assert all(llm.stats.arms[arm].num_rounds > before.get(arm, 0) for arm in range(5))
+    by_arm = llm.stats.arms.values()
+    assert sum(stats.num_drafted for stats in by_arm) == llm.stats.num_drafted
+    assert sum(stats.num_accepted for stats in by_arm) == llm.stats.num_accepted > 0
+
+
+def generate_each(
+    llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], wishes: Sequence[Speculation]
+) -> list[list[int]]:
+    """The answers to requests with a wish each, in one batch."""
+    sequences = [llm.requests.sequences(*asked)[0] for asked in zip(prompts, params, wishes, strict=True)]
+    for sequence in sequences:
+        llm.engine.submit(sequence)
+    with unchecked():
+        while llm.engine.has_work:
+            llm.engine.step()
+    return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench.of(TARGET, SMALL)
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 320])
+def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, num_tokens: int) -> None:
+    """Early exit leaves keys and values in the target's cache, for rows that are its own to go on from; of merged
+    rows, and where two of them read, they must be gone. After each round the cache is as if read anew."""
+    engine = bench.engine(None, num_tokens, options=EngineOptions(max_batch=5))
+    exits = [EarlyExitDrafter(engine.runner, layer) for layer in (1, 3)]
+    members: list[Drafter] = [NgramDrafter(), *exits, SuffixDrafter()]
+    engine.drafter = mix = MixDrafter(members, ["ngram", "first", "third", "suffix"])
+    rng, requests = random.Random(2), bench.requests()
+    requests.arms = mix.arms
+    texts = []
+    for i in range(8):
+        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True)
+        wish = Speculation(rng.randint(2, 4), drafter=rng.choice([None, "first", "third", MERGED]))
+        texts.append(requests.sequences(story(rng.choice([1, 20, 50]), i), params, wish)[0])
+    expected = plain_tokens(bench, [(t.tokens, t.params) for t in texts])
+    num_resumed = rounds(engine, texts, bench)
+    assert [text.tokens for text in texts] == expected
+    assert num_resumed > 5
+
+
+def plain_tokens(bench: Bench, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    engine, requests = bench.engine(), bench.requests()
+    texts = [requests.sequences(list(prompt), params, False)[0] for prompt, params in asked]
+    with unchecked():
+        for text in texts:
+            engine.submit(text)
+        while engine.has_work:
+            engine.step()
+    return [text.tokens for text in texts]
+
+
+def rounds(engine: Engine, texts: Sequence[object], bench: Bench) -> int:
+    """All rounds, the cache compared after each; in how many of them a pass went on where a drafter's had stopped."""
+    num_resumed, read = 0, engine.runner.read
+
+    def counted(reads: Sequence[Read], taps: Sequence[int], drawn: Drawn | None, begun: Begun | None) -> States:
+        nonlocal num_resumed
+        num_resumed += begun is not None
+        left = [engine.runner.cache.tail(r.seq_id) if r.seq_id in engine.runner.cache else 0 for r in reads]
+        assert left == ([0] * len(reads) if begun is None else begun.counts)
+        return read(reads, taps, drawn, begun)
+
+    engine.runner.read = counted  # type: ignore[method-assign]
+    with unchecked():
+        for text in texts:
+            engine.submit(text)  # type: ignore[arg-type]
+        while engine.has_work:
+            engine.step()
+            assert not engine.runner.tails
+            engine.runner.cache.check()
+            for text in engine.sequences.values():
+                if text.id in engine.runner.cache and text.num_read:
+                    anew = read_anew(bench, bench.runner, text.tokens[: text.num_read])
+                    assert all(torch.equal(a, b) for a, b in zip(rows_of(engine.runner, text.id), anew, strict=True))
+    return num_resumed
