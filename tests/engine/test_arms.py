@@ -31,7 +31,8 @@ def priced(pass_s: float, draft_s: Sequence[float], merging_s: float | None = No
     if merging_s is not None:
         arms.merging.record(4, merging_s)
     for arm, each_s in zip(arms.arms, draft_s, strict=False):
-        arm.drafts.record(4, each_s)
+        for num_guesses in (1, 40):
+            arm.drafts.record(num_guesses, each_s)
     return arms
 
 
@@ -108,12 +109,15 @@ class World:
     def chance(self, arm: int) -> float:
         return self.merged if arm == len(self.chances) else self.chances[arm]
 
-    def round_s(self, arm: int) -> float:
-        members = range(len(self.draft_s)) if arm == len(self.draft_s) else [arm]
+    def round_s(self, arms: Sequence[int]) -> float:
+        members = range(len(self.draft_s)) if len(self.draft_s) in arms else {*arms}
         return self.pass_s + sum(self.draft_s[m] for m in members)
 
+    def tokens(self, arm: int) -> float:
+        return sum(self.chance(arm) ** j for j in range(5))
+
     def speed(self, arm: int) -> float:
-        return sum(self.chance(arm) ** j for j in range(5)) / self.round_s(arm)
+        return self.tokens(arm) / self.round_s([arm])
 
 
 def played(world: World, num_rounds: int, arms: Arms, seed: int = 0, batch: int = 1) -> list[list[int]]:
@@ -129,8 +133,9 @@ def played(world: World, num_rounds: int, arms: Arms, seed: int = 0, batch: int 
         ]
         rows, asked = [], set[int]()
         for row, budget in enumerate(budgets):
-            accepted = next((i for i in range(4) if dice.random() >= world.chance(budget.arm)), 4)
-            rows.append(RowOutcome(row, 4, min(4, accepted + 1), accepted, accepted + 1, budget.arm))
+            depth = budget.depth
+            accepted = next((i for i in range(depth) if dice.random() >= world.chance(budget.arm)), depth)
+            rows.append(RowOutcome(row, depth, min(depth, accepted + 1), accepted, accepted + 1, budget.arm))
             asked |= set(range(num)) if budget.arm == num else {budget.arm}
         noise = dice.uniform(0.9, 1.1)
         arm_s = [noise * world.draft_s[m] if m in asked else 0.0 for m in range(num)]
@@ -155,16 +160,41 @@ def test_it_soon_takes_the_best_arm(name: str, batch: int) -> None:
     """Of 300 rounds, tries and mistakes included, what is given up is less than a tenth of the best arm's speed."""
     world = WORLDS[name]
     taken = played(world, 300, Arms(), batch=batch)
-    best = max(map(world.speed, range(len(world.draft_s) + 1)))
+    best = batch * max(map(world.speed, range(len(world.draft_s) + 1)))
     assert {arm for arms in taken for arm in arms} == set(range(len(world.draft_s) + 1))
-    if batch == 1:
-        tokens = sum(world.speed(arm) * world.round_s(arm) for (arm,) in taken)
-        assert tokens / sum(world.round_s(arm) for (arm,) in taken) > 0.9 * best
-        settled = [world.speed(arm) for (arm,) in taken[100:]]
-        assert sum(speed > 0.97 * best for speed in settled) > 0.9 * len(settled)
-    else:
-        most = [arm for arms in taken[100:] for arm in arms]
-        assert sum(world.speed(arm) > 0.97 * best for arm in most) > 0.8 * len(most)
+    tokens = sum(world.tokens(arm) for arms in taken for arm in arms)
+    assert tokens / sum(map(world.round_s, taken)) > 0.9 * best
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("guess_s", [0.001, 0.01, 0.04, 0.1])
+@pytest.mark.parametrize("chance", [0.2, 0.6, 0.9])
+def test_chains_become_as_long_as_pays_best(chance: float, guess_s: float, batch: int) -> None:
+    """Of a member that does not say what it expects, by what its guesses and the target's passes cost."""
+    arms, dice, node_s = Arms(), random.Random(2), 0.002
+
+    def round_s(depth: int) -> tuple[float, float]:
+        return 0.1 + node_s * batch * (1 + depth), guess_s * depth
+
+    lengths = []
+    for _ in range(300):
+        outlook = outlook_of([[9] * batch, [0] * batch], [[None] * batch] * 2)
+        budgets = [own[0] for own in arms.choose(range(batch), [Speculation(8)] * batch, [9] * batch, outlook)]
+        assert len({budget.depth for budget in budgets}) == 1
+        depth, rows = budgets[0].depth, []
+        for row in range(batch):
+            accepted = next((i for i in range(depth) if dice.random() >= chance), depth)
+            rows.append(RowOutcome(row, depth, min(depth, accepted + 1), accepted, accepted + 1, 0))
+        pass_s, draft_s = (each_s * dice.uniform(0.95, 1.05) for each_s in round_s(depth))
+        arms.record(Outcome(rows, 0, draft_s, pass_s, 0.0, [draft_s, 0.0]))
+        lengths.append(depth)
+
+    def speed(depth: int) -> float:
+        return sum(chance**j for j in range(depth + 1)) / sum(round_s(depth))
+
+    assert lengths[:6] == [8] * 6
+    settled = lengths[-100:]
+    assert sum(map(speed, settled)) / len(settled) > 0.95 * max(map(speed, range(1, 9)))
 
 
 def test_what_was_given_up_is_tried_again_and_no_more_than_that() -> None:

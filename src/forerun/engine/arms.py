@@ -1,7 +1,7 @@
 """Arms: which drafter of a mix drafts each row of the round to come, or whether all of them do together.
 
 Decides by what the arms' rounds have given and cost so far, for all rows at once: a member that is asked for one row
-costs little more for the next. Of every set of members each row takes the one from which it expects most; the set is
+costs little more for the next. A member's chains are as long as has paid best, and no longer than was wished. Of every set of members each row takes the one from which it expects most; the set is
 taken whose rounds give most tokens per second. What nobody knows yet counts as good and free, and what was long out of
 use is tried again. Deterministic, and settled before anything is drawn. Knows nothing of models or tokens.
 """
@@ -18,8 +18,8 @@ from forerun.draft.base import MERGED, NO_DRAFT, Budget, Outlook
 from forerun.draft.lengths import FADING, Acceptance, Line, damped, expected_tokens
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
-TRIES = 2  # rounds in which every arm is tried at first
-RETRY, LONGEST = 64, 512  # rounds out of use after which one is tried again: twice as many each time, up to this
+TRIES = 6  # rounds in which every arm is tried at first
+RETRY, LONGEST = 24, 512  # rounds out of use after which one is tried again: twice as many each time, up to this
 BEHIND = 16  # unread tokens of one sequence above which a member's time is that of its text
 SPREAD = 16  # rounds over which the reading of such a text is spread: what is read once serves them all
 MANY = 5  # members, above which sets of some of them are not looked at
@@ -51,7 +51,7 @@ class Arm:
     num_rounds: int = 0
     rested: int = 0  # rounds since it was last in use, in which it could have been
     patience: int = RETRY
-    drafts: Line = field(default_factory=Line)  # by guesses asked for, over all rows
+    drafts: Line = field(default_factory=lambda: Line(flat=False))  # by guesses asked for, over all rows
     reading_s: float = 0.0  # for a token of unread text
 
     @property
@@ -123,25 +123,42 @@ class Arms:
     def row(self, i: int, wish: Speculation, room: int, outlook: Outlook) -> dict[int, Option]:
         """All ways to draft a row, by arm; the merged one where there is more than one way."""
         found: dict[int, Option] = {}
+        most = NO_DRAFT
         for arm, (own, learned) in enumerate(zip(outlook.arms.values(), self.arms, strict=False)):
             budget = Budget.of(wish, min(room, own.limit[i]))
             if budget.depth == 0:
                 continue
-            promised = learned.promise(own.expected[i] if own.expected else None, budget.depth)
+            most = max(most, budget, key=lambda each: (each.depth, each.nodes))
+            expected = own.expected[i] if own.expected else None
+            if expected is None and budget.width == 1:
+                depth = self.depth(learned, budget.depth, len(outlook.limit))
+                budget = replace(budget, depth=depth, nodes=depth)
+            promised = learned.promise(expected, budget.depth)
             unread = {arm: own.unread[i]}
             gain = min(promised * learned.trust, float(budget.depth))
             found[arm] = Option(replace(budget, arm=arm), frozenset([arm]), promised, gain, unread)
         if len(found) > 1 or (wish.drafter == MERGED and found):
-            found[len(outlook.arms)] = self.merged(found, len(outlook.arms))
+            found[len(outlook.arms)] = self.merged(found, most, len(outlook.arms))
         return found
 
-    def merged(self, found: Mapping[int, Option], num_members: int) -> Option:
-        """All members together: no worse than the best of them."""
-        deepest = max((option.budget for option in found.values()), key=lambda budget: (budget.depth, budget.nodes))
+    def depth(self, learned: Arm, most: int, batch: int) -> int:
+        """How long a member's chains pay best, if it drafted every row; `most` until something is known of it."""
+        if learned.num_rounds < TRIES or 0 in (self.plain.weight, learned.drafts.weight):
+            return most
+        rates = learned.acceptance.rates()
+
+        def per_second(depth: int) -> float:
+            taken_s = self.plain.expect(batch * (1 + depth)) + learned.drafts.expect(batch * depth)
+            return expected_tokens(rates, depth) / max(NO_TIME_S, taken_s)
+
+        return max(range(most, 0, -1), key=per_second)
+
+    def merged(self, found: Mapping[int, Option], most: Budget, num_members: int) -> Option:
+        """All members together, within the largest budget of theirs: no worse than the best of them."""
         promised = max(option.gain for option in found.values())
-        gain = min(promised * max(1.0, self.arms[num_members].trust), float(deepest.depth))
+        gain = min(promised * max(1.0, self.arms[num_members].trust), float(most.depth))
         unread = {arm: num for option in found.values() for arm, num in option.num_unread.items()}
-        return Option(deepest.merging(num_members), frozenset(found), promised, gain, unread)
+        return Option(most.merging(num_members), frozenset(found), promised, gain, unread)
 
     def trial(self, rows: list[dict[int, Option]], free: list[bool]) -> int | None:
         """Hold the first row that is free to an arm that is due, and say which; None where none is."""
