@@ -29,6 +29,7 @@ from forerun.demo.material import DRAFT, DRAFT_PARAMETERS, TARGET, TARGET_PARAME
 from forerun.draft.base import Drafter
 from forerun.draft.build import DraftContext, plan
 from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s
@@ -44,12 +45,16 @@ PLAIN = "plain"
 
 @dataclass(slots=True)
 class Mode:
-    """A way to decode: its engine, its wish, and what its runs gave by repetition and prompt."""
+    """A way to decode: its drafter, its wish, and what its runs gave by repetition and prompt.
+
+    The controller is that of all its engines, as in a server: what it learned of costs and arms stays.
+    """
 
     name: str
     drafter: Drafter | None
     wish: Speculation
     paces: dict[tuple[int, int], Pace] = field(default_factory=dict)
+    controller: FixedDepth = field(default_factory=FixedDepth)
 
     def speed(self, repetition: int) -> float:
         """Decoded tokens per second over all prompts of a repetition."""
@@ -106,6 +111,7 @@ def answer(
         llm.engine.runner,
         mode.drafter,
         options=EngineOptions(len(items)),
+        controller=mode.controller,
         num_ids=llm.requests.num_ids,
         draws=recording if recording.texts else Draws,
         kernels=llm.engine.kernels,

@@ -1,9 +1,10 @@
 """Arms: which drafter of a mix drafts each row of the round to come, or whether all of them do together.
 
 Decides by what the arms' rounds have given and cost so far, for all rows at once: a member that is asked for one row
-costs little more for the next. A member's chains are as long as has paid best, and no longer than was wished. Of every set of members each row takes the one from which it expects most; the set is
-taken whose rounds give most tokens per second. What nobody knows yet counts as good and free, and what was long out of
-use is tried again. Deterministic, and settled before anything is drawn. Knows nothing of models or tokens.
+costs little more for the next. Of every set of members each row takes the one from which it expects most; the set is
+taken whose rounds give most tokens per second. A member's chains are as long as has paid best, and no longer than was
+wished. What nobody knows yet counts as good and free, and what was long out of use is tried again. Deterministic, and
+settled before anything is drawn. Knows nothing of models or tokens.
 """
 
 from __future__ import annotations
