@@ -102,8 +102,9 @@ class DraftTree:
         nodes = max(map(len, texts), default=1)
         tokens = [[*text, *[-1] * (nodes - len(text))] for text in texts]
         parents = [[*range(-1, len(text) - 1), *[-1] * (nodes - len(text))] for text in texts]
-        shape = len(texts), nodes
-        tokens_of, parents_of = (torch.tensor(rows, dtype=torch.long).view(shape) for rows in (tokens, parents))
+        tokens_of, parents_of = torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long)
+        if not texts:
+            tokens_of, parents_of = tokens_of.view(0, nodes), parents_of.view(0, nodes)
         return cls(tokens_of, parents_of, depth=nodes - 1)
 
     @property

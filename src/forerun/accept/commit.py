@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Int
@@ -86,10 +86,11 @@ class Accepted:
 
     def outcome(self, seq_id: int, num_emitted: int) -> RowOutcome:
         """This run, to be counted."""
+        if not self.arms:
+            return RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted)
         right = Counter(self.arms[1:])
         by_arm = {arm: (count, right[arm]) for arm, count in self.guessed.items()}
-        arm = self.arms[0] if self.arms else -1
-        return RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, arm, by_arm)
+        return RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, self.arms[0], by_arm)
 
 
 def accept(
@@ -104,7 +105,9 @@ def accept(
         nodes = [tree.number[node] for node in path]
         tokens = [tree.tokens[n] for n in nodes[1:]] + [next_token]
         rejected = nodes[-1] in tree.parents
-        guessed = Counter(arm for arm, token in zip(tree.arms[1:], tree.tokens[1:], strict=False) if token >= 0)
-        arms = [tree.arms[n] for n in nodes] if tree.arms else []
-        runs.append(Accepted(nodes, tokens, tree.num_guesses, length + rejected, guessed, arms))
+        run = Accepted(nodes, tokens, tree.num_guesses, length + rejected)
+        if tree.arms:
+            guessed = Counter(arm for arm, token in zip(tree.arms[1:], tree.tokens[1:], strict=False) if token >= 0)
+            run = replace(run, guessed=guessed, arms=[tree.arms[n] for n in nodes])
+        runs.append(run)
     return runs

@@ -90,12 +90,12 @@ class Stats:
             for depth in range(row.offered):
                 self.offered_at_depth[depth] += 1
                 self.accepted_at_depth[depth] += depth < row.accepted
-            self.record_arms(row)
+            if row.arm >= 0:
+                self.record_arms(row)
 
     def record_arms(self, row: RowOutcome) -> None:
         """Add what the arms of a mix did for one sequence."""
-        if row.arm >= 0:
-            self.arms.setdefault(row.arm, ArmStats()).num_rounds += 1
+        self.arms.setdefault(row.arm, ArmStats()).num_rounds += 1
         for arm, (num_drafted, num_accepted) in row.by_arm.items():
             stats = self.arms.setdefault(arm, ArmStats())
             stats.num_drafted += num_drafted

@@ -105,8 +105,9 @@ class PagedCache:
         return self._row(seq_id).length
 
     def tail(self, seq_id: int) -> int:
-        """Tokens reserved behind the committed ones."""
-        return self._row(seq_id).tail
+        """Tokens reserved behind the committed ones; 0 for an unknown sequence."""
+        row = self._rows.get(seq_id)
+        return 0 if row is None else row.tail
 
     def reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Make room for `counts[i]` more tokens behind the tail of each row; unknown ids become new, empty rows.

@@ -299,6 +299,9 @@ class ModelDrafter:
         """
         for wish in wishes:
             self.sequences[wish.seq_id].settle()
+        wishes = [w for w in wishes if self.sequences[w.seq_id].tail or w.seq_id in self.runner.tails]
+        if not wishes:
+            return
         texts = [[*self.unread(wish.seq_id), *wish.late[:-1]] if wish.budget.width == 1 else [] for wish in wishes]
         counts = [self.sequences[wish.seq_id].shared(text) for wish, text in zip(wishes, texts, strict=True)]
         left = self.runner.cut([wish.seq_id for wish in wishes], counts)

@@ -82,7 +82,8 @@ class FixedDepth:
 
     def record(self, outcome: Outcome) -> None:
         """A fixed depth learns nothing but which arm of a mix to take."""
-        self.arms.record(outcome)
+        if self.arms.options:
+            self.arms.record(outcome)
 
 
 def slots_of(budget: Budget) -> int:

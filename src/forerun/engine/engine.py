@@ -181,10 +181,12 @@ class Engine:
         safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
         draft = draft if safe is draft.tree else replace(draft, tree=safe)
         tree = self.controller.admit(draft, load)
-        if not resumable(drafted, tree, self.drafter.taps):
+        if draft.resume is not None and not resumable(drafted, tree, self.drafter.taps):
             draft = replace(draft, resume=None)
         begun = begun_rows(drafted) if draft.resume is not None else ()
-        self.runner.drop([seq_id for row, seq_id in enumerate(seq_ids) if row not in begun])  # what may be left there
+        left = [seq_id for row, seq_id in enumerate(seq_ids) if row not in begun and self.runner.cache.tail(seq_id)]
+        if left:
+            self.runner.drop(left)  # what a drafter may have read there
         return draft, tree if tree is safe else tree.without_law()  # pruned after drawing: it has another law
 
     def read(self, plan: Round, draft: Draft) -> Reading:
