@@ -53,7 +53,7 @@ class Traffic:
         self.members = (NgramDrafter(), bench.model_drafter(num_tokens=768))
         self.drafter = RandomlyRight(random.Random(seed + 1), self.answers, self.members, 512)
         options = EngineOptions(max_batch=8, chunk_tokens=48)
-        self.engine = bench.engine(self.drafter, num_tokens=800, options=options)
+        self.engine = bench.engine(self.drafter, num_tokens=704, options=options)
         self.exit = EarlyExitDrafter(self.engine.runner, 2)
         self.dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[bench.runner.decoder.dtype]
         names = [name for name in DRAFTERS if not name.startswith("early-exit")]  # it would want for room
@@ -202,18 +202,18 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
         if number % 100 == 99:
             check_drafters(traffic)
         if number == num_rounds // 2:
+            check_drafters(traffic)  # what is built for comparison has found its place
             gc.collect()
             settled = process.memory_info().rss
     check_caches(traffic)
     check_index(traffic)
     check_counters(traffic.engine, outcomes)
     assert traffic.counts["finished"] > num_rounds // 20
-    assert traffic.counts["cancelled"] > num_rounds // 300
-    assert traffic.counts["preempted"] > num_rounds // 300
+    assert traffic.counts["cancelled"] > num_rounds // 200
+    assert traffic.counts["preempted"] > num_rounds // 200
     assert traffic.counts["accepted"] > num_rounds * 3 // 10
     gc.collect()
-    grown = process.memory_info().rss - settled
-    assert grown < (16 if num_rounds >= 1000 else 64) << 20  # the first hundreds of rounds still find their places
+    assert process.memory_info().rss - settled < 16 << 20
     assert [t.data_ptr() for t in tensors] == places
     for text, _ in list(traffic.live.values()):
         traffic.engine.cancel(text.request_id)
