@@ -1,10 +1,12 @@
 """DraftTree: what is derived from the two integer tensors agrees with walking the tree by hand."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.tree import DraftLaw, DraftTree
+from forerun.tree import DraftLaw, DraftTree, Known
 
 VOCAB = 7
 
@@ -110,6 +112,14 @@ def test_a_tree_without_its_law_keeps_its_guesses() -> None:
     assert judged_by_match.q is None
     assert torch.equal(judged_by_match.tokens, tree.tokens)
     assert tree.q is not None
+
+
+def test_what_the_host_saw_of_a_tree_is_not_believed_of_a_pruned_one() -> None:
+    tree = DraftTree.of_texts([[1, 2, 3]]).to(torch.device("cpu"))
+    pruned = replace(tree, tokens=torch.tensor([[1, 2, -1]]), parents=torch.tensor([[-1, 0, -1]])).without_law()
+    assert pruned.host() == Known([[0, 1]], [[-1, 0]], [[1, 2]])
+    unseen = replace(tree, known=Known.chains([2])).without_law()
+    assert unseen.known == Known.chains([2])
 
 
 def test_some_of_the_trees_keep_their_laws() -> None:

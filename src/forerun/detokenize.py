@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
@@ -90,7 +91,8 @@ def spelling_of(tokenizer: tokenizers.Tokenizer) -> Callable[[Sequence[int]], Sp
     """
     chain = _decoder_chain(tokenizer)
     if [step["type"] for step in chain] == ["ByteLevel"]:
-        return lambda after: ByteSpelling(tokenizer)
+        spelled = cache(lambda token_id: _spelled(tokenizer, token_id))
+        return lambda after: ByteSpelling(spelled)
     words = _words_with_fallback(chain)
     if words is not None:
         return lambda after: WordSpelling(tokenizer, words, lead=0 if after else words.strip)
@@ -176,26 +178,33 @@ _BYTE_OF = _byte_alphabet()
 
 def _token_bytes(surface: str) -> bytes:
     """The bytes that a byte-level token stands for; a token outside the alphabet stands for its own text."""
+    if surface.isascii():
+        return surface.encode()
     try:
         return bytes([_BYTE_OF[char] for char in surface])
     except KeyError:
         return surface.encode()
 
 
-class ByteSpelling:
-    """Tokens are bytes of UTF-8: text is final once its bytes are."""
+def _spelled(tokenizer: tokenizers.Tokenizer, token_id: int) -> bytes | None:
+    surface = tokenizer.id_to_token(token_id)
+    return None if surface is None else _token_bytes(surface)
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
+
+class ByteSpelling:
+    """Tokens are bytes of UTF-8: text is final once its bytes are. `spelled` gives a token's; None: there is none."""
+
+    def __init__(self, spelled: Callable[[int], bytes | None]) -> None:
+        self._spelled = spelled
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._last = 0
 
     def feed(self, token_id: int, ordinal: int) -> list[Piece]:
-        surface = self._tokenizer.id_to_token(token_id)
-        if surface is None:
+        spelled = self._spelled(token_id)
+        if spelled is None:
             return []
         self._last = ordinal
-        return _pieces(self._utf8.decode(_token_bytes(surface)), ordinal)
+        return _pieces(self._utf8.decode(spelled), ordinal)
 
     def undecided(self) -> Sequence[Piece]:
         return ()

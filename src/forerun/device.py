@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,6 +81,12 @@ def require_cuda(name: str, index: int) -> None:
             f"device {name!r}: torch sees {torch.cuda.device_count()} GPUs; check nvidia-smi and "
             "CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
+
+
+@cache
+def is_cpu(device: torch.device) -> bool:
+    """Whether this is the host's own memory. Asking a device for its type writes a string, which rounds would feel."""
+    return device.type == "cpu"
 
 
 def free_bytes(device: torch.device) -> int:

@@ -166,6 +166,8 @@ class DraftTree:
 
     def to(self, device: torch.device) -> DraftTree:
         """The tree on a device, with what the host knows of it."""
+        if self.known is not None and self.tokens.device == device:
+            return self
         known = self.host()
         if self.tokens.device == device:
             return replace(self, known=known)
@@ -187,5 +189,9 @@ class DraftTree:
         return replace(self, tokens=self.tokens[index], parents=self.parents[index], q=q, known=None)
 
     def without_law(self) -> DraftTree:
-        """The same guesses, to be judged by `follow`: for trees pruned after their tokens were drawn."""
-        return replace(self, q=None)
+        """The same guesses, to be judged by `follow`: for trees pruned after their tokens were drawn.
+
+        What the host saw of them it sees anew; which of the unseen ones are read stays as it was.
+        """
+        unseen = self.known is not None and self.known.tokens is None
+        return replace(self, q=None, known=self.known if unseen else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -294,6 +294,7 @@ def test_a_draft_is_clean_where_nothing_would_be_done(
     assert (with_kernels.depth, with_kernels.width) == (without.depth, without.width)
     same = without.depth > 0 and torch.equal(without.tokens, tree.tokens) and torch.equal(without.parents, tree.parents)
     assert (with_kernels.tokens is tree.tokens) == same
+    assert with_kernels.host() == replace(with_kernels, known=None).host()
 
 
 def test_a_draft_with_wrong_roots_or_a_law_is_not_passed_unseen(kernels: SamplingKernels) -> None:

@@ -199,7 +199,7 @@ class ModelDrafter:
             new = late.get(seq_id, [following.root])
             depth = min(budget.depth, self.room(following, new))
             if depth > 0:
-                wishes.append(Wish(seq_id, new, replace(budget, depth=depth)))
+                wishes.append(Wish(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
         return wishes
 
     def room(self, following: Following, late: Sequence[int]) -> int:
@@ -282,6 +282,8 @@ class ModelDrafter:
         if self.shared is not None:
             return self.shared.spread(logits)
         missing = self.vocab_size - logits.shape[1]
+        if missing == 0:
+            return logits
         return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self.vocab_size]
 
     def own(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -318,10 +320,13 @@ class ModelDrafter:
         """Text to be read before the next draft, and how far context and cache reach."""
         unread, limit = [], []
         for seq_id in seq_ids:
-            following = self.sequences.get(seq_id, Following())
-            known = following.root is not None
-            unread.append(len(self.unread(seq_id)) + 1 if known else 0)
-            limit.append(self.room(following, [following.root]) if following.root is not None else 0)
+            following = self.sequences.get(seq_id)
+            if following is None or following.root is None:
+                unread.append(0)
+                limit.append(0)
+            else:
+                unread.append(len(self.unread(seq_id)) + 1)
+                limit.append(self.room(following, [following.root]))
         return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
 
     def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:

@@ -13,8 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
@@ -29,7 +27,7 @@ from forerun.errors import RequestFailed
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftTree
+from forerun.tree import DraftTree, Known
 from forerun.verify.rules import Verdict
 from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
@@ -157,13 +155,14 @@ class Engine:
     def draft(self, plan: Round) -> Draft:
         """Guesses for the drawing rows, on the device; their roots alone where none are wanted or affordable."""
         draft, tree = self.guess(plan)
-        return replace(draft, tree=tree.to(plan.draws.device))
+        tree = tree.to(plan.draws.device)
+        return draft if tree is draft.tree else replace(draft, tree=tree)
 
     def guess(self, plan: Round) -> tuple[Draft, DraftTree]:
         """What the drafter gave, and what of its tree is judged: on the host as long as the drafter works there."""
-        roots = torch.tensor([row.sequence.tokens[-1] for row in plan.drawing], dtype=torch.long)
+        last = [row.sequence.tokens[-1] for row in plan.drawing]
         if self.drafter is None or not plan.drawing:
-            return none_drafted(roots)
+            return none_drafted(last)
         seq_ids = [row.sequence.id for row in plan.drawing]
         load = Load(
             seq_ids=seq_ids,
@@ -174,10 +173,9 @@ class Engine:
         spare = self.runner.cache.spare([r.sequence.id for r in plan.rows], [r.num_certain for r in plan.rows])
         budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
-            return none_drafted(roots)
+            return none_drafted(last)
         draft = drafted = self.drafter.propose(plan.draws, budgets)
-        if draft.tree.tokens.device != roots.device:
-            roots = plan.draws.roots_tokens
+        roots = torch.tensor(last, dtype=torch.long) if draft.tree.tokens.is_cpu else plan.draws.roots_tokens
         safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
         draft = draft if safe is draft.tree else replace(draft, tree=safe)
         tree = self.controller.admit(draft, load)
@@ -220,7 +218,8 @@ class Engine:
             kept.append(Kept(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
         ended = [self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None]
         self.keep(kept, reading)
-        self.leave(ended)
+        if ended:
+            self.leave(ended)
         return deltas, outcomes
 
     def keep(self, kept: Seq[Kept], reading: Reading) -> None:
@@ -260,7 +259,8 @@ class Engine:
             self.drafter.forget([s.id for s in sequences])
 
 
-def none_drafted(roots: Int[Tensor, " batch"]) -> tuple[Draft, DraftTree]:
+def none_drafted(roots: Seq[int]) -> tuple[Draft, DraftTree]:
     """A draft of roots alone."""
-    draft = Draft(DraftTree.bare(roots))
+    known = Known([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
+    draft = Draft(replace(DraftTree.bare(torch.tensor(roots, dtype=torch.long)), known=known))
     return draft, draft.tree

@@ -231,10 +231,13 @@ int64_t forerun_judge(const int64_t* tokens, const int64_t* parents, int64_t bat
 }
 
 // Whether `sanitize` would leave every row of a tree as it is. `limits` holds depth, width and nodes of each row.
+// `seen` gets, per row, the number of valid nodes, then as many nodes, parents and tokens, each in `columns` places.
 int64_t forerun_clean(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
-                      const int64_t* roots, const int64_t* limits, int64_t depth, int64_t width, int64_t vocab) {
+                      const int64_t* roots, const int64_t* limits, int64_t depth, int64_t width, int64_t vocab,
+                      int64_t* seen) {
   std::vector<int64_t> level(columns), children(columns);
-  for (int64_t b = 0; b < batch; b++, tokens += columns, parents += columns, limits += 3) {
+  const int64_t stride = 1 + 3 * columns;
+  for (int64_t b = 0; b < batch; b++, tokens += columns, parents += columns, limits += 3, seen += stride) {
     const int64_t deepest = std::min(depth, limits[0]), widest = std::min(width, limits[1]);
     int64_t left = limits[2];
     if (tokens[0] != roots[b] || parents[0] != -1) return 0;
@@ -248,6 +251,13 @@ int64_t forerun_clean(const int64_t* tokens, const int64_t* parents, int64_t bat
       for (int64_t j = above + 1; children[above] > 1 && j < i; j++)
         if (parents[j] == above && tokens[j] == tokens[i]) return 0;
     }
+    int64_t count = 0;
+    for (int64_t i = 0; i < columns; i++) {
+      if (tokens[i] < 0) continue;
+      int64_t* const place = seen + 1 + count++;
+      place[0] = i, place[columns] = parents[i], place[2 * columns] = tokens[i];
+    }
+    seen[0] = count;
   }
   return 1;
 }

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.kernels.build import NoKernels, library
+from forerun.tree import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class PlainLaws:
 
     def of(self, rows: Sequence[int]) -> PlainLaws:
         """Those of some rows."""
+        if rows == list(range(len(self.keys))):
+            return self
         keys = array("Q", [self.keys[row] for row in rows])
         return PlainLaws(keys, array("f", [self.temperatures[row] for row in rows]), self.num_ids)
 
@@ -60,7 +63,7 @@ class SamplingKernels:
         lib.forerun_places.argtypes = [p, p, n, n, p, p, p]
         lib.forerun_follow.argtypes = [p, p, n, n, p, n, p]
         lib.forerun_judge.argtypes = [p, p, n, n, p, p, n, n, n, p, p, n, p, n]
-        lib.forerun_clean.argtypes = [p, p, n, n, p, p, n, n, n]
+        lib.forerun_clean.argtypes = [p, p, n, n, p, p, n, n, n, p]
 
     def choose(
         self,
@@ -183,14 +186,22 @@ class SamplingKernels:
         roots: Int[Tensor, " batch"],
         limits: Sequence[tuple[int, int, int]],
         bounds: tuple[int, int, int],
-    ) -> bool:
-        """Whether every row is a tree within its limits of depth, width and nodes, and within `bounds`, those of all.
+    ) -> Known | None:
+        """The tree as the host sees it, if every row is one within its limits of depth, width and nodes; else None.
 
-        `bounds` are depth, width and vocabulary.
+        `bounds`, depth, width and vocabulary, hold for all of them.
         """
-        flat = array("q", [number for limit in limits for number in limit])
-        tree = tokens.data_ptr(), parents.data_ptr(), *tokens.shape
-        return bool(self.lib.forerun_clean(*tree, roots.data_ptr(), address(flat), *bounds))
+        batch, columns = tokens.shape
+        flat, stride = array("q", [number for limit in limits for number in limit]), 1 + 3 * columns
+        seen = zeros(batch * stride)
+        tree = tokens.data_ptr(), parents.data_ptr(), batch, columns, roots.data_ptr()
+        if not self.lib.forerun_clean(*tree, address(flat), *bounds, address(seen)):
+            return None
+        ends = [(first, first + seen[first - 1]) for first in range(1, len(seen), stride)]
+        nodes, parents_of, tokens_of = (
+            [seen[first + skip : end + skip].tolist() for first, end in ends] for skip in (0, columns, 2 * columns)
+        )
+        return Known(nodes, parents_of, tokens_of)
 
 
 @cache

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from forerun.device import upload
+from forerun.device import is_cpu, upload
 from forerun.kernels.sampling import PlainLaws, SamplingKernels
 from forerun.sampling.noise import Purpose, absorb, mix, signed, uniform
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms, largest
@@ -76,7 +76,7 @@ class Draws:
         self.root_places = [len(row.tokens) - 1 for row in rows]
         self.rounds = self.root_places  # what tells a sequence's rounds apart
         self.transforms = Transforms(rows, vocab, self.num_ids, self.device)
-        self.on_host = self.device.type == "cpu"
+        self.on_host = is_cpu(self.device)
         self.kernels = kernels if self.on_host else None
         self._keys: dict[Purpose, Tensor] = {}
 

@@ -59,9 +59,9 @@ def sanitize(
     has a column for the root and one for each guess of the largest limit; what stands beyond is cut off. Declared
     depth and width are held to, not trusted: what exceeds them goes. Tensors of the wrong kind, shape or batch leave
     the roots alone. A clean draft comes back with the same values; `kernels` see
-    sooner that it is one.
+    sooner that it is one, and what of it the host will want to know.
     """
-    assert len(limits) == len(roots), f"{len(limits)} limits for {len(roots)} sequences"
+    assert len(limits) == roots.shape[0], f"{len(limits)} limits for {roots.shape[0]} sequences"
     if not _well_formed(tree, roots):
         return DraftTree.bare(roots)
     bounds = [(limit.depth, limit.width, limit.nodes if limit.depth > 0 else 0) for limit in limits]
@@ -71,9 +71,10 @@ def sanitize(
     if depth <= 0:
         return DraftTree.bare(roots)
     whole = columns == tree.tokens.shape[1]
-    if kernels is not None and whole and _clean(tree, roots, bounds, (depth, width, vocab), kernels):
-        same = (tree.depth, tree.width, tree.known) == (depth, width, None)
-        return tree if same else DraftTree(tree.tokens, tree.parents, depth, width)
+    if kernels is not None and whole:
+        seen = _seen_clean(tree, roots, bounds, (depth, width, vocab), kernels)
+        if seen is not None:
+            return DraftTree(tree.tokens, tree.parents, depth, width, known=seen)
     known = _known(tree, len(roots), columns)
     tokens = torch.cat([roots[:, None], tree.tokens[:, 1:columns]], dim=1)
     parents = tree.parents[:, :columns]
@@ -91,19 +92,19 @@ def sanitize(
     return DraftTree(tokens, parents, depth, width, q, known)
 
 
-def _clean(
+def _seen_clean(
     tree: DraftTree,
     roots: Int[Tensor, " batch"],
     limits: Sequence[tuple[int, int, int]],
     bounds: tuple[int, int, int],
     kernels: SamplingKernels,
-) -> bool:
-    """Whether nothing is to be done. Laws, and what the host has not seen, are not judged here."""
+) -> Known | None:
+    """What the host sees of a tree with which nothing is to be done. Laws, and unseen guesses, are not judged here."""
     tokens, parents = tree.tokens, tree.parents
     seen = tree.q is None and (tree.known is None or tree.known.tokens is not None)
     packed = tokens.is_contiguous() and parents.is_contiguous() and roots.is_contiguous()
-    if not seen or not packed or tokens.device.type != "cpu" or tokens.dtype != torch.int64:
-        return False
+    if not seen or not packed or not tokens.is_cpu or tokens.dtype != torch.int64:
+        return None
     return kernels.clean(tokens, parents, roots, limits, bounds)
 
 
