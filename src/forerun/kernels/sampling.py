@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.kernels.build import NoKernels, library
-from forerun.tree import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +185,10 @@ class SamplingKernels:
         roots: Int[Tensor, " batch"],
         limits: Sequence[tuple[int, int, int]],
         bounds: tuple[int, int, int],
-    ) -> Known | None:
-        """The tree as the host sees it, if every row is one within its limits of depth, width and nodes; else None.
+    ) -> Iterator[list[list[int]]] | None:
+        """Valid nodes, their parents and tokens by row, if all rows are trees within their limits; else None.
 
-        `bounds`, depth, width and vocabulary, hold for all of them.
+        A limit is depth, width and nodes. `bounds`, depth, width and vocabulary, hold for all rows.
         """
         batch, columns = tokens.shape
         flat, stride = array("q", [number for limit in limits for number in limit]), 1 + 3 * columns
@@ -198,10 +197,7 @@ class SamplingKernels:
         if not self.lib.forerun_clean(*tree, address(flat), *bounds, address(seen)):
             return None
         ends = [(first, first + seen[first - 1]) for first in range(1, len(seen), stride)]
-        nodes, parents_of, tokens_of = (
-            [seen[first + skip : end + skip].tolist() for first, end in ends] for skip in (0, columns, 2 * columns)
-        )
-        return Known(nodes, parents_of, tokens_of)
+        return ([seen[i + skip : end + skip].tolist() for i, end in ends] for skip in (0, columns, 2 * columns))
 
 
 @cache

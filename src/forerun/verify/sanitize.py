@@ -105,7 +105,8 @@ def _seen_clean(
     packed = tokens.is_contiguous() and parents.is_contiguous() and roots.is_contiguous()
     if not seen or not packed or not tokens.is_cpu or tokens.dtype != torch.int64:
         return None
-    return kernels.clean(tokens, parents, roots, limits, bounds)
+    found = kernels.clean(tokens, parents, roots, limits, bounds)
+    return None if found is None else Known(*found)
 
 
 def _known(tree: DraftTree, batch: int, columns: int) -> Known | None:
