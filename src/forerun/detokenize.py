@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
@@ -91,7 +91,7 @@ def spelling_of(tokenizer: tokenizers.Tokenizer) -> Callable[[Sequence[int]], Sp
     """
     chain = _decoder_chain(tokenizer)
     if [step["type"] for step in chain] == ["ByteLevel"]:
-        spelled = cache(lambda token_id: _spelled(tokenizer, token_id))
+        spelled = cache(partial(_spelled, tokenizer))
         return lambda after: ByteSpelling(spelled)
     words = _words_with_fallback(chain)
     if words is not None:

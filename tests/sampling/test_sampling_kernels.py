@@ -190,6 +190,42 @@ def test_scores_too_close_to_call_are_left_to_torch(
     assert list(draws.choose(logits, [0], [9])) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_threads_share_the_ids_of_a_large_vocabulary(kernels: SamplingKernels, shape: str, threads: int) -> None:
+    """One node, some nodes, and a verdict whose first guess is right: as torch draws, whoever looked at which ids."""
+    vocab, rows = 2**17 + 37, rows_of([1.0, 0.0], 3)
+    own, other = (Draws(rows, vocab, kernels=k) for k in (kernels, None))
+    logits, before = logits_of(shape, 4, vocab, 5), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for at in ([0], [1], [0, 0, 1, 1]):
+            expected = other.draw(logits[: len(at)], places(other, at, [9] * len(at))).tolist()
+            assert list(own.choose(logits[: len(at)], at, [9] * len(at))) == expected
+        for row in rows:
+            own, other = (Draws([row], vocab, kernels=k) for k in (kernels, None))
+            (first,) = other.draw(logits[:1], other.roots()).tolist()
+            tree = DraftTree.of_texts([[row.tokens[-1], first, 7, 8]])
+            assert torch.equal(
+                verify(tree, logits, own, "coupled").packed, verify(tree, logits, other, "coupled").packed
+            )
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_draws_behind_a_rejection_are_not_made(kernels: SamplingKernels) -> None:
+    """Where only torch could say what follows a guess, nobody asks unless the guess is right."""
+    draws = Draws(rows_of([0.0], 0), 16, kernels=kernels)
+    laws, logits = draws.plain_laws, torch.full((3, 16), math.nan)
+    assert laws is not None
+    logits[0] = torch.arange(16) == 3
+    right, wrong = (DraftTree.of_texts([[2, guess, 5]]) for guess in (3, 4))
+    verdict = kernels.judge(wrong.tokens, wrong.parents, draws.root_places, logits, laws, 2)
+    assert verdict is not None
+    assert verdict.tolist() == [[0, 3, 0, -1, -1]]
+    assert kernels.judge(right.tokens, right.parents, draws.root_places, logits, laws, 2) is None
+
+
 def test_equal_logits_go_to_the_lowest_id_of_a_greedy_row(kernels: SamplingKernels) -> None:
     draws = Draws(rows_of([0.0], 0), 100, kernels=kernels)
     for ids in ([3, 40], [40, 41], [99, 15], [16, 0, 32]):

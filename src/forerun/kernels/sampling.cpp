@@ -61,6 +61,14 @@ struct Best {
     score = larger(x, score);
   }
 
+  // Joins those of later ids.
+  void join(const Best& later) {
+    second = larger(larger(second, later.second), later.score < score ? later.score : score);
+    at = later.score > score ? later.at : at;
+    score = larger(later.score, score);
+    bad |= later.bad;
+  }
+
   // The id of the best; -1 where it is not finite, or where two are closer than `slack` and draws are noisy.
   int64_t id(bool noisy) const {
     float best = LOWEST, other = LOWEST;
@@ -76,16 +84,17 @@ struct Best {
   }
 };
 
-// The best of `count` scores: logits, or with a temperature logits over it plus noise. -1 where only torch can say.
+// The best scores of the ids from `first`, a multiple of LANES, to `count`: logits, or with a temperature logits over it
+// plus noise.
 //
 // Noise above QUIET belongs to one id in 512, which the hash tells. Where no id of sixteen has it, and no logit reaches
 // as far without, the sixteen are passed over: nothing of theirs could win, or come close.
-int64_t choose(const float* logits, int64_t count, uint64_t key, float temperature) {
+Best best_from(int64_t first, int64_t count, const float* logits, uint64_t key, float temperature) {
   const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   const Words loud = Words{} + LOUD;
   Best best;
   Floats least = all(LOWEST);
-  Ints ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints ids = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + static_cast<int32_t>(first);
   const auto take = [&](Floats x) {
     best.bad |= x != x;
     if (temperature > 0) {
@@ -101,14 +110,39 @@ int64_t choose(const float* logits, int64_t count, uint64_t key, float temperatu
     }
     ids += LANES;
   };
-  int64_t i = 0;
+  int64_t i = first;
   for (; i + LANES <= count; i += LANES) take(load(logits + i));
   if (i < count) {
     float rest[LANES];
     for (int j = 0; j < LANES; j++) rest[j] = i + j < count ? logits[i + j] : LOWEST;
     take(load(rest));
   }
-  return best.id(temperature > 0);
+  return best;
+}
+
+// The id of the best of `count` scores, or -1 where only torch can say; `num_threads` share the ids.
+int64_t choose(const float* logits, int64_t count, uint64_t key, float temperature, int64_t num_threads) {
+  if (count < SERIAL || num_threads == 1) return best_from(0, count, logits, key, temperature).id(temperature > 0);
+  std::vector<Best> parts(num_threads);
+  const int64_t share = (count / num_threads + LANES - 1) / LANES * LANES;
+#pragma omp parallel for num_threads(num_threads)
+  for (int64_t t = 0; t < num_threads; t++) {
+    const int64_t last = t + 1 < num_threads ? (t + 1) * share : count;
+    parts[t] = best_from(std::min(t * share, last), last, logits, key, temperature);
+  }
+  for (int64_t t = 1; t < num_threads; t++) parts[0].join(parts[t]);
+  return parts[0].id(temperature > 0);
+}
+
+// Has threads share so many tasks, of `size` scores in all; or, where there are too few, each task's scores among them.
+template <typename Task>
+void share(int64_t num_tasks, int64_t size, int64_t num_threads, const Task& task) {
+  if (num_tasks < num_threads || size < SERIAL) {  // not from within a region: one in another would be slow
+    for (int64_t i = 0; i < num_tasks; i++) task(i, num_threads);
+    return;
+  }
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
+  for (int64_t i = 0; i < num_tasks; i++) task(i, 1);
 }
 
 // The `width` largest of the same scores, the first ids among equals, and their shares of all, by softmax; -1 and 0 where
@@ -159,14 +193,11 @@ extern "C" {
 int64_t forerun_choose(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
                        const int64_t* positions, const uint64_t* row_keys, const float* temperatures, int64_t* chosen,
                        int64_t num_threads) {
-  int64_t undecided = 0;
-#pragma omp parallel for num_threads(num_nodes * num_ids < SERIAL ? 1 : num_threads) reduction(+ : undecided)
-  for (int64_t i = 0; i < num_nodes; i++) {
+  share(num_nodes, num_nodes * num_ids, num_threads, [&](int64_t i, int64_t own_threads) {
     const uint64_t key = absorbed(row_keys[rows[i]], positions[i]);
-    chosen[i] = choose(logits + i * stride, num_ids, key, temperatures[rows[i]]);
-    undecided += chosen[i] < 0;
-  }
-  return undecided;
+    chosen[i] = choose(logits + i * stride, num_ids, key, temperatures[rows[i]], own_threads);
+  });
+  return std::count_if(chosen, chosen + num_nodes, [](int64_t id) { return id < 0; });
 }
 
 // For each node its `width` best guesses and their survival; returns how many nodes are undecided, and marks them.
@@ -216,17 +247,33 @@ void forerun_follow(const int64_t* tokens, const int64_t* parents, int64_t batch
   }
 }
 
-// A whole verdict by coupled draws; returns how many of them are undecided, and then there is none. -1 where the tree
-// has another number of nodes than there are rows of logits.
+// A whole verdict by coupled draws, of which only those on accepted paths are made; returns how many rows have one that
+// is undecided, and then there is no verdict. -1 where the tree has another number of nodes than there are logits.
 int64_t forerun_judge(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
                       const int64_t* roots, const float* logits, int64_t num_rows, int64_t stride, int64_t num_ids,
                       const uint64_t* keys, const float* temperatures, int64_t depth, int64_t* verdict,
                       int64_t num_threads) {
-  std::vector<int64_t> rows(batch * columns), positions(batch * columns), chosen(batch * columns);
-  if (forerun_places(tokens, parents, batch, columns, roots, rows.data(), positions.data()) != num_rows) return -1;
-  const int64_t undecided = forerun_choose(logits, stride, num_ids, num_rows, rows.data(), positions.data(), keys,
-                                           temperatures, chosen.data(), num_threads);
-  if (!undecided) forerun_follow(tokens, parents, batch, columns, chosen.data(), depth, verdict);
+  std::vector<int64_t> place(batch * columns + 1);  // of each node's logits
+  for (int64_t i = 0; i < batch * columns; i++) place[i + 1] = place[i] + (tokens[i] >= 0);
+  if (place.back() != num_rows) return -1;
+  share(batch, num_rows * num_ids, num_threads, [&](int64_t b, int64_t own_threads) {
+    const int64_t *const own = tokens + b * columns, *const above = parents + b * columns;
+    int64_t *const result = verdict + b * (depth + 3), *const path = result + 2, node = 0, length = 0, said;
+    path[0] = 0;
+    while (true) {
+      const uint64_t key = absorbed(keys[b], roots[b] + length + 1);
+      said = choose(logits + place[b * columns + node] * stride, num_ids, key, temperatures[b], own_threads);
+      int64_t next = node + 1;
+      while (next < columns && !(above[next] == node && own[next] == said)) next++;
+      if (said < 0 || length == depth || next == columns) break;
+      path[++length] = node = next;
+    }
+    for (int64_t i = length + 1; i <= depth; i++) path[i] = -1;
+    result[0] = length;
+    result[1] = said;
+  });
+  int64_t undecided = 0;
+  for (int64_t b = 0; b < batch; b++) undecided += verdict[b * (depth + 3) + 1] < 0;
   return undecided;
 }
 

@@ -157,7 +157,7 @@ class SamplingKernels:
         laws: PlainLaws,
         depth: int,
     ) -> Int[Tensor, "batch verdict"] | None:
-        """`places`, `choose` and `follow` at once; None where a draw is not certain."""
+        """`places`, `choose` and `follow` at once; None where a draw on an accepted path is not certain."""
         (batch, columns), own_roots = tokens.shape, as_array(roots)
         verdict = torch.empty(batch, depth + 3, dtype=torch.int64)
         undecided = self.lib.forerun_judge(
