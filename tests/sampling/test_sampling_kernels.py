@@ -190,7 +190,7 @@ def test_scores_too_close_to_call_are_left_to_torch(
     assert list(draws.choose(logits, [0], [9])) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, 3, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_threads_share_the_ids_of_a_large_vocabulary(kernels: SamplingKernels, shape: str, threads: int) -> None:
     """One node, some nodes, and a verdict whose first guess is right: as torch draws, whoever looked at which ids."""

@@ -23,6 +23,7 @@ constexpr float ROUNDING = 0x1p-21f;  // more than the rounding of two scores, i
 constexpr uint32_t LOUD = 1 << 23;    // hashes below this have the loudest noise, all others
 constexpr float QUIET = 6.25f;        // at most so much
 constexpr int64_t SERIAL = 1 << 17;   // below so many scores a second thread costs more than it brings
+constexpr int64_t LEAST = 1 << 15;    // scores of one node that a thread should have
 
 // `sampling/noise.py`: one round of the hash within a key.
 inline Words keyed_round(Words x, uint32_t key) {
@@ -120,25 +121,24 @@ Best best_from(int64_t first, int64_t count, const float* logits, uint64_t key, 
   return best;
 }
 
-// The id of the best of `count` scores, or -1 where only torch can say; `num_threads` share the ids.
+// The id of the best of `count` scores, or -1 where only torch can say; so many threads share the ids.
 int64_t choose(const float* logits, int64_t count, uint64_t key, float temperature, int64_t num_threads) {
-  if (count < SERIAL || num_threads == 1) return best_from(0, count, logits, key, temperature).id(temperature > 0);
+  if (num_threads == 1) return best_from(0, count, logits, key, temperature).id(temperature > 0);
   std::vector<Best> parts(num_threads);
-  const int64_t share = (count / num_threads + LANES - 1) / LANES * LANES;
+  const int64_t part = (count / num_threads / LANES + 1) * LANES;
 #pragma omp parallel for num_threads(num_threads)
-  for (int64_t t = 0; t < num_threads; t++) {
-    const int64_t last = t + 1 < num_threads ? (t + 1) * share : count;
-    parts[t] = best_from(std::min(t * share, last), last, logits, key, temperature);
-  }
+  for (int64_t t = 0; t < num_threads; t++)
+    parts[t] = best_from(t * part, std::min((t + 1) * part, count), logits, key, temperature);
   for (int64_t t = 1; t < num_threads; t++) parts[0].join(parts[t]);
   return parts[0].id(temperature > 0);
 }
 
-// Has threads share so many tasks, of `size` scores in all; or, where there are too few, each task's scores among them.
+// Has threads share the tasks, of `size` scores in all; or, if that is more threads, the `count` scores of a node.
 template <typename Task>
-void share(int64_t num_tasks, int64_t size, int64_t num_threads, const Task& task) {
-  if (num_tasks < num_threads || size < SERIAL) {  // not from within a region: one in another would be slow
-    for (int64_t i = 0; i < num_tasks; i++) task(i, num_threads);
+void share(int64_t num_tasks, int64_t size, int64_t count, int64_t num_threads, const Task& task) {
+  const int64_t of_node = count < SERIAL ? 1 : std::min(num_threads, count / LEAST);
+  if (size < SERIAL || num_tasks < of_node) {  // not from within a region: one in another would be slow
+    for (int64_t i = 0; i < num_tasks; i++) task(i, of_node);
     return;
   }
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
@@ -193,7 +193,7 @@ extern "C" {
 int64_t forerun_choose(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
                        const int64_t* positions, const uint64_t* row_keys, const float* temperatures, int64_t* chosen,
                        int64_t num_threads) {
-  share(num_nodes, num_nodes * num_ids, num_threads, [&](int64_t i, int64_t own_threads) {
+  share(num_nodes, num_nodes * num_ids, num_ids, num_threads, [&](int64_t i, int64_t own_threads) {
     const uint64_t key = absorbed(row_keys[rows[i]], positions[i]);
     chosen[i] = choose(logits + i * stride, num_ids, key, temperatures[rows[i]], own_threads);
   });
@@ -256,7 +256,7 @@ int64_t forerun_judge(const int64_t* tokens, const int64_t* parents, int64_t bat
   std::vector<int64_t> place(batch * columns + 1);  // of each node's logits
   for (int64_t i = 0; i < batch * columns; i++) place[i + 1] = place[i] + (tokens[i] >= 0);
   if (place.back() != num_rows) return -1;
-  share(batch, num_rows * num_ids, num_threads, [&](int64_t b, int64_t own_threads) {
+  share(batch, num_rows * num_ids, num_ids, num_threads, [&](int64_t b, int64_t own_threads) {
     const int64_t *const own = tokens + b * columns, *const above = parents + b * columns;
     int64_t *const result = verdict + b * (depth + 3), *const path = result + 2, node = 0, length = 0, said;
     path[0] = 0;
