@@ -64,14 +64,14 @@ def race(commands: dict[str, Command], said: list[str]) -> Race:
     return Race(commands, MODES, PROMPTS, len(PROMPTS), said.append)
 
 
-@pytest.mark.parametrize("name", ["plain", "model-3", "ngram-12"])
+@pytest.mark.parametrize("name", ["plain", "model-3", "ngram-12", "mix-7"])
 def test_a_mode_has_one_name(name: str) -> None:
     assert str(Mode.parse(name)) == name
 
 
 @pytest.mark.parametrize("name", ["", "model", "plain-3", "model-0", "suffix-3", "model-3 "])
 def test_what_is_no_mode_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="plain, model-DEPTH or ngram-DEPTH"):
+    with pytest.raises(ValueError, match="plain, model-DEPTH, ngram-DEPTH or mix-DEPTH"):
         Mode.parse(name)
 
 
@@ -235,10 +235,15 @@ def test_only_complete_repetitions_of_the_same_run_are_found_again(tmp_path: Pat
     assert set(state.repetitions("16-bit")) == {3, 7}
 
 
+def test_only_forerun_is_asked_for_a_mix() -> None:
+    asked = circle(["forerun", "peer"], [Mode("ngram", 3), Mode("mix", 3)])
+    assert asked == [("forerun", Mode("ngram", 3)), ("peer", Mode("ngram", 3)), ("forerun", Mode("mix", 3))]
+
+
 def test_options_say_what_is_known_and_quick_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse([]).engines == ["forerun", "transformers", "llama.cpp", "openvino"]
     assert (parse(["--quick"]).repeats, parse(["--quick", "--repeats", "2"]).repeats, parse([]).repeats) == (1, 2, 5)
-    assert parse(["--depths", "7"]).modes == [Mode(), Mode("model", 7), Mode("ngram", 7)]
+    assert parse(["--depths", "7"]).modes == [Mode(), Mode("model", 7), Mode("ngram", 7), Mode("mix", 7)]
     for wrong in (["--peers", "vllm"], ["--precisions", "2-bit"]):
         with pytest.raises(SystemExit):
             parse(wrong)

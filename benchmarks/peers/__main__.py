@@ -23,7 +23,7 @@ from benchmarks.peers.machine import bandwidth_bytes_per_s, machine, memory_byte
 from benchmarks.peers.openvino import OpenVino
 from benchmarks.peers.ours import Forerun
 from benchmarks.peers.place import ROOT, Place, StepFailed
-from benchmarks.peers.protocol import Mode, Setup
+from benchmarks.peers.protocol import MIX, Mode, Setup
 from benchmarks.peers.race import Race
 from benchmarks.peers.state import Failure, State
 from benchmarks.peers.tables import OURS, markdown, rows
@@ -69,7 +69,7 @@ class Options:
     @property
     def modes(self) -> list[Mode]:
         """Plain, and each drafter to each depth."""
-        return [Mode(), *(Mode(drafter, depth) for drafter in ("model", "ngram") for depth in self.depths)]
+        return [Mode(), *(Mode(drafter, depth) for drafter in ("model", "ngram", MIX) for depth in self.depths)]
 
 
 def parse(arguments: Sequence[str]) -> Options:

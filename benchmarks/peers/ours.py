@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from benchmarks.peers.place import ROOT, Place
-from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
+from benchmarks.peers.protocol import MIX, Answer, Mode, Service, Setup, Stopwatch, serve
 
 
 class Forerun:
@@ -30,11 +30,13 @@ class Forerun:
 
 
 def load(setup: Setup) -> Service:
-    """Both models, and beside the engine that drafts with one of them a plain one and one with n-grams."""
+    """Both models. Beside the engine that drafts with one of them: a plain one, one with n-grams, one with both."""
     import torch
 
     from forerun import LLM, SamplingParams, __version__
     from forerun.demo.race import engine_beside
+    from forerun.draft.mix import MixDrafter
+    from forerun.draft.model import ModelDrafter
     from forerun.draft.ngram import NgramDrafter
 
     llm = LLM(
@@ -46,6 +48,11 @@ def load(setup: Setup) -> Service:
         threads=setup.threads,
     )
     engines = {"plain": engine_beside(llm, None), "model": llm.engine, "ngram": engine_beside(llm, NgramDrafter())}
+    model = llm.engine.drafter
+    assert isinstance(model, ModelDrafter), "the draft is a model"
+    runner = type(model.runner).of(model.runner.decoder, llm.plan.cache_tokens)
+    both = [NgramDrafter(), ModelDrafter(runner, model.vocab_size, model.shared)]
+    engines[MIX] = engine_beside(llm, MixDrafter(both, ("ngram", "model")))
 
     def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)

@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-MODE = re.compile(r"(plain)|(model|ngram)-([1-9][0-9]*)")
+MIX = "mix"  # of the other two drafters: forerun alone has it
+MODE = re.compile(rf"(plain)|(model|ngram|{MIX})-([1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to decode: "plain", or guesses of "model" or "ngram" to a fixed depth."""
+    """A way to decode: "plain", or guesses of "model", "ngram" or "mix" to a fixed depth."""
 
     drafter: str = "plain"
     depth: int = 0
@@ -35,7 +36,7 @@ class Mode:
         """The mode of a name such as "plain" or "model-3"; ValueError for any other."""
         found = MODE.fullmatch(name)
         if found is None:
-            raise ValueError(f"mode {name!r}: write plain, model-DEPTH or ngram-DEPTH")
+            raise ValueError(f"mode {name!r}: write plain, model-DEPTH, ngram-DEPTH or {MIX}-DEPTH")
         return cls() if found[1] else cls(found[2], int(found[3]))
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.peers.place import StepFailed
-from benchmarks.peers.protocol import Answer, Mode
+from benchmarks.peers.protocol import MIX, Answer, Mode
 from benchmarks.peers.state import Cell, Failure
 from benchmarks.peers.tables import OURS, equal_tokens
 from benchmarks.peers.worker import Command, Worker
@@ -36,8 +36,8 @@ def turns(entries: Sequence[Entry], turn: int) -> list[Entry]:
 
 
 def circle(engines: Sequence[str], modes: Sequence[Mode]) -> list[Entry]:
-    """All engines in all modes; neighbours are different engines."""
-    return [(engine, mode) for mode in modes for engine in engines]
+    """All engines in all modes that they have; neighbours are different engines where there are several."""
+    return [(engine, mode) for mode in modes for engine in engines if mode.drafter != MIX or engine == OURS]
 
 
 @dataclass(slots=True)
