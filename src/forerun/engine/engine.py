@@ -174,10 +174,10 @@ class Engine:
         budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
             return none_drafted(last)
-        draft = drafted = self.drafter.propose(plan.draws, budgets)
-        roots = torch.tensor(last, dtype=torch.long) if draft.tree.tokens.is_cpu else plan.draws.roots_tokens
-        safe = sanitize(draft.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
-        draft = draft if safe is draft.tree else replace(draft, tree=safe)
+        drafted = self.drafter.propose(plan.draws, budgets)
+        roots = torch.tensor(last, dtype=torch.long) if drafted.tree.tokens.is_cpu else plan.draws.roots_tokens
+        safe = sanitize(drafted.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
+        draft = replace(drafted, tree=safe)
         tree = self.controller.admit(draft, load)
         if draft.resume is not None and not resumable(drafted, tree, self.drafter.taps):
             draft = replace(draft, resume=None)
