@@ -26,7 +26,7 @@ def main(depths: list[int]) -> None:
                 str(DATA / "stories260k"),
                 f"model:{DATA / 'stories280k'}",
                 verification=verification,
-                max_batch=32,
+                max_num_seqs=32,
                 threads=1,
             )
             llm.generate([[1]] * NUM_TEXTS, params, speculation=depth)

@@ -164,7 +164,7 @@ def main() -> int:
     target = Blueprint.of(folder, "auto", quantize)
     workload = workload_of(options.workload, passages(options.workload), options.num_prompts, target.tokenizer())
     length = workload.longest(options.tokens)
-    llm = LLM(folder, quantize=quantize, max_len=length, max_batch=1)
+    llm = LLM(folder, quantize=quantize, max_model_len=length, max_num_seqs=1)
     specs = [options.first, MIDDLE, f"cascade[{options.first},{MIDDLE}]"]
     ways = [mode_of(f"{spec}@{options.deepest}", llm, target, 2 * (length + 64)) for spec in specs]
     cascade = ways[-1].drafter

@@ -154,7 +154,7 @@ def main() -> int:
     texts = passages(options.workload)
     workload = workload_of(options.workload, texts, options.num_prompts, target.tokenizer())
     length = workload.longest(options.tokens)
-    llm = LLM(folder, quantize=quantize, max_len=length, max_batch=options.batch)
+    llm = LLM(folder, quantize=quantize, max_model_len=length, max_num_seqs=options.batch)
     room = 2 * options.batch * (length + 64)
     modes = [Mode(PLAIN, None, Speculation(0)), *(mode_of(text, llm, target, room) for text in options.modes)]
     batches = [workload.items[i : i + options.batch] for i in range(0, len(workload.items), options.batch)]

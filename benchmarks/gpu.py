@@ -191,7 +191,7 @@ def widened(placement: Placement, report: Report, dry: bool) -> None:
         for temperature in (0.0,) if dry else (0.0, 1.0):
             for batch in (2,) if dry else (1, 8):
                 llm = LLM(target, draft, device=placement, dtype="float32" if dry else "bfloat16",
-                          speculation=depth or False, max_len=512, max_batch=batch)  # fmt: skip
+                          speculation=depth or False, max_model_len=512, max_num_seqs=batch)  # fmt: skip
                 params = SamplingParams(temperature=temperature, seed=1, max_tokens=8 if dry else 128, ignore_eos=True)
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
                 llm.generate(prompts, params)  # captures and compiles
@@ -199,7 +199,7 @@ def widened(placement: Placement, report: Report, dry: bool) -> None:
                 started = time.perf_counter()
                 results = llm.generate(prompts, params)
                 spent = time.perf_counter() - started
-                tokens = sum(len(c.token_ids) for r in results for c in r.completions)
+                tokens = sum(len(c.token_ids) for r in results for c in r.outputs)
                 report.widened.append(
                     {"draft": draft or "plain", "depth": depth, "temperature": temperature, "batch": batch,
                      "tokens_per_s": tokens / spent, "tokens_per_round": llm.stats.tokens_per_round}

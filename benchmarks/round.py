@@ -134,7 +134,7 @@ def rounds(
     engine = TimedEngine(
         ReadyRunner(target, clock, batch, weights),
         ModelDrafter(ReadyRunner(draft, clock, batch), vocab),
-        options=EngineOptions(max_batch=batch, speculation=speculation),
+        options=EngineOptions(max_num_seqs=batch, speculation=speculation),
         num_ids=vocab,
         kernels=find_sampling_kernels(),
     )

@@ -57,8 +57,8 @@ def main() -> None:
             if name in ("shared tokens", "encoded again"):
                 runner = foreign.load(CACHE_TOKENS)
                 drafter = translated(runner, target.config.vocab_size, way, shared=name == "shared tokens")
-            llm = LLM(options.target, drafter, max_batch=len(prompts), speculation=options.depth)
-            said = [result.completions[0].token_ids for result in llm.generate(prompts, params)]
+            llm = LLM(options.target, drafter, max_num_seqs=len(prompts), speculation=options.depth)
+            said = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
             plain = plain or said
             assert said == plain, f"{name} changed the output"
             if drafter is None:

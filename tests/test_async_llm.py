@@ -16,7 +16,7 @@ from forerun.draft.model import ModelDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.errors import EngineClosed, InvalidRequest
-from forerun.llm import LLM, Prompt, Result
+from forerun.llm import LLM, Prompt, RequestOutput
 from forerun.sampling.params import SamplingParams
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -33,7 +33,7 @@ def plain() -> LLM:
 
 @cache
 def drafting() -> LLM:
-    return LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_batch=6)
+    return LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_num_seqs=6)
 
 
 def asking(seed: int, **others: object) -> SamplingParams:
@@ -86,7 +86,7 @@ def test_requests_at_once_are_answered_as_if_alone() -> None:
     num = 14
 
     async def work(front: AsyncLLM) -> None:
-        async def one(i: int) -> Result:
+        async def one(i: int) -> RequestOutput:
             await asyncio.sleep(i % 4 * 0.02)
             return await front.generate(PROMPTS[i % 5], asking(i), WISHES[i % len(WISHES)])
 
@@ -101,12 +101,12 @@ def test_streams_at_once_and_many_samples() -> None:
         streams = [front.stream(PROMPTS[i % 5], asking(i)) for i in range(6)]
         samples = front.generate(PROMPTS[0], asking(1, n=4))
         *found, many = await asyncio.gather(*map(together, streams), samples)
-        answers = [plain().generate(PROMPTS[i % 5], asking(i))[0].completions[0].token_ids for i in range(6)]
+        answers = [plain().generate(PROMPTS[i % 5], asking(i))[0].outputs[0].token_ids for i in range(6)]
         assert found == answers
         assert seen(many) == seen(plain().generate(PROMPTS[0], asking(1, n=4))[0])
         prompt = plain().tokenizer.encode(PROMPTS[0])
         parts = [delta async for delta in front.stream(prompt, asking(1, n=4))]
-        for sample in many.completions:
+        for sample in many.outputs:
             own = [delta for delta in parts if delta.sample == sample.index]
             assert "".join(delta.text for delta in own) == sample.text
             assert own[-1].finish_reason == sample.finish_reason

@@ -46,7 +46,9 @@ class ScriptedLLM(LLM):
     def __init__(self, interrupt_at: int | None = None) -> None:
         self.tokenizer = TOKENIZER
         self.fingerprint = "0123456789abcdef"
-        self.plan = plan_memory(weights_bytes=1, target_bytes_per_token=1, max_len=64, max_batch=1, budget_bytes=10**6)
+        self.plan = plan_memory(
+            weights_bytes=1, target_bytes_per_token=1, max_model_len=64, max_num_seqs=1, budget_bytes=10**6
+        )
         self.asked: list[tuple[str | Sequence[int], SamplingParams]] = []
         self.interrupt_at = interrupt_at
         self.closed = 0
@@ -167,7 +169,7 @@ def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     load_instead(monkeypatch, build)
     given = "--draft model:DIR --depth 3 --verification block --dtype bfloat16 --quantize int8 --kernels torch"
-    given += " --max-len 100 --threads 2"
+    given += " --max-model-len 100 --threads 2"
     assert generate("x", *given.split()).exit_code == 0
     assert generate("x").exit_code == 0
     assert seen[0] == ModelOptions("some/model", "model:DIR", 3, "block", "bfloat16", "int8", "torch", 100, 2)
@@ -266,7 +268,7 @@ def test_version_and_help() -> None:
         result = forerun_(*arguments)
         assert result.exit_code == 0
     assert forerun_().exit_code in (0, 2)
-    for option in ("--draft", "--depth", "--seed", "--stop", "--verification", "--max-len", "--json", "--raw"):
+    for option in ("--draft", "--depth", "--seed", "--stop", "--verification", "--max-model-len", "--json", "--raw"):
         assert option in forerun_("generate", "--help", NO_COLOR="1").stdout
 
 

@@ -96,7 +96,7 @@ def made_score(plain_s: float, drafted_s: float) -> Score:
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_both_sides_give_the_tokens_that_the_llm_gives_alone(track: Track, drafter: str, temperature: float) -> None:
-    alone = track.llm.generate(STORY, params(temperature), speculation=False)[0].completions[0]
+    alone = track.llm.generate(STORY, params(temperature), speculation=False)[0].outputs[0]
     steps = list(track.race(STORY, params(temperature), drafter))
     score = score_of(steps)
     assert score.same_tokens

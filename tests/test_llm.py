@@ -25,7 +25,7 @@ from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Origin
 from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
-from forerun.llm import LLM, Result
+from forerun.llm import LLM, RequestOutput
 from forerun.models.runner import Runner
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
@@ -55,8 +55,8 @@ def asking(seed: int | None = 0, **others: object) -> SamplingParams:
     return SamplingParams(**({"temperature": 1.0, "seed": seed, "max_tokens": 16, "ignore_eos": True} | others))
 
 
-def tokens_of(results: Sequence[Result]) -> list[list[tuple[int, ...]]]:
-    return [[sample.token_ids for sample in result.completions] for result in results]
+def tokens_of(results: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[sample.token_ids for sample in result.outputs] for result in results]
 
 
 def assert_empty(llm: LLM) -> None:
@@ -85,7 +85,7 @@ def test_results_say_what_was_asked_and_come_in_order() -> None:
     params = [asking(seed, max_tokens=20 - 5 * seed, logprobs=seed) for seed in range(4)]
     results = llm.generate(prompts, params)
     for prompt, asked, result in zip(prompts, params, results, strict=True):
-        (answer,) = result.completions
+        (answer,) = result.outputs
         ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         assert result.prompt_token_ids == tuple(ids)
         assert result.seed == asked.seed
@@ -98,7 +98,7 @@ def test_results_say_what_was_asked_and_come_in_order() -> None:
         whole = llm.tokenizer.decode([*ids, *answer.token_ids])
         assert whole == llm.tokenizer.decode(ids) + answer.text
         assert (answer.finish_reason, answer.stop_reason) == ("length", None)
-    assert {Origin.TARGET, Origin.DRAFTED} < {origin for r in results for origin in r.completions[0].origins}
+    assert {Origin.TARGET, Origin.DRAFTED} < {origin for r in results for origin in r.outputs[0].origins}
     assert results == llm.generate(prompts, params)
     assert_empty(llm)
 
@@ -118,7 +118,7 @@ def test_one_prompt_or_many_as_text_or_tokens() -> None:
 
 def test_text_ends_at_eos_unless_told_otherwise() -> None:
     soon = {"logit_bias": {2: 300.0}, "ignore_eos": False}
-    (answer,) = with_model().generate(PROMPTS[0], asking(**soon))[0].completions
+    (answer,) = with_model().generate(PROMPTS[0], asking(**soon))[0].outputs
     assert (answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason) == ((2,), "", "stop", 2)
 
 
@@ -127,13 +127,13 @@ def test_samples_differ_and_come_again() -> None:
     for llm in (plain(), with_model()):
         (three,) = llm.generate(PROMPTS[0], asking(7, n=3, **warm))
         (five,) = llm.generate(PROMPTS[0], asking(7, n=5, **warm))
-        assert [sample.index for sample in five.completions] == [0, 1, 2, 3, 4]
-        assert len({sample.token_ids for sample in five.completions}) == 5
+        assert [sample.index for sample in five.outputs] == [0, 1, 2, 3, 4]
+        assert len({sample.token_ids for sample in five.outputs}) == 5
         assert seen(three)["samples"] == seen(five)["samples"][:3]
         assert seen(five) == seen(plain().generate(PROMPTS[0], asking(7, n=5, **warm))[0])
         (one,) = llm.generate(PROMPTS[0], asking(7, **warm))
-        assert one.completions[0].token_ids == five.completions[0].token_ids
-        greedy = llm.generate(PROMPTS[0], asking(7, n=2, temperature=0.0))[0].completions
+        assert one.outputs[0].token_ids == five.outputs[0].token_ids
+        greedy = llm.generate(PROMPTS[0], asking(7, n=2, temperature=0.0))[0].outputs
         assert greedy[0].token_ids == greedy[1].token_ids
         assert_empty(llm)
 
@@ -152,7 +152,7 @@ def test_seeds_are_reported_and_give_the_answer_again() -> None:
 
 
 def test_fingerprints_tell_weights_and_number_formats_apart() -> None:
-    assert LLM(str(TARGET), "ngram", dtype="float32", max_len=64).fingerprint == plain().fingerprint
+    assert LLM(str(TARGET), "ngram", dtype="float32", max_model_len=64).fingerprint == plain().fingerprint
     others = {LLM(str(TARGET), dtype="bfloat16").fingerprint, LLM(str(SMALL), dtype="float32").fingerprint}
     assert len(others | {plain().fingerprint}) == 3
     assert all(len(fingerprint) == 16 and int(fingerprint, 16) >= 0 for fingerprint in others)
@@ -199,18 +199,26 @@ BUILDS: dict[str, tuple[dict[str, object], type[ForerunError], str]] = {
     "argument": ({"draft": "ngram:0"}, UnknownDrafter, "ngram:0.*at least 1"),
     "no draft": ({"draft": ""}, UnknownDrafter, "draft"),
     "dtype": ({"dtype": "int4"}, InvalidRequest, "dtype: 'int4' is not known: use auto, "),
-    "max_len": ({"max_len": 513}, InvalidRequest, "max_len: 513 must be at most 512, the positions of"),
-    "short": ({"max_len": 1}, InvalidRequest, "max_len: 1 must be a whole number of at least 2"),
-    "max_batch": ({"max_batch": 0}, InvalidRequest, "max_batch: 0 must be a whole number of at least 1"),
+    "max_model_len": (
+        {"max_model_len": 513},
+        InvalidRequest,
+        "max_model_len: 513 must be at most 512, the positions of",
+    ),
+    "short": ({"max_model_len": 1}, InvalidRequest, "max_model_len: 1 must be a whole number of at least 2"),
+    "max_num_seqs": ({"max_num_seqs": 0}, InvalidRequest, "max_num_seqs: 0 must be a whole number of at least 1"),
     "chunk_tokens": ({"chunk_tokens": 0}, InvalidRequest, "chunk_tokens: 0 must be a whole number of at least 1"),
     "threads": ({"threads": 0}, InvalidRequest, "threads: 0 must be a whole number of at least 1"),
     "depth": ({"speculation": Speculation(3).depth - 5}, InvalidRequest, "speculation.depth: -2 must be"),
     "memory": (
         {"memory_bytes": 2_000_000},
         NotEnoughMemory,
-        r"max_len 512 needs 2.\d+ MB \(1.\d+ MB weights, 1,024 cache slots at 1.28 kB\).* 2.00 MB; lower max_len to",
+        r"max_model_len 512 needs 2.\d+ MB \(1.\d+ MB weights, 1,024 cache slots at 1.28 kB\).* 2.00 MB; lower",
     ),
-    "no memory": ({"memory_bytes": 0}, NotEnoughMemory, "needs .* but the memory budget is 0 B; no max_len is small"),
+    "no memory": (
+        {"memory_bytes": 0},
+        NotEnoughMemory,
+        "needs .* but the memory budget is 0 B; no max_model_len is small",
+    ),
 }
 
 
@@ -245,8 +253,8 @@ said(lambda: llm.generate("a", SamplingParams(), 1.5))
 said(lambda: llm.generate("a", {{"temperature": 1}}))
 said(lambda: llm.generate("a", [None]))
 said(lambda: LLM(M, verification="exact"))
-said(lambda: LLM(M, max_batch="many"))
-said(lambda: LLM(M, max_len=100.5))
+said(lambda: LLM(M, max_num_seqs="many"))
+said(lambda: LLM(M, max_model_len=100.5))
 said(lambda: LLM(M, threads=1.5))
 said(lambda: LLM(M, speculation="yes"))
 said(lambda: LLM(M, draft=7))
@@ -272,7 +280,7 @@ def test_a_stream_is_the_answer_in_pieces(make: Callable[[], LLM], n: int) -> No
     llm, asked = make(), asking(3, n=n, logprobs=2, stop=["the"], max_tokens=24)
     deltas = list(llm.stream(PROMPTS[1], asked))
     (result,) = llm.generate(PROMPTS[1], asked)
-    for sample in result.completions:
+    for sample in result.outputs:
         own = [delta for delta in deltas if delta.sample == sample.index]
         assert tuple(token for delta in own for token in delta.token_ids) == sample.token_ids
         assert "".join(delta.text for delta in own) == sample.text
@@ -332,7 +340,7 @@ def fails_at(length: int) -> Callable[[Sequence[int], Tensor], Tensor]:
 def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
     """What plain decoding never asks of it must not end a request that is drafted."""
     params = asking(3, max_tokens=24)
-    (answer,) = plain().generate(PROMPTS[0], params)[0].completions
+    (answer,) = plain().generate(PROMPTS[0], params)[0].outputs
     prompt = plain().tokenizer.encode(PROMPTS[0])
     said = [*prompt, *answer.token_ids]
 
@@ -345,7 +353,7 @@ def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
     for make in (plain, with_ngrams, with_model):
         failures: list[tuple[int, ...]] = []
         asked = replace(params, logits_processors=[picky])
-        assert make().generate(PROMPTS[0], asked, 4)[0].completions[0].token_ids == answer.token_ids
+        assert make().generate(PROMPTS[0], asked, 4)[0].outputs[0].token_ids == answer.token_ids
         assert bool(failures) == (make is not plain)
         assert_empty(make())
 
@@ -356,7 +364,7 @@ def test_a_failing_processor_ends_its_requests_and_no_others(make: Callable[[], 
     """The round that failed is as if it had not been: a stream under way goes on where it was."""
     llm = make()
     asked = asking(5, max_tokens=24, logprobs=1)  # log-probabilities show what a lucky token would hide
-    (answer,) = plain().generate(PROMPTS[1], asked)[0].completions
+    (answer,) = plain().generate(PROMPTS[1], asked)[0].outputs
     stream = llm.stream(PROMPTS[1], asked, TREE)
     pieces = [next(stream)]
     bad = asking(1, max_tokens=24, logits_processors=[fails_at(length)])
@@ -408,7 +416,7 @@ def test_logprobs_are_those_of_transformers() -> None:
     asked = asking(4, temperature=0.6, top_k=20, repetition_penalty=1.2, logprobs=5, prompt_logprobs=3, max_tokens=24)
     for llm, speculation in ((plain(), False), (with_model(), TREE), (with_ngrams(), 4)):
         for result in llm.generate(list(PROMPTS[:2]), asked, speculation):
-            (answer,) = result.completions
+            (answer,) = result.outputs
             tokens = result.prompt_token_ids + answer.token_ids
             assert len(answer.logprobs) == 24
             assert len(result.prompt_logprobs) == len(result.prompt_token_ids) - 1
@@ -446,7 +454,11 @@ def test_logprobs_do_not_depend_on_drafts_chunks_or_preemption(draft: str | None
     oracle = Oracle()
     oracle.learn(plain().generate(prompts, params), params)
     llm = LLM(
-        str(TARGET), oracle if draft == "oracle" else draft, dtype="float32", max_len=128, chunk_tokens=chunk_tokens
+        str(TARGET),
+        oracle if draft == "oracle" else draft,
+        dtype="float32",
+        max_model_len=128,
+        chunk_tokens=chunk_tokens,
     )
     squeeze(llm, 96)
     num_preempted = torment(llm)
@@ -458,7 +470,7 @@ def test_logprobs_do_not_depend_on_drafts_chunks_or_preemption(draft: str | None
     assert draft is None or llm.stats.num_drafted > 0
 
 
-def changed(result: Result, expected: dict[str, object]) -> list[str]:
+def changed(result: RequestOutput, expected: dict[str, object]) -> list[str]:
     """Which parts of an answer differ."""
     return [name for name, value in seen(result).items() if value != expected[name]]
 

@@ -157,9 +157,7 @@ def test_every_drafter_keeps_within_a_shape(drafter: str, target_dir: Path, draf
     plain, llm = LLM(str(target_dir)), LLM(str(target_dir), spec, speculation=Speculation(tree=StaticTree(SMALL)))
     prompt = "Lily and Tom went to the park. Lily and Tom went to the park. Lily"
     params = [SamplingParams(temperature=t, seed=2, max_tokens=20, ignore_eos=True) for t in (0.0, 1.0)]
-    answers, expected = (
-        [r.completions[0].token_ids for r in each.generate([prompt] * 2, params)] for each in (llm, plain)
-    )
+    answers, expected = ([r.outputs[0].token_ids for r in each.generate([prompt] * 2, params)] for each in (llm, plain))
     assert answers == expected
     stats = llm.stats
     most = 5 if drafter == "model" else 3

@@ -183,7 +183,7 @@ def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: 
     draft, verification, wish, temperature = case
     for told in traces(case):
         params = asking(temperature, told.seed)
-        answer = llm_of(draft, verification).generate(PROMPT, params, wish)[0].completions[0]
+        answer = llm_of(draft, verification).generate(PROMPT, params, wish)[0].outputs[0]
         emitted = [token for round_ in told.rounds for token in round_.emitted]
         assert [token.token_id for token in emitted] == list(told.token_ids) == list(answer.token_ids)
         assert [token.origin for token in emitted] == list(answer.origins)
@@ -192,7 +192,7 @@ def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: 
         assert told.finish_reason == answer.finish_reason == "length"
         if verification == "coupled" or temperature == 0:
             assert told.same_as_plain is True
-            assert answer.token_ids == llm_of(None).generate(PROMPT, params)[0].completions[0].token_ids
+            assert answer.token_ids == llm_of(None).generate(PROMPT, params)[0].outputs[0].token_ids
         else:
             assert told.same_as_plain is None
         for round_, before in with_texts(told):
@@ -206,7 +206,7 @@ def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: 
 
 
 def test_a_difference_from_plain_decoding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(TARGET), MODEL, dtype="float32", max_batch=1)
+    llm = LLM(str(TARGET), MODEL, dtype="float32", max_num_seqs=1)
     honest = llm.generate
 
     def other_seed(prompts: object, params: SamplingParams, **others: object) -> object:
@@ -262,7 +262,7 @@ def test_the_end_token_is_told_and_not_part_of_the_text(wish: Speculation) -> No
 
 @pytest.mark.parametrize("prompt", ["Once", [1], PROMPT * 4])
 def test_prompts_of_any_length_are_read_before_anything_is_guessed(prompt: str | Sequence[int]) -> None:
-    llm = LLM(str(TARGET), MODEL, dtype="float32", max_batch=1, chunk_tokens=16)
+    llm = LLM(str(TARGET), MODEL, dtype="float32", max_num_seqs=1, chunk_tokens=16)
     told = trace(llm, prompt, asking(1.0, 5), CHAIN)
     first, *others = told.rounds
     assert first.num_prompt_tokens == (len(told.prompt_token_ids) - 1) % 16
@@ -312,7 +312,7 @@ class Declaring:
 
 
 def test_a_law_that_comes_with_the_tree_is_the_q_that_is_told() -> None:
-    llm = LLM(str(TARGET), Declaring(), dtype="float32", verification="token", max_batch=1)
+    llm = LLM(str(TARGET), Declaring(), dtype="float32", verification="token", max_num_seqs=1)
     told = trace(llm, PROMPT, asking(1.0, 7), Speculation(1))
     guesses = [guess for round_ in told.rounds for guess in round_.guesses]
     assert len({guess.token_id for guess in guesses}) == 3

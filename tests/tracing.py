@@ -37,7 +37,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{str(c[0])[:5]}-{
 
 @cache
 def llm_of(draft: str | None, verification: Verification = "coupled") -> LLM:
-    return LLM(str(TARGET), draft, dtype="float32", verification=verification, max_batch=1)
+    return LLM(str(TARGET), draft, dtype="float32", verification=verification, max_num_seqs=1)
 
 
 def asking(temperature: float, seed: int, **others: object) -> SamplingParams:

@@ -44,7 +44,7 @@ def load(setup: Setup) -> Service:
         f"model:{setup.draft}",
         dtype="bfloat16",
         quantize="int8" if setup.format == "int8" else None,
-        max_batch=1,
+        max_num_seqs=1,
         threads=setup.threads,
     )
     engines = {"plain": engine_beside(llm, None), "model": llm.engine, "ngram": engine_beside(llm, NgramDrafter())}

@@ -45,7 +45,7 @@ def generate_texts(model: Path, prompts: Sequence[Sequence[int]], texts: Texts, 
     files = [folder / f"{start:06}.json" for start in starts]
     missing = [(start, file) for start, file in zip(starts, files, strict=True) if not file.exists()]
     task = bar.add_task("the target's own texts", total=len(files), completed=len(files) - len(missing))
-    llm = LLM(str(model), max_batch=BATCH, max_len=512) if missing else None
+    llm = LLM(str(model), max_num_seqs=BATCH, max_model_len=512) if missing else None
     for start, file in missing:
         assert llm is not None, "a batch is missing and no model was loaded"
         params = [
@@ -55,7 +55,7 @@ def generate_texts(model: Path, prompts: Sequence[Sequence[int]], texts: Texts, 
             for i in range(len(prompts[start : start + BATCH]))
         ]
         results = llm.generate([list(prompt) for prompt in prompts[start : start + BATCH]], params)
-        rows = [[*result.prompt_token_ids[1:], *result.completions[0].token_ids] for result in results]
+        rows = [[*result.prompt_token_ids[1:], *result.outputs[0].token_ids] for result in results]
         fresh = file.with_suffix(".tmp")
         fresh.write_text(json.dumps(rows), "utf-8")
         os.replace(fresh, file)

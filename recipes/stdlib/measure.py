@@ -75,8 +75,8 @@ def write(target: Path, held_out: Tensor, temperature: float, bos: int) -> Tenso
         SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
         for i in range(NUM_PROMPTS)
     ]
-    results = LLM(str(target), max_batch=NUM_PROMPTS, max_len=512).generate(prompts, params)
-    return torch.tensor([[*r.prompt_token_ids, *r.completions[0].token_ids] for r in results])
+    results = LLM(str(target), max_num_seqs=NUM_PROMPTS, max_model_len=512).generate(prompts, params)
+    return torch.tensor([[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in results])
 
 
 @torch.inference_mode()

@@ -8,19 +8,19 @@ from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
 from forerun.engine.delta import Delta
 from forerun.errors import ForerunError, InvalidRequest
-from forerun.llm import LLM, Completion, Result
+from forerun.llm import LLM, CompletionOutput, RequestOutput
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 
 __all__ = [
     "LLM",
     "AsyncLLM",
-    "Completion",
+    "CompletionOutput",
     "Delta",
     "EngineOptions",
     "ForerunError",
     "InvalidRequest",
-    "Result",
+    "RequestOutput",
     "SamplingParams",
     "Speculation",
     "StaticTree",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Sequence
 from forerun.errors import EngineClosed
-from forerun.llm import LLM, Answer, Prompt, Result, Wish
+from forerun.llm import LLM, Answer, Prompt, RequestOutput, Wish
 from forerun.sampling.params import SamplingParams
 
 
@@ -50,19 +50,19 @@ class AsyncLLM:
         self.thread.join()
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None, tenant: str = ""
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, speculation: Wish = None, tenant: str = ""
     ) -> AsyncIterator[Delta]:
         """One request's deltas as rounds give them, of all its samples. Leaving the loop early cancels it."""
-        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation, tenant)
+        sequences = self.llm.requests.sequences(prompt, sampling_params or SamplingParams(), speculation, tenant)
         async with aclosing(self.follow(sequences)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Wish = None, tenant: str = ""
-    ) -> Result:
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, speculation: Wish = None, tenant: str = ""
+    ) -> RequestOutput:
         """One request's answer, once all its samples are finished."""
-        sequences = self.llm.requests.sequences(prompt, params or SamplingParams(), speculation, tenant)
+        sequences = self.llm.requests.sequences(prompt, sampling_params or SamplingParams(), speculation, tenant)
         answers = {s.id: Answer(s) for s in sequences}
         async for delta in self.follow(sequences):
             answers[delta.seq_id].add(delta)

@@ -76,18 +76,18 @@ class Speculation:
 class EngineOptions:
     """How the engine batches and verifies.
 
-    `max_batch` sequences are read at once, `chunk_tokens` prompt tokens at most in one pass. `verification` is
+    `max_num_seqs` sequences are read at once, `chunk_tokens` prompt tokens at most in one pass. `verification` is
     "coupled" (the same seed gives the same tokens as plain decoding), or "token" or "block" (the same law, drawn
     with rejection; more accepted at high temperatures).
     """
 
-    max_batch: int = 16
+    max_num_seqs: int = 16
     chunk_tokens: int = 512
     verification: Verification = "coupled"
     speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "chunk_tokens"):
+        for name in ("max_num_seqs", "chunk_tokens"):
             require_whole(name, getattr(self, name), 1)
         if self.verification not in VERIFICATIONS:
             raise InvalidRequest("verification", f"{self.verification!r} must be one of {', '.join(VERIFICATIONS)}.")

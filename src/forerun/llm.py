@@ -45,7 +45,7 @@ Wish = bool | int | Speculation | None
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class CompletionOutput:
     """One sample's answer. `finish_reason` is "stop" (eos, a stop id or string: `stop_reason`) or "length"."""
 
     index: int
@@ -58,11 +58,11 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RequestOutput:
     """A request's answer. The same prompt, parameters, `seed` and `fingerprint` give it again, drafted or not."""
 
     prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
+    outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     seed: int
     fingerprint: str
@@ -73,8 +73,9 @@ class LLM:
 
     `model` is a Hugging Face folder, a hub id or a bundled name. `draft` turns speculation on: a specification such
     as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of requests: True, a depth, False, or a
-    Speculation. `max_len` tokens of context and `max_batch` sequences at once are planned for within `memory_bytes`
-    (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for the process.
+    Speculation. `max_model_len` tokens of context and `max_num_seqs` sequences at once are planned for within
+    `memory_bytes` (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for
+    the process.
     `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
     promises hold against it. `kernels` are compiled at first use where there is a C++ compiler ("auto"); "native"
     insists on them, and "torch" does without: the same model, rounded differently. They are for CPUs alone. `device`
@@ -94,8 +95,8 @@ class LLM:
         kernels: KernelChoice = "auto",
         speculation: bool | int | Speculation = True,
         verification: Verification = "coupled",
-        max_len: int | None = None,
-        max_batch: int = 16,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
         chunk_tokens: int = 512,
         memory_bytes: int | None = None,
         threads: int | None = None,
@@ -105,8 +106,12 @@ class LLM:
         controller: Controller | None = None,
     ) -> None:
         default = Speculation.of(speculation, Speculation(depth=DEFAULT_DEPTH))
-        options = EngineOptions(max_batch, chunk_tokens, verification, default)
-        for name, value, least in (("threads", threads, 1), ("max_len", max_len, 2), ("memory_bytes", memory_bytes, 0)):
+        options = EngineOptions(max_num_seqs, chunk_tokens, verification, default)
+        for name, value, least in (
+            ("threads", threads, 1),
+            ("max_model_len", max_model_len, 2),
+            ("memory_bytes", memory_bytes, 0),
+        ):
             if value is not None:
                 require_whole(name, value, least)
         placement = Placement.of(device, one_gemm)
@@ -118,8 +123,8 @@ class LLM:
         self.name, self.draft_name = target.name, draft_label(draft)
         if memory_bytes is None and placement.device.type == "cuda":
             memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
-        self.plan = plan_llm(target, drafter, max_len, max_batch, tail_tokens(default, drafter), memory_bytes)
-        runner = target.load(self.plan.cache_tokens, progress, self.plan.max_len)
+        self.plan = plan_llm(target, drafter, max_model_len, max_num_seqs, tail_tokens(default, drafter), memory_bytes)
+        runner = target.load(self.plan.cache_tokens, progress, self.plan.max_model_len)
         granted = {**drafter.remembered_bytes, **self.plan.remembered_bytes, **self.plan.drafter_cache_tokens}
         self.drafter: Drafter | None = drafter.build(granted, progress, runner)
         self.fingerprint, self.format = target.fingerprint(), target.format
@@ -127,7 +132,7 @@ class LLM:
         self.requests = Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,
-            max_length=self.plan.max_len,
+            max_length=self.plan.max_model_len,
             eos_ids=target.config.eos_ids,
             default=default,
             arms=self.drafter.arms if self.drafter else (),
@@ -155,20 +160,23 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         speculation: Wish = None,
         progress: Progress | None = None,
         tenant: str = "",
-    ) -> list[Result]:
+    ) -> list[RequestOutput]:
         """Answer all prompts, in order: text or token ids, one or many, with one set of parameters or one each.
 
         All are checked before any runs. `speculation` overrides the engine's default for these requests. Drafters that
         learn from answers let those of one `tenant` draft for that tenant alone.
         """
         batch = as_batch(prompts)
-        each = [params or SamplingParams()] * len(batch) if not isinstance(params, Seq) else params
+        asked = SamplingParams() if sampling_params is None else sampling_params
+        each = asked if isinstance(asked, Seq) else [asked] * len(batch)
         if len(each) != len(batch):
-            raise InvalidRequest("params", f"{len(each)} sets of parameters for {len(batch)} prompts: one or each.")
+            raise InvalidRequest(
+                "sampling_params", f"{len(each)} sets of parameters for {len(batch)} prompts: one or each."
+            )
         requests = [self.requests.sequences(p, q, speculation, tenant) for p, q in zip(batch, each, strict=True)]
         answers = {s.id: Answer(s) for request in requests for s in request}
         num_open = len(answers)
@@ -181,7 +189,7 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         speculation: Wish = None,
         progress: Progress | None = None,
         tenant: str = "",
@@ -190,7 +198,7 @@ class LLM:
 
         `progress` is told how much of the prompt is read, as long as there is nothing else to tell.
         """
-        sequences = self.requests.sequences(prompt, params or SamplingParams(), speculation, tenant)
+        sequences = self.requests.sequences(prompt, sampling_params or SamplingParams(), speculation, tenant)
         return self.rounds(sequences, progress)
 
     def rounds(self, sequences: Seq[Sequence], progress: Progress | None = None) -> Iterator[Delta]:
@@ -222,12 +230,12 @@ class LLM:
             for sequence in sequences:
                 del self.inboxes[sequence.id]
 
-    def result(self, request: Seq[Sequence], answers: dict[int, Answer]) -> Result:
+    def result(self, request: Seq[Sequence], answers: dict[int, Answer]) -> RequestOutput:
         """What a finished request answers."""
         first = request[0]
-        return Result(
+        return RequestOutput(
             prompt_token_ids=tuple(first.tokens[: first.num_prompt]),
-            completions=tuple(answers[s.id].completion() for s in request),
+            outputs=tuple(answers[s.id].completion() for s in request),
             prompt_logprobs=tuple(first.prompt_logprobs),
             seed=first.seed,
             fingerprint=self.fingerprint,
@@ -253,15 +261,17 @@ def tail_tokens(wish: Speculation, drafter: DraftPlan) -> int:
 def plan_llm(
     target: Blueprint,
     drafter: DraftPlan,
-    max_len: int | None,
-    max_batch: int,
+    max_model_len: int | None,
+    max_num_seqs: int,
     tail_tokens: int,
     memory_bytes: int | None,
 ) -> MemoryPlan:
-    """Share out memory for texts of `max_len` tokens; where none is asked for, for the longest that fit."""
+    """Share out memory for texts of `max_model_len` tokens; where none is asked for, for the longest that fit."""
     limit = target.config.max_positions
-    if max_len is not None and max_len > limit:
-        raise InvalidRequest("max_len", f"{max_len} must be at most {limit}, the positions of {target.name}.")
+    if max_model_len is not None and max_model_len > limit:
+        raise InvalidRequest(
+            "max_model_len", f"{max_model_len} must be at most {limit}, the positions of {target.name}."
+        )
 
     def plan(length: int) -> MemoryPlan:
         return plan_memory(
@@ -269,14 +279,14 @@ def plan_llm(
             target_bytes_per_token=target.bytes_per_token,
             drafter_bytes_per_token=drafter.bytes_per_token,
             remembered_bytes=drafter.remembered_bytes if target.placement.device.type == "cpu" else {},
-            max_len=length,
-            max_batch=max_batch,
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
             tail_tokens=tail_tokens,
             budget_bytes=memory_bytes,
         )
 
-    length = max_len or limit
-    while max_len is None and length >= 2 * LEAST_LEN:
+    length = max_model_len or limit
+    while max_model_len is None and length >= 2 * LEAST_LEN:
         try:
             return plan(length)
         except NotEnoughMemory:
@@ -300,11 +310,11 @@ class Answer:
         self.last = delta
         return delta.finish_reason is not None
 
-    def completion(self) -> Completion:
+    def completion(self) -> CompletionOutput:
         """The sample's answer, once it is finished."""
         assert self.last is not None, "a sample without a single round has no answer"
         assert self.last.finish_reason is not None, "an unfinished sample has no answer"
-        return Completion(
+        return CompletionOutput(
             index=self.sequence.sample,
             text="".join(self.text),
             token_ids=tuple(self.sequence.tokens[self.sequence.num_prompt :]),

@@ -30,7 +30,9 @@ QuantizeOption = Annotated[
 KernelsOption = Annotated[
     KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
 ]
-MaxLenOption = Annotated[int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")]
+MaxModelLenOption = Annotated[
+    int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")
+]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")]
 TreeOption = Annotated[
     Path | None, typer.Option(help="Guess trees of this shape: a file with paths of ranks, as in [[0], [1], [0, 0]].")
@@ -61,7 +63,7 @@ class ModelOptions:
     dtype: DtypeOption = "auto"
     quantize: QuantizeOption = None
     kernels: KernelsOption = "auto"
-    max_len: MaxLenOption = None
+    max_model_len: MaxModelLenOption = None
     threads: ThreadsOption = None
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from forerun.annotations import Bool, Float, Int
 from forerun.device import upload, upload_tensor
 
 

@@ -60,7 +60,7 @@ def test_no_repetition_is_drafted_from_the_answers_of_another(target_dir: Path) 
 
 def test_memory_is_planned_for_the_longest_text_and_the_largest_batch(models: Models) -> None:
     stage = set_up(models, PASSAGES, SELECTION)
-    assert stage.llm.plan.max_len == stage.workloads["own"].longest(SELECTION.num_tokens)
+    assert stage.llm.plan.max_model_len == stage.workloads["own"].longest(SELECTION.num_tokens)
     assert stage.llm.plan.num_sequences_speculative == 3
 
 

@@ -93,7 +93,7 @@ def test_the_default_place_differs_with_all_that_decides(tmp_path: Path, monkeyp
 
 @pytest.fixture(scope="module")
 def llm(target_dir: Path, draft_dir: Path) -> LLM:
-    return LLM(str(target_dir), f"model:{draft_dir}", speculation=2, max_batch=2, max_len=64)
+    return LLM(str(target_dir), f"model:{draft_dir}", speculation=2, max_num_seqs=2, max_model_len=64)
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ ASKED = st.fixed_dictionaries(
         "weights_bytes": st.integers(0, 1000),
         "target_bytes_per_token": st.integers(1, 12),
         "drafter_bytes_per_token": st.dictionaries(st.sampled_from("abc"), st.integers(0, 5)),
-        "max_len": st.integers(1, 60),
-        "max_batch": st.integers(1, 5),
+        "max_model_len": st.integers(1, 60),
+        "max_num_seqs": st.integers(1, 5),
         "tail_tokens": st.integers(0, 9),
     }
 )
@@ -50,11 +50,11 @@ def largest_cache(num_bytes: int, each: int, most: int) -> int:
 @settings(max_examples=400, deadline=None)
 @given(ASKED)
 def test_the_plan_is_the_largest_that_fits_target_first(asked):
-    longest = asked["max_len"] + asked["tail_tokens"]
-    wanted = asked["max_batch"] * len(range(0, longest, BLOCK)) * BLOCK
+    longest = asked["max_model_len"] + asked["tail_tokens"]
+    wanted = asked["max_num_seqs"] * len(range(0, longest, BLOCK)) * BLOCK
     left = asked["budget_bytes"] - asked["weights_bytes"]
     tokens = largest_cache(left, asked["target_bytes_per_token"], wanted)
-    if tokens < asked["max_len"]:
+    if tokens < asked["max_model_len"]:
         with pytest.raises(NotEnoughMemory):
             plan(**asked)
         return
@@ -65,7 +65,7 @@ def test_the_plan_is_the_largest_that_fits_target_first(asked):
     drafted = largest_cache(left, sum(drafters.values()), tokens) if drafters else tokens
     assert got.drafter_cache_tokens == dict.fromkeys(drafters, drafted)
     assert got.num_bytes <= got.budget_bytes
-    plain = rows_that_fit(tokens, asked["max_len"], asked["max_batch"])
+    plain = rows_that_fit(tokens, asked["max_model_len"], asked["max_num_seqs"])
     assert got.num_sequences_plain == plain >= 1
     assert got.num_sequences_speculative == rows_that_fit(min(tokens, drafted), longest, plain)
 
@@ -112,8 +112,8 @@ def test_planned_bytes_are_those_of_the_caches_built():
         weights_bytes=0,
         target_bytes_per_token=each,
         drafter_bytes_per_token={"model": each},
-        max_len=100,
-        max_batch=3,
+        max_model_len=100,
+        max_num_seqs=3,
         budget_bytes=10**7,
     )
     cache = PagedCache(**shape, num_tokens=got.cache_tokens)
@@ -123,7 +123,9 @@ def test_planned_bytes_are_those_of_the_caches_built():
 
 
 def test_the_planned_sequences_fit_the_cache_built():
-    got = plan(weights_bytes=0, target_bytes_per_token=10, max_len=30, max_batch=9, tail_tokens=5, budget_bytes=2000)
+    got = plan(
+        weights_bytes=0, target_bytes_per_token=10, max_model_len=30, max_num_seqs=9, tail_tokens=5, budget_bytes=2000
+    )
     shape = {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": torch.int8, "block_size": BLOCK, "key_pad": PAD}
     cache = PagedCache(**shape, num_tokens=got.cache_tokens)
     num_plain, num_speculative = got.num_sequences_plain, got.num_sequences_speculative
@@ -135,21 +137,21 @@ def test_the_planned_sequences_fit_the_cache_built():
 
 
 def test_a_refusal_says_the_numbers_and_a_max_len_that_works():
-    asked = {"weights_bytes": 10**9, "target_bytes_per_token": 50_000, "max_batch": 4, "budget_bytes": 11 * 10**8}
+    asked = {"weights_bytes": 10**9, "target_bytes_per_token": 50_000, "max_num_seqs": 4, "budget_bytes": 11 * 10**8}
     with pytest.raises(NotEnoughMemory) as refused:
-        plan_memory(**asked, max_len=4096)
+        plan_memory(**asked, max_model_len=4096)
     words = (
-        "max_len 4,096|1.23 GB|1.00 GB weights|4,608 cache slots at 50.0 kB|budget is 1.10 GB|dtype|to 1,472 at most"
+        "max_model_len 4,096|1.23 GB|1.00 GB weights|4,608 cache slots at 50.0 kB|budget is 1.10 GB|dtype|to 1,472 at"
     )
     assert [word for word in words.split("|") if word not in str(refused.value)] == []
-    assert plan_memory(**asked, max_len=1472).num_sequences_plain == 1
+    assert plan_memory(**asked, max_model_len=1472).num_sequences_plain == 1
     with pytest.raises(NotEnoughMemory):
-        plan_memory(**asked, max_len=1473)
+        plan_memory(**asked, max_model_len=1473)
 
 
 def test_weights_alone_that_exceed_the_budget_are_refused():
-    with pytest.raises(NotEnoughMemory, match="no max_len is small enough"):
-        plan(weights_bytes=100, target_bytes_per_token=1, max_len=1, max_batch=1, budget_bytes=100)
+    with pytest.raises(NotEnoughMemory, match="no max_model_len is small enough"):
+        plan(weights_bytes=100, target_bytes_per_token=1, max_model_len=1, max_num_seqs=1, budget_bytes=100)
 
 
 def test_lines_for_the_reader():
@@ -157,8 +159,8 @@ def test_lines_for_the_reader():
         "weights_bytes": 1_090_000_000,
         "target_bytes_per_token": 49_152,
         "drafter_bytes_per_token": {"model:small": 12_288, "ngram": 0},
-        "max_len": 2048,
-        "max_batch": 4,
+        "max_model_len": 2048,
+        "max_num_seqs": 4,
     }
     assert plan_memory(**asked, budget_bytes=8 * 10**9).lines() == [
         "memory: 1.62 GB of 8.00 GB, weights 1.09 GB",
@@ -222,10 +224,10 @@ def test_the_default_budget_is_used_and_leaves_a_fifth(monkeypatch):
     monkeypatch.setattr("forerun.cache.plan.available_bytes", lambda: 1000)
     assert default_budget() == 800
     assert default_budget(loaded_bytes=500) == 1200
-    got = plan(weights_bytes=100, target_bytes_per_token=1, max_len=4, max_batch=10**3)
+    got = plan(weights_bytes=100, target_bytes_per_token=1, max_model_len=4, max_num_seqs=10**3)
     assert (got.budget_bytes, got.cache_tokens) == (800, 692)
 
 
 def test_a_plan_is_plain_data():
-    got = plan(weights_bytes=0, target_bytes_per_token=1, max_len=4, max_batch=1, budget_bytes=100)
+    got = plan(weights_bytes=0, target_bytes_per_token=1, max_model_len=4, max_num_seqs=1, budget_bytes=100)
     assert MemoryPlan(**asdict(got)) == got

@@ -236,7 +236,7 @@ def test_tokens_are_those_of_plain_decoding(
     """Beside prompts in chunks, in caches of which rows are sent back, and of which the adapter's is the smaller."""
     bench, spec = bench_of(name), f"early-exit:2:{adapter_of(STORIES, tmp_path / 'a', 2, range(3, 5))}"
     sizes = (256, 200) if batch > 1 else (2048, 2048)
-    engine = engine_of(bench, spec, *sizes, max_batch=batch, chunk_tokens=24)
+    engine = engine_of(bench, spec, *sizes, max_num_seqs=batch, chunk_tokens=24)
     texts = texts_of(bench, engine, batch + 1, shapes)
     assert run(engine, texts, lambda: beside(bench, spec)) == plain(bench, batch + 1)
     assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
@@ -307,11 +307,13 @@ def test_passes_of_fixed_shape_read_states_too(bench_of: Benches, tmp_path: Path
     """The same tokens, and the same guesses, as passes of any shape."""
     folder, found = adapter_of(STORIES, tmp_path / "a", 2, range(3, 5)), []
     for device in (Placement(torch.device("cpu"), fixed=True), "cpu"):
-        llm = LLM(str(STORIES), f"early-exit:2:{folder}", dtype="float32", kernels="torch", device=device, max_len=64)
+        llm = LLM(
+            str(STORIES), f"early-exit:2:{folder}", dtype="float32", kernels="torch", device=device, max_model_len=64
+        )
         each = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9, ignore_eos=True) for i in range(2)]
         for shape in (Speculation(4), Speculation(3, 2, 6)):
             results = llm.generate([story(9, i) for i in range(2)], each, shape)
-            found.append([r.completions[0].token_ids for r in results])
+            found.append([r.outputs[0].token_ids for r in results])
         found.append([llm.stats.num_accepted, llm.stats.num_drafted])
         assert isinstance(llm.engine.runner, GraphRunner) == (device != "cpu")
     assert found[:3] == found[3:]

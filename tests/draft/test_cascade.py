@@ -343,7 +343,7 @@ def test_an_engine_short_of_memory_says_the_same(
     llm = LLM(str(target_dir), drafter, dtype="float32", verification=verification)
     for wish in (Speculation(5), Speculation(3, 2, 6)):
         found = llm.generate(prompts, params, wish)
-        assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in plain]
+        assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
     assert llm.stats.num_drafted > 0
     assert (llm.stats.num_accepted == llm.stats.num_drafted) == (num_tokens == 256)  # else not all is judged by itself
 

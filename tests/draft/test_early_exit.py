@@ -170,7 +170,7 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
     """Chains beside trees beside prompts in chunks, in a cache of which rows are sent back."""
     bench = bench_of(name)
     for shapes in SHAPES:
-        engine = engine_of(bench, layer, 256 if batch > 1 else 2048, max_batch=batch, chunk_tokens=24)
+        engine = engine_of(bench, layer, 256 if batch > 1 else 2048, max_num_seqs=batch, chunk_tokens=24)
         texts = texts_of(bench, engine, batch + 1, shapes)
         assert run(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
         assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
@@ -246,7 +246,7 @@ def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(
 ) -> None:
     bench, made = bench_of(name), []
     for forgetful in (False, True):
-        engine = engine_of(bench, 3, max_batch=4, chunk_tokens=40)
+        engine = engine_of(bench, 3, max_num_seqs=4, chunk_tokens=40)
         if forgetful:
             engine.drafter = Forgetful(engine.drafter)  # type: ignore[arg-type]
         texts, found = texts_of(bench, engine, 6, shapes), recorded(engine)
@@ -300,7 +300,7 @@ class Pruning(FixedDepth):
 @pytest.mark.parametrize("first", [False, True])
 def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_of("float32")
-    engine = engine_of(bench, 2, max_batch=3)
+    engine = engine_of(bench, 2, max_num_seqs=3)
     engine.controller = Pruning(first)
     texts = texts_of(bench, engine, 6, "chains")
     read = engine.runner.read

@@ -263,7 +263,7 @@ def test_rows_of_all_arms_in_one_batch_say_what_plain_decoding_says(
         for shift in (0, 2):
             wishes = [Speculation(depth, width, drafter=llm.requests.arms[(i + shift) % 5]) for i in range(5)]
             found = generate_each(llm, prompts, params, wishes)
-            assert found == [list(answer.completions[0].token_ids) for answer in plain]
+            assert found == [list(answer.outputs[0].token_ids) for answer in plain]
         assert all(llm.stats.arms[arm].num_rounds > before.get(arm, 0) for arm in range(5))
     by_arm = llm.stats.arms.values()
     assert sum(stats.num_drafted for stats in by_arm) == llm.stats.num_drafted
@@ -292,7 +292,7 @@ def bench() -> Bench:
 def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, num_tokens: int) -> None:
     """Early exit leaves keys and values in the target's cache, for rows that are its own to go on from; of merged
     rows, and where two of them read, they must be gone. After each round the cache is as if read anew."""
-    engine = bench.engine(None, num_tokens, options=EngineOptions(max_batch=5))
+    engine = bench.engine(None, num_tokens, options=EngineOptions(max_num_seqs=5))
     exits = [EarlyExitDrafter(engine.runner, layer) for layer in (1, 3)]
     members: list[Drafter] = [NgramDrafter(), *exits, SuffixDrafter()]
     engine.drafter = mix = MixDrafter(members, ["ngram", "first", "third", "suffix"])

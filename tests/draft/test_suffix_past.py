@@ -121,7 +121,14 @@ def test_a_reader_finds_what_a_fresh_one_finds(text: list[int], answers: list[li
 @pytest.mark.parametrize("spec", ["suffix", "cascade[suffix,model:{}]"])
 def test_a_small_memory_budget_is_not_overrun(target_dir: Path, draft_dir: Path, spec: str) -> None:
     """What is remembered is part of the plan: a share of a small budget, and no more than that however much is said."""
-    llm = LLM(str(target_dir), spec.format(draft_dir), dtype="float32", max_len=64, max_batch=2, memory_bytes=9_000_000)
+    llm = LLM(
+        str(target_dir),
+        spec.format(draft_dir),
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=2,
+        memory_bytes=9_000_000,
+    )
     drafter = llm.drafter.lower if isinstance(llm.drafter, CascadeDrafter) else llm.drafter
     past = drafter.past
     assert 0 < past.max_bytes == llm.plan.remembered_bytes["past answers"] < 9_000_000 // 16

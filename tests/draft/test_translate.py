@@ -264,7 +264,7 @@ def test_a_failed_proposal_forgets_its_tail(
 
 def generated(llm: LLM, **changes: object) -> list[tuple[int, ...]]:
     params = [SamplingParams(**({"seed": i, "max_tokens": 12, "ignore_eos": True} | changes)) for i in range(4)]  # type: ignore[arg-type]
-    return [result.completions[0].token_ids for result in llm.generate(PROMPTS, params)]
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -419,8 +419,8 @@ def test_the_bundled_draft_of_1024_tokens_is_accepted_nearly_as_often_as_the_fam
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=64, ignore_eos=True) for i in range(8)]
     rates, plain = [], None
     for draft in (None, "model:stdlib-draft", "model:stdlib-draft-1024"):
-        llm = LLM("stdlib", draft, dtype="float32", max_batch=8, speculation=4)
-        said = [result.completions[0].token_ids for result in llm.generate(prompts, params)]
+        llm = LLM("stdlib", draft, dtype="float32", max_num_seqs=8, speculation=4)
+        said = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
         plain = plain or said
         assert said == plain
         rates.append(llm.stats.acceptance_rate)

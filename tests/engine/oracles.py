@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from forerun.draft.base import Budget, Committed, Draft, Outlook
-from forerun.llm import Result
+from forerun.llm import RequestOutput
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import RowSampling
@@ -43,11 +43,11 @@ class Oracle:
     taps: tuple[int, ...] = ()
     arms: tuple[str, ...] = ("oracle",)
 
-    def learn(self, results: Sequence[Result], params: Sequence[SamplingParams]) -> None:
+    def learn(self, results: Sequence[RequestOutput], params: Sequence[SamplingParams]) -> None:
         """Remember these as the answers to requests with these very parameter objects."""
         self.asked += params  # an id stays an object's own while the object lives
         for result, asked in zip(results, params, strict=True):
-            for sample in result.completions:
+            for sample in result.outputs:
                 self.answers[id(asked), result.prompt_token_ids, sample.index] = sample.token_ids
 
     def observe(self, news: Committed) -> None:
@@ -89,7 +89,7 @@ class Oracle:
         self.known -= set(seq_ids)
 
 
-def seen(result: Result) -> Mapping[str, object]:
+def seen(result: RequestOutput) -> Mapping[str, object]:
     """All of an answer that plain and drafted decoding must share, to the bit: everything but who guessed what."""
     return {
         "prompt": result.prompt_token_ids,
@@ -98,6 +98,6 @@ def seen(result: Result) -> Mapping[str, object]:
         "fingerprint": result.fingerprint,
         "samples": [
             (c.index, c.token_ids, c.text, c.logprobs, c.finish_reason, c.stop_reason, len(c.origins))
-            for c in result.completions
+            for c in result.outputs
         ],
     }

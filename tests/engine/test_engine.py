@@ -77,7 +77,7 @@ def test_guesses_take_what_is_left_over(seed: int) -> None:
     oracle, answers = taught(asked)
     num_drafted = []
     for num_tokens in (LONGEST, LONGEST + rng.randint(8, 60), 900):
-        engine = engine_of(num_tokens, oracle, block_size=rng.choice([2, 8]), max_batch=4, chunk_tokens=17)
+        engine = engine_of(num_tokens, oracle, block_size=rng.choice([2, 8]), max_num_seqs=4, chunk_tokens=17)
         maker = requests()
         texts = [s for i, (p, q) in enumerate(asked) for s in maker.sequences(p, q, WISHES[(i + seed) % 5])]
         assert finish(engine, texts) == answers
@@ -94,7 +94,7 @@ def test_a_cache_planned_for_a_full_batch_drafts_in_a_full_batch(block_size: int
     params = SamplingParams(temperature=0, max_tokens=LONGEST - num_prompt, ignore_eos=True)
     asked = [([1, *range(300 + i, 299 + i + num_prompt)], params) for i in range(8)]
     (oracle, answers), maker = taught(asked), requests()
-    engine = engine_of(8 * LONGEST, oracle, block_size=block_size, max_batch=8, chunk_tokens=512)
+    engine = engine_of(8 * LONGEST, oracle, block_size=block_size, max_num_seqs=8, chunk_tokens=512)
     engine.controller = watched = Watched()
     assert finish(engine, [s for p, q in asked for s in maker.sequences(p, q, Speculation(4))]) == answers
     assert len(watched.wished[0]) == 8, "some had to wait"
@@ -131,7 +131,7 @@ def test_leaving_between_rounds() -> None:
     """Whoever is cancelled, read or waiting, half a prompt in or drafting: nothing is left of them."""
     asked = some(7, 3)
     oracle, answers = taught(asked)
-    engine, maker = engine_of(600, oracle, max_batch=4, chunk_tokens=9), requests()
+    engine, maker = engine_of(600, oracle, max_num_seqs=4, chunk_tokens=9), requests()
     texts = [s for p, q in asked for s in maker.sequences(p, q)]
     for sequence in texts:
         engine.submit(sequence)
@@ -160,7 +160,7 @@ def test_leaving_between_rounds() -> None:
 def test_counters_add_up() -> None:
     asked = some(5, 8)
     oracle, answers = taught(asked)
-    engine, maker = engine_of(900, oracle, max_batch=3), requests()
+    engine, maker = engine_of(900, oracle, max_num_seqs=3), requests()
     finish(engine, [s for i, (p, q) in enumerate(asked) for s in maker.sequences(p, q, WISHES[i])])
     stats = engine.stats
     said = sum(len(answer) - len(prompt) for answer, (prompt, _) in zip(answers, asked, strict=True))

@@ -14,7 +14,7 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import CPU, Placement
 from forerun.draft.model import ModelDrafter
-from forerun.llm import Result
+from forerun.llm import RequestOutput
 from forerun.models.graphs import GraphRunner
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import gumbel
@@ -27,11 +27,11 @@ WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select
 
 
 def make(target: Path, draft: str | None, placement: Placement = FIXED, **options: object) -> LLM:
-    return LLM(str(target), draft, dtype="float32", device=placement, max_len=256, **options)  # type: ignore[arg-type]
+    return LLM(str(target), draft, dtype="float32", device=placement, max_model_len=256, **options)  # type: ignore[arg-type]
 
 
-def tokens_of(results: Sequence[Result]) -> list[tuple[int, ...]]:
-    return [c.token_ids for r in results for c in r.completions]
+def tokens_of(results: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+    return [c.token_ids for r in results for c in r.outputs]
 
 
 PARAMS = [
@@ -183,5 +183,5 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape(target_d
             return Draft(DraftTree(tokens, parents, depth=3, known=Known.chains(counts)))
 
     plain = make(target_dir, None, CPU)
-    liar = LLM(str(target_dir), Liar(), dtype="float32", device=FIXED, max_len=256)
+    liar = LLM(str(target_dir), Liar(), dtype="float32", device=FIXED, max_model_len=256)
     assert tokens_of(liar.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))

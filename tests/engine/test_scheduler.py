@@ -42,7 +42,7 @@ def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> l
         if not rows and not incoming and not scheduler.waiting:
             return rounds
         assert not {row.sequence.id for row in rows} & {sequence.id for sequence in preempted}
-        assert len(scheduler.running) <= scheduler.max_batch
+        assert len(scheduler.running) <= scheduler.max_num_seqs
         assert sum(row.num_chunk for row in rows) <= scheduler.chunk_tokens
         assert [row.sequence.id for row in rows] == sorted(row.sequence.id for row in rows)
         assert all(row.sequence.status is Status.RUNNING for row in rows)
@@ -70,16 +70,21 @@ def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> l
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=9),
     block_size=st.sampled_from([1, 4, 16]),
     slack=st.integers(0, 90),
-    max_batch=st.integers(1, 6),
+    max_num_seqs=st.integers(1, 6),
     chunk_tokens=st.integers(1, 50),
     arrivals=st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any),
 )
 @settings(max_examples=150, deadline=None)
 def test_all_fit_and_all_finish(
-    shapes: list[tuple[int, int]], block_size: int, slack: int, max_batch: int, chunk_tokens: int, arrivals: list[int]
+    shapes: list[tuple[int, int]],
+    block_size: int,
+    slack: int,
+    max_num_seqs: int,
+    chunk_tokens: int,
+    arrivals: list[int],
 ) -> None:
     longest = max(prompt + say for prompt, say in shapes)
-    scheduler = Scheduler(cache_of(longest + slack, block_size), max_batch, chunk_tokens)
+    scheduler = Scheduler(cache_of(longest + slack, block_size), max_num_seqs, chunk_tokens)
     everyone = sequences(shapes)
     rounds = play(scheduler, everyone, arrivals)
     assert [s.num_output for s in everyone] == [say for _, say in shapes]

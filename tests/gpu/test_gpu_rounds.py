@@ -9,7 +9,7 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
-from forerun.llm import Result
+from forerun.llm import RequestOutput
 from forerun.models.graphs import GraphRunner, Graphs
 from forerun.models.runner import Read
 from forerun.prove.plain import last_logits
@@ -23,12 +23,12 @@ SHAPES = [1, 4, Speculation(depth=3, width=2)]
 
 
 def make(target: Path, draft: str | None = None, **options: object) -> LLM:
-    settings: dict[str, object] = {"dtype": "float32", "device": "cuda", "max_len": 256} | options
+    settings: dict[str, object] = {"dtype": "float32", "device": "cuda", "max_model_len": 256} | options
     return LLM(str(target), draft, **settings)  # type: ignore[arg-type]
 
 
-def texts_of(results: Sequence[Result]) -> list[list[int]]:
-    return [[*r.prompt_token_ids, *c.token_ids] for r in results for c in r.completions]
+def texts_of(results: Sequence[RequestOutput]) -> list[list[int]]:
+    return [[*r.prompt_token_ids, *c.token_ids] for r in results for c in r.outputs]
 
 
 def first_difference(one: list[int], other: list[int]) -> int | None:
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_up_to_near_ties(
 def test_with_one_gemm_the_tokens_are_the_same(
     target_dir: Path, draft_dir: Path, dtype: str, params: SamplingParams, shape: int | Speculation
 ) -> None:
-    plain = make(target_dir, dtype=dtype, one_gemm=True, max_batch=1)
+    plain = make(target_dir, dtype=dtype, one_gemm=True, max_num_seqs=1)
     drafted = make(target_dir, f"model:{draft_dir}", dtype=dtype, one_gemm=True, speculation=shape, chunk_tokens=3)
     alone = [texts_of(plain.generate(prompt, params))[0] for prompt in PROMPTS]
     assert texts_of(drafted.generate(PROMPTS, params)) == alone

@@ -60,7 +60,7 @@ def decode(
     drafter: Drafter | Callable[[Runner], Drafter] | None = None,
     *,
     num_tokens: int = 8192,
-    max_batch: int = 8,
+    max_num_seqs: int = 8,
     chunk_tokens: int = 512,
 ) -> Decoded:
     """Answer all requests in an engine of their own, with a cache of `num_tokens`.
@@ -68,7 +68,7 @@ def decode(
     A drafter that reads beside the target is built for the engine's runner.
     """
     requests = bench.requests()
-    engine = bench.engine(None, num_tokens, options=EngineOptions(max_batch, chunk_tokens))
+    engine = bench.engine(None, num_tokens, options=EngineOptions(max_num_seqs, chunk_tokens))
     engine.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else drafter(engine.runner)
     sequences = [requests.sequences(a.prompt, a.params, wish)[0] for a in asked]
     logprobs: dict[int, list[TokenLogprobs]] = {s.id: [] for s in sequences}
@@ -79,4 +79,4 @@ def decode(
 
 def decode_plain(bench: Bench, asked: Sequence[Asked]) -> list[Answer]:
     """Plain decoding, each request alone in the engine."""
-    return decode(bench, asked, False, max_batch=1).answers
+    return decode(bench, asked, False, max_num_seqs=1).answers

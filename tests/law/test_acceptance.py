@@ -27,7 +27,9 @@ def texts(target_dir: Path, draft_dir: Path, depth: int) -> tuple[list[list[int]
     bench = Bench.of(target_dir, draft_dir)
     requests = bench.requests()
     params = [SamplingParams(seed=i, max_tokens=NUM_TOKENS, ignore_eos=True) for i in range(NUM_TEXTS)]
-    engine = bench.engine(bench.model_drafter(16384), 16384, options=EngineOptions(max_batch=32, verification="token"))
+    engine = bench.engine(
+        bench.model_drafter(16384), 16384, options=EngineOptions(max_num_seqs=32, verification="token")
+    )
     wish = Speculation(depth=depth)
     return run(engine, [requests.sequences([1], p, wish)[0] for p in params]), engine
 

@@ -60,7 +60,7 @@ def answers(
     """What is generated, the prompts in turn."""
     prompts = list(islice(cycle(PROMPTS), batch))
     found = llm.generate(prompts, asked(temperatures, batch, num_tokens), speculation)
-    return [result.completions[0].token_ids for result in found]
+    return [result.outputs[0].token_ids for result in found]
 
 
 @cache
@@ -68,7 +68,7 @@ def plain(temperatures: Sequence[float], dtype: str = "float32") -> list[tuple[i
     """Plain decoding of 8 rows, one at a time."""
     llm = LLM(str(TARGET), dtype=dtype)
     rows = zip(cycle(PROMPTS), asked(temperatures, 8), strict=False)
-    return [llm.generate([prompt], [params])[0].completions[0].token_ids for prompt, params in rows]
+    return [llm.generate([prompt], [params])[0].outputs[0].token_ids for prompt, params in rows]
 
 
 @cache
@@ -178,10 +178,10 @@ def test_a_model_that_drafts_for_itself_is_always_right(dtype: str) -> None:
 def test_beyond_the_drafters_context_decoding_goes_on(lower: str | None) -> None:
     """The drafter has 256 positions, the target 290: guesses end with the one, or are another's from there on."""
     prompt, to_the_end = story(230, 0), SamplingParams(temperature=1.0, seed=5, max_tokens=None, ignore_eos=True)
-    expected = LLM(str(TARGET), dtype="float32", max_len=290).generate(prompt, to_the_end)[0].completions[0]
+    expected = LLM(str(TARGET), dtype="float32", max_model_len=290).generate(prompt, to_the_end)[0].outputs[0]
     draft = f"cascade[{lower},model:{SMALL}]" if lower else f"model:{SMALL}"
-    llm = LLM(str(TARGET), draft, dtype="float32", max_len=290)
-    found = llm.generate(prompt, to_the_end, Speculation(4))[0].completions[0]
+    llm = LLM(str(TARGET), draft, dtype="float32", max_model_len=290)
+    found = llm.generate(prompt, to_the_end, Speculation(4))[0].outputs[0]
     assert found.token_ids == expected.token_ids
     assert len(prompt) + len(found.token_ids) == 290
     assert llm.stats.num_drafted > 0

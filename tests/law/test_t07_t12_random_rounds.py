@@ -52,7 +52,7 @@ class Traffic:
         self.answers: dict[int, list[int]] = {}
         self.members = (NgramDrafter(), bench.model_drafter(num_tokens=768))
         self.drafter = RandomlyRight(random.Random(seed + 1), self.answers, self.members, 512)
-        options = EngineOptions(max_batch=8, chunk_tokens=48)
+        options = EngineOptions(max_num_seqs=8, chunk_tokens=48)
         self.engine = bench.engine(self.drafter, num_tokens=704, options=options)
         self.exit = EarlyExitDrafter(self.engine.runner, 2)
         self.dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[bench.runner.decoder.dtype]

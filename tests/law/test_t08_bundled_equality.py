@@ -85,7 +85,7 @@ def plain(dtype: str, part: int) -> list[Answer]:
 def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decoded:
     """In a batch, chunks and threads of any number."""
     rng = random.Random(f"{part} {wish}")
-    limits = {"max_batch": rng.randint(1, 8), "chunk_tokens": rng.choice([512, 400, 64, 33])}
+    limits = {"max_num_seqs": rng.randint(1, 8), "chunk_tokens": rng.choice([512, 400, 64, 33])}
     with threads(rng.randint(1, 2)):
         return decode(bench_of(dtype), part_of(part), wish, drafter, **limits)
 
@@ -97,7 +97,7 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
 )
 def test_a_sample(dtype: str, wish: Speculation) -> None:
     chosen, bench = part_of(0)[4:10], bench_of(dtype)  # one for each border among them
-    got = decode(bench, chosen, wish, drafter_of(DRAFT, dtype), max_batch=5, chunk_tokens=77)
+    got = decode(bench, chosen, wish, drafter_of(DRAFT, dtype), max_num_seqs=5, chunk_tokens=77)
     assert got.answers == decode_plain(bench, chosen)
     assert 30 < got.stats.num_accepted < got.stats.num_drafted
 

@@ -37,7 +37,7 @@ def bench(request: pytest.FixtureRequest, target_dir: Path, draft_dir: Path) -> 
 def texts(target_dir: Path, draft_dir: Path) -> list[list[int]]:
     """Texts of the target's own: prompts of 1 to 100 tokens are their beginnings, long ones nearly all of them."""
     bench = Bench.of(target_dir, draft_dir)
-    requests, engine = bench.requests(), bench.engine(options=EngineOptions(max_batch=8))
+    requests, engine = bench.requests(), bench.engine(options=EngineOptions(max_num_seqs=8))
     params = [SamplingParams(seed=i, max_tokens=520, ignore_eos=True) for i in range(8)]
     return run(engine, [requests.sequences([1], p)[0] for p in params])
 
@@ -65,7 +65,7 @@ def plain(bench: Bench, texts: list[list[int]]) -> list[Answer]:
 @pytest.mark.parametrize("wish", [WISHES[0], WISHES[4], WISHES[8]], ids=["chain 1", "chain 5", "tree"])
 def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wish: Speculation) -> None:
     chosen = asked(prompts(texts, NUM_PROMPTS)[:20])
-    got = decode(bench, chosen, wish, bench.model_drafter(8192), max_batch=5, chunk_tokens=77)
+    got = decode(bench, chosen, wish, bench.model_drafter(8192), max_num_seqs=5, chunk_tokens=77)
     assert got.answers == plain
     assert got.stats.num_accepted > 100
 
@@ -88,7 +88,7 @@ def plain_all(bench: Bench, texts: list[list[int]]) -> list[Answer]:
 def test_every_depth_and_tree(bench: Bench, texts: list[list[int]], plain_all: list[Answer], wish: Speculation) -> None:
     """200 prompts, the batch and the chunks of another size for every shape."""
     number = WISHES.index(wish)
-    options = {"max_batch": 1 + number % 8, "chunk_tokens": [512, 400, 64, 33][number % 4]}
+    options = {"max_num_seqs": 1 + number % 8, "chunk_tokens": [512, 400, 64, 33][number % 4]}
     chosen = asked(prompts(texts, NUM_PROMPTS))
     with threads(1 + number % 2):
         got = decode(bench, chosen, wish, bench.model_drafter(8192), **options)
@@ -97,14 +97,14 @@ def test_every_depth_and_tree(bench: Bench, texts: list[list[int]], plain_all: l
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("max_batch", range(1, 9))
-def test_every_batch_size(bench: Bench, texts: list[list[int]], plain_all: list[Answer], max_batch: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", range(1, 9))
+def test_every_batch_size(bench: Bench, texts: list[list[int]], plain_all: list[Answer], max_num_seqs: int) -> None:
     """A chunk of 400 tokens in one go; a cache that preempts; n-grams, in trees' budgets too."""
     chosen = asked(prompts(texts, NUM_PROMPTS))
-    limits = {"num_tokens": 640, "max_batch": max_batch, "chunk_tokens": 400}
-    got = decode(bench, chosen, WISHES[max_batch], NgramDrafter(), **limits)
+    limits = {"num_tokens": 640, "max_num_seqs": max_num_seqs, "chunk_tokens": 400}
+    got = decode(bench, chosen, WISHES[max_num_seqs], NgramDrafter(), **limits)
     assert got.answers == plain_all
-    assert max_batch < 4 or got.num_preempted > 0
+    assert max_num_seqs < 4 or got.num_preempted > 0
 
 
 def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
@@ -135,6 +135,6 @@ def test_across_key_blocks(numbers: str, edge: int, target_dir: Path, draft_dir:
     for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 400), (Speculation(8), 61)):
         self_draft = bench.with_cache(bench.runner, 16384)
         drafter = type(bench.model_drafter())(self_draft, 512)
-        got = decode(bench, chosen, wish, drafter, max_batch=6, chunk_tokens=chunk, num_tokens=16384)
+        got = decode(bench, chosen, wish, drafter, max_num_seqs=6, chunk_tokens=chunk, num_tokens=16384)
         assert got.answers == plain
         assert got.stats.num_accepted > 200

@@ -22,7 +22,7 @@ from engine.oracles import Oracle, never, seen
 from forerun.config import Speculation
 from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest, PromptTooLong
-from forerun.llm import LLM, Result
+from forerun.llm import LLM, RequestOutput
 from forerun.sampling.params import SamplingParams
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -47,7 +47,7 @@ class Say:
 
 @cache
 def plain() -> LLM:
-    return LLM(str(TARGET), dtype="float32", max_batch=32)
+    return LLM(str(TARGET), dtype="float32", max_num_seqs=32)
 
 
 def num_tokens(prompt: str) -> int:
@@ -71,12 +71,12 @@ def drafted(
     errs: Callable[[int], bool] = never,
     past: Callable[[SamplingParams], SamplingParams] = endless,
     shapes: Sequence[Speculation] = SHAPES,
-) -> list[Result]:
+) -> list[RequestOutput]:
     """Answers drafted by an oracle, as chains and as trees, all in one batch, found equal to plain ones."""
     expected = plain().generate(prompts, params)
     oracle = Oracle(errs=errs)
     oracle.learn(plain().generate(prompts, [past(q) for q in params]), params)
-    llm = LLM(str(TARGET), oracle, dtype="float32", max_batch=32)
+    llm = LLM(str(TARGET), oracle, dtype="float32", max_num_seqs=32)
     found = [result for shape in shapes for result in llm.generate(prompts, params, shape)]
     for one, other in zip(found, [*expected] * len(shapes), strict=True):
         assert seen(one) == seen(other)
@@ -109,7 +109,7 @@ def test_the_end_of_a_text_anywhere_in_a_draft(place: str) -> None:
     errs = never if origin is not Origin.RECOVERED else index.__eq__
     num_exact = 0
     for found in drafted([PROMPT] * len(params), params, errs):
-        answer = found.completions[0]
+        answer = found.outputs[0]
         assert answer.token_ids[-1] == answer.stop_reason
         assert answer.stop_reason in (EOS, 300)
         assert answer.finish_reason == "stop"
@@ -122,11 +122,11 @@ def test_the_end_of_a_text_anywhere_in_a_draft(place: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_any_token_of_an_answer_as_its_stop_id(temperature: float) -> None:
-    whole = plain().generate(PROMPT, asking(temperature, ignore_eos=True))[0].completions[0].token_ids
+    whole = plain().generate(PROMPT, asking(temperature, ignore_eos=True))[0].outputs[0].token_ids
     stops = list(dict.fromkeys(whole))
     params = [asking(temperature, ignore_eos=True, stop_token_ids=[token]) for token in stops]
     for token, found in zip(stops * 2, drafted([PROMPT] * len(params), params), strict=True):
-        answer = found.completions[0]
+        answer = found.outputs[0]
         assert answer.token_ids == whole[: whole.index(token) + 1]
         assert answer.stop_reason == token
 
@@ -135,7 +135,7 @@ def test_any_token_of_an_answer_as_its_stop_id(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_strings_across_tokens_and_rounds(temperature: float, include: bool) -> None:
     """Every border between two tokens of an answer lies within a stop string, short or long."""
-    full = plain().generate(PROMPT, asking(temperature, seed=5))[0].completions[0]
+    full = plain().generate(PROMPT, asking(temperature, seed=5))[0].outputs[0]
     decoder = plain().tokenizer.decoder(after=plain().tokenizer.encode(PROMPT))
     pieces = [decoder.push(token) for token in full.token_ids]
     borders = [sum(map(len, pieces[: i + 1])) for i in range(8)]
@@ -145,7 +145,7 @@ def test_stop_strings_across_tokens_and_rounds(temperature: float, include: bool
         for reach in (1, 4)
     ]
     for asked, found in zip(params * 2, drafted([PROMPT] * len(params), params), strict=True):
-        answer, (stop,) = found.completions[0], asked.stop
+        answer, (stop,) = found.outputs[0], asked.stop
         at = full.text.index(stop)
         assert answer.text == full.text[: at + len(stop) * include]
         assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
@@ -159,10 +159,10 @@ def test_several_stop_strings_and_none_that_comes() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_max_tokens_within_an_accepted_run(temperature: float) -> None:
-    whole = plain().generate(PROMPT, asking(temperature))[0].completions[0].token_ids
+    whole = plain().generate(PROMPT, asking(temperature))[0].outputs[0].token_ids
     params = [asking(temperature, max_tokens=n) for n in range(1, 14)]
     for asked, found in zip(params * 2, drafted([PROMPT] * len(params), params), strict=True):
-        answer = found.completions[0]
+        answer = found.outputs[0]
         assert answer.token_ids == whole[: asked.max_tokens]
         assert (answer.finish_reason, answer.stop_reason) == ("length", None)
 
@@ -171,7 +171,7 @@ def test_eos_at_the_limit_is_a_stop() -> None:
     at = num_tokens(PROMPT)
     params = [asking(max_tokens=n, logits_processors=[Say(at + n - 1, EOS)]) for n in range(1, 9)]
     for found in drafted([PROMPT] * len(params), params):
-        assert (found.completions[0].finish_reason, found.completions[0].stop_reason) == ("stop", EOS)
+        assert (found.outputs[0].finish_reason, found.outputs[0].stop_reason) == ("stop", EOS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -183,7 +183,7 @@ def test_min_tokens_hold_within_a_draft(temperature: float) -> None:
     params += [asking(temperature, min_tokens=n, stop=["a", "e"]) for n in range(8)]
     # The oracle knows the answer only up to its end: without `min_tokens` it would be another one.
     for asked, found in zip(params * 2, drafted([PROMPT] * len(params), params, past=lambda q: q), strict=True):
-        answer = found.completions[0]
+        answer = found.outputs[0]
         assert answer.finish_reason == "stop"
         if asked.stop:
             assert len(answer.token_ids) > asked.min_tokens
@@ -196,8 +196,8 @@ def test_ignored_eos_is_a_token_like_others() -> None:
     always = asking(ignore_eos=True, logit_bias={EOS: 300.0})
     params = [replace(always, temperature=t, skip_special_tokens=skip) for t in (0, 1) for skip in (False, True)]
     for found in drafted([PROMPT] * len(params), params):
-        assert found.completions[0].token_ids == (EOS,) * LONGEST
-        assert found.completions[0].finish_reason == "length"
+        assert found.outputs[0].token_ids == (EOS,) * LONGEST
+        assert found.outputs[0].finish_reason == "length"
 
 
 def test_no_draft_is_plain_decoding() -> None:
@@ -208,7 +208,7 @@ def test_no_draft_is_plain_decoding() -> None:
         found = llm.generate([PROMPT] * 4, params, nothing)
         assert list(map(seen, found)) == expected
     assert llm.stats.num_drafted == 0
-    assert {origin for result in found for origin in result.completions[0].origins} == {Origin.TARGET}
+    assert {origin for result in found for origin in result.outputs[0].origins} == {Origin.TARGET}
 
 
 def test_drafts_deeper_than_what_may_still_be_said() -> None:
@@ -254,8 +254,8 @@ def test_the_context_limit(draft: str, temperature: float) -> None:
         found = llm.generate(prompts, params, speculation)
         assert list(map(seen, found)) == list(map(seen, expected))
     for result in expected:
-        assert len(result.prompt_token_ids) + len(result.completions[0].token_ids) == CONTEXT
-        assert result.completions[0].finish_reason == "length"
+        assert len(result.prompt_token_ids) + len(result.outputs[0].token_ids) == CONTEXT
+        assert result.outputs[0].finish_reason == "length"
     assert (llm.stats.num_drafted == 0) == (draft == f"model:{SMALL}")
 
 
@@ -272,7 +272,7 @@ def random_ends(seed: int, count: int) -> tuple[list[str], list[SamplingParams]]
     bare = [asking(rng.choice([0.0, 0.8, 1.2]), rng.getrandbits(64)) for _ in range(count)]
     params = []
     for answer, asked in zip(plain().generate(prompts, list(map(endless, bare))), bare, strict=True):
-        said, max_tokens = answer.completions[0], rng.randint(1, LONGEST)
+        said, max_tokens = answer.outputs[0], rng.randint(1, LONGEST)
         starts = [rng.randrange(len(said.text)) for _ in range(rng.randint(0, 2))]
         ends = {
             "stop": [said.text[start : start + rng.randint(1, 6)] for start in starts],
@@ -358,31 +358,31 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
     """Nor does it show in any other way but as an alternative: the answers are those of the model without padding."""
     params = padding_params()
     narrow = plain().generate([PROMPT] * len(params), params)
-    expected = LLM(str(wide), dtype="float32", max_batch=32).generate([PROMPT] * len(params), params)
-    tops = [alternatives for r in expected for alternatives in r.completions[0].logprobs]
+    expected = LLM(str(wide), dtype="float32", max_num_seqs=32).generate([PROMPT] * len(params), params)
+    tops = [alternatives for r in expected for alternatives in r.outputs[0].logprobs]
     assert sum(t.top_ids[0] >= CONTEXT for t in tops) > 0.9 * len(tops), "the padding is not likely enough to matter"
     for wide_one, narrow_one in zip(expected, narrow, strict=True):
-        assert max(wide_one.completions[0].token_ids) < CONTEXT
-        assert wide_one.completions[0].token_ids == narrow_one.completions[0].token_ids
+        assert max(wide_one.outputs[0].token_ids) < CONTEXT
+        assert wide_one.outputs[0].token_ids == narrow_one.outputs[0].token_ids
     oracle = Oracle()
     oracle.learn(expected, params)
     for draft, shape in ((oracle, 1), (f"model:{wide_small}", 1), (f"model:{SMALL}", 0), (Padding(), 0)):
-        llm = LLM(str(wide), draft, dtype="float32", max_batch=32)
+        llm = LLM(str(wide), draft, dtype="float32", max_num_seqs=32)
         found = llm.generate([PROMPT] * len(params), params, SHAPES[shape])
         assert list(map(seen, found)) == list(map(seen, expected))
         assert llm.stats.num_drafted > 0
-    narrow_drafted = LLM(str(TARGET), f"model:{wide_small}", dtype="float32", max_batch=32)
+    narrow_drafted = LLM(str(TARGET), f"model:{wide_small}", dtype="float32", max_num_seqs=32)
     found = narrow_drafted.generate([PROMPT] * len(params), params)
-    assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in expected]
+    assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in expected]
     assert narrow_drafted.stats.num_accepted > 0
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_padding_is_never_said_by_rejection_rules(wide: Path, wide_small: Path, verification: str) -> None:
     for draft, shape in ((f"model:{wide_small}", 0), (f"model:{wide_small}", 1), (Padding(), 0)):
-        llm = LLM(str(wide), draft, dtype="float32", max_batch=32, verification=verification)
+        llm = LLM(str(wide), draft, dtype="float32", max_num_seqs=32, verification=verification)
         for result in llm.generate([PROMPT] * len(padding_params()), padding_params(), SHAPES[shape]):
-            assert max(result.completions[0].token_ids) < CONTEXT
+            assert max(result.outputs[0].token_ids) < CONTEXT
 
 
 class Padding(Oracle):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.oracles import Oracle, seen
 from forerun.config import Speculation, Verification
-from forerun.llm import LLM, Result
+from forerun.llm import LLM, RequestOutput
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.noise import gumbel, mix, signed
@@ -134,7 +134,7 @@ def prompts_for(params: Sequence[SamplingParams]) -> list[str]:
 
 @cache
 def plain(dtype: str = "float32") -> LLM:
-    return LLM(str(TARGET), dtype=dtype, max_batch=BATCH)
+    return LLM(str(TARGET), dtype=dtype, max_num_seqs=BATCH)
 
 
 Reals = NDArray[np.float64]
@@ -207,11 +207,11 @@ def reference(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     return [tuple(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def tokens_of(results: Sequence[Result]) -> list[tuple[int, ...]]:
-    return [result.completions[0].token_ids for result in results]
+def tokens_of(results: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+    return [result.outputs[0].token_ids for result in results]
 
 
-def referred(params: Sequence[SamplingParams], dtype: str = "float32") -> list[Result]:
+def referred(params: Sequence[SamplingParams], dtype: str = "float32") -> list[RequestOutput]:
     """Plain answers, found to be those of the reference."""
     with unchecked():
         results = plain(dtype).generate(prompts_for(params), params)
@@ -222,24 +222,24 @@ def referred(params: Sequence[SamplingParams], dtype: str = "float32") -> list[R
 
 
 @cache
-def plain_alone(dtype: str = "float32") -> tuple[list[SamplingParams], list[Result]]:
+def plain_alone(dtype: str = "float32") -> tuple[list[SamplingParams], list[RequestOutput]]:
     params = alone()
     return params, referred(params, dtype)
 
 
 @cache
-def plain_combined(dtype: str) -> tuple[list[SamplingParams], list[Result]]:
+def plain_combined(dtype: str) -> tuple[list[SamplingParams], list[RequestOutput]]:
     params = combined(7, 2 * BATCH)
     return params, referred(params, dtype)
 
 
 def check_drafted(
-    draft: str, params: Sequence[SamplingParams], expected: Sequence[Result], dtype: str = "float32"
+    draft: str, params: Sequence[SamplingParams], expected: Sequence[RequestOutput], dtype: str = "float32"
 ) -> None:
     """In every shape what a drafter's guesses lead to is the plain answer."""
     oracle = Oracle(errs=lambda place: place % 7 == 6)
     oracle.learn(expected, params)
-    llm = LLM(str(TARGET), oracle if draft == "oracle" else as_draft(draft), dtype=dtype, max_batch=BATCH)
+    llm = LLM(str(TARGET), oracle if draft == "oracle" else as_draft(draft), dtype=dtype, max_num_seqs=BATCH)
     for shape in (CHAIN,) if draft == "ngram" else (CHAIN, TREE):  # n-grams are chains in any case
         with unchecked():
             found = llm.generate(prompts_for(params), params, shape)
@@ -297,7 +297,7 @@ def test_greedy_transforms_under_rejection_rules(verification: Verification) -> 
     oracle = Oracle(errs=lambda place: place % 7 == 6)
     oracle.learn(expected, params)
     for draft in (f"model:{SMALL}", oracle):
-        llm = LLM(str(TARGET), draft, dtype="float32", max_batch=BATCH, verification=verification)
+        llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=BATCH, verification=verification)
         for shape in (CHAIN, TREE):
             assert list(map(seen, llm.generate(prompts, params, shape))) == list(map(seen, expected))
         assert llm.stats.num_accepted > 0
@@ -308,7 +308,7 @@ def test_batch_mates_do_not_change_a_row(draft: str | None) -> None:
     """A request without any transform, alone and among rows that use them all."""
     quiet = SamplingParams(temperature=1.0, seed=4, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
     wild = [SamplingParams(seed=i, max_tokens=LENGTH, **(SHAPED[-1] | NARROWED[-1])) for i in range(BATCH - 1)]
-    llm = LLM(str(TARGET), draft, dtype="float32", max_batch=BATCH)
+    llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=BATCH)
     solo = seen(llm.generate(PROMPTS[:1], quiet)[0])
     for place in (0, 2, BATCH - 1):
         params = [*wild[:place], quiet, *wild[place:]]

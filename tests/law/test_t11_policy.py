@@ -94,7 +94,7 @@ def texts(
     drafter: Callable[[Runner], Drafter] | None = None,
 ) -> list[list[int]]:
     requests = bench.requests()
-    options = EngineOptions(max_batch=64, verification=verification)
+    options = EngineOptions(max_num_seqs=64, verification=verification)
     engine = bench.engine(None, 16384, controller=controller, options=options)
     engine.drafter = bench.model_drafter(16384) if drafter is None else drafter(engine.runner)
     return run(engine, [requests.sequences(ROOT_TEXT, p, wish)[0] for p in params])

@@ -44,7 +44,7 @@ def plain() -> LLM:
 
 def ask(llm: LLM, prompt: str, params: SamplingParams, tenant: str = "", wish: object = DEEP) -> tuple[int, ...]:
     with unchecked():
-        return llm.generate(prompt, params, wish, tenant=tenant)[0].completions[0].token_ids
+        return llm.generate(prompt, params, wish, tenant=tenant)[0].outputs[0].token_ids
 
 
 def past_of(llm: LLM) -> list[tuple[str, tuple[int, ...]]]:
@@ -93,7 +93,7 @@ def test_an_answer_is_kept_to_its_last_token_however_it_ended(wish: bool | Specu
     """By its limit, a stop string, a stop id inside an accepted run: undrafted ones too."""
     llm, answers = suffix(), []
     whole = ask(plain(), PROMPTS[0], asking())
-    text = plain().generate(PROMPTS[0], asking())[0].completions[0].text
+    text = plain().generate(PROMPTS[0], asking())[0].outputs[0].text
     ends = [
         *({"max_tokens": n} for n in (1, 2, 7, 32)),
         *({"stop": text[n : n + 4]} for n in (20, 40)),
@@ -123,7 +123,7 @@ def test_preempted_answers_are_kept_once_and_whole(bench: Bench) -> None:
     """In a cache too small for all, sequences leave and come back, and what drafts for them is right all the same."""
     dice, requests, drafter = random.Random(4), bench.requests(), SuffixDrafter()
     asked = [([1, *dice.choices(range(3, 512), k=20)], asking(i, temperature=i % 2, max_tokens=60)) for i in range(8)]
-    options = EngineOptions(max_batch=8, chunk_tokens=32)
+    options = EngineOptions(max_num_seqs=8, chunk_tokens=32)
     engine = bench.engine(drafter, num_tokens=400, options=options)
     texts = [requests.sequences(p, q, DEEP, "ab"[i % 2])[0] for i, (p, q) in enumerate(asked)]
     found = run(engine, texts)
@@ -185,7 +185,7 @@ def test_no_draw_depends_on_the_tenant() -> None:
 
 def shared(prompts: Sequence[str]) -> LLM:
     """An LLM that answers all prompts side by side, each for a tenant of its own."""
-    llm = suffix(max_batch=len(prompts))
+    llm = suffix(max_num_seqs=len(prompts))
     sequences = [
         llm.requests.sequences(prompt, asking(), DEEP, str(tenant))[0] for tenant, prompt in enumerate(prompts)
     ]

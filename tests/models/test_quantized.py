@@ -106,10 +106,10 @@ def test_a_quantized_model_is_a_target_of_its_own() -> None:
     """Drafted and plain agree to the bit; the fingerprint and the plan know of it."""
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, logprobs=1)
     prompts = ["import os\n\ndef main(", "class Stack:\n    def push(self, "]
-    drafted = LLM("stdlib", "model:stdlib-draft", quantize="int8", max_len=256)
-    plain = LLM("stdlib", quantize="int8", max_len=256)
+    drafted = LLM("stdlib", "model:stdlib-draft", quantize="int8", max_model_len=256)
+    plain = LLM("stdlib", quantize="int8", max_model_len=256)
     answers = [llm.generate(prompts, params) for llm in (drafted, plain)]
-    said = [[(c.token_ids, c.logprobs) for answer in each for c in answer.completions] for each in answers]
+    said = [[(c.token_ids, c.logprobs) for answer in each for c in answer.outputs] for each in answers]
     assert said[0] == said[1]
     assert drafted.stats.num_accepted > 0
     half = Blueprint.of("stdlib")

@@ -14,6 +14,6 @@ def test_stories260k_prints_its_authors_text(target_dir: Path, draft_dir: Path, 
     """200 greedy tokens behind the first token, as printed by a program in C."""
     llm = LLM(str(target_dir), f"model:{draft_dir}" if draft == "model" else draft, dtype="float32")
     (result,) = llm.generate([1], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-    assert len(result.completions[0].token_ids) == 200
-    assert result.completions[0].text.strip() == (target_dir / "expected_greedy_200.txt").read_text().strip()
+    assert len(result.outputs[0].token_ids) == 200
+    assert result.outputs[0].text.strip() == (target_dir / "expected_greedy_200.txt").read_text().strip()
     assert draft is None or llm.stats.num_accepted > 20

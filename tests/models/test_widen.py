@@ -189,9 +189,9 @@ PROMPT = "Once upon a time, Lily"
 
 def answers(model: str, draft: str | None = None) -> list[tuple[int, ...]]:
     """Greedy and drawn, in float32."""
-    llm = LLM(model, draft, dtype="float32", max_len=128)
+    llm = LLM(model, draft, dtype="float32", max_model_len=128)
     asked = [SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0)]
-    return [result.completions[0].token_ids for result in llm.generate([PROMPT] * 2, asked)]
+    return [result.outputs[0].token_ids for result in llm.generate([PROMPT] * 2, asked)]
 
 
 def test_texts_are_the_sources_even_with_a_padded_vocabulary(tmp_path: Path, target_dir: Path, draft_dir: Path) -> None:
@@ -529,7 +529,7 @@ def run(*arguments: str) -> Result:
 def test_whatever_shows_a_number_says_widened(wide_pair: tuple[Path, Path]) -> None:
     target, draft = wide_pair
     widened = "stories260k (widened from 0.26 M to 1.2 M parameters)"
-    given = ("--model", str(target), "--draft", f"model:{draft}", "-n", "4", "--max-len", "64", "-t", "0", "Once")
+    given = ("--model", str(target), "--draft", f"model:{draft}", "-n", "4", "--max-model-len", "64", "-t", "0", "Once")
     card = run("generate", *given)
     assert card.exit_code == 0
     shown = json.loads(run("generate", "--json", *given).stdout)
@@ -538,14 +538,14 @@ def test_whatever_shows_a_number_says_widened(wide_pair: tuple[Path, Path]) -> N
     for model, drafter in ((card.stderr, card.stderr), (shown["model"], shown["draft"])):
         assert widened in model
         assert config.widened in drafter
-    llm = LLM(str(target), f"model:{draft}", max_len=64)
+    llm = LLM(str(target), f"model:{draft}", max_model_len=64)
     label = label_of_widened(llm, ModelOptions(str(target), f"model:{draft}"))
     assert llm.name in label
     assert llm.draft_name == f"model:{config.widened}"
     assert llm.draft_name in label
     assert "widened" in llm.name
     plain = Path(__file__).parents[1] / "data" / "stories260k"
-    assert label_of_widened(LLM(str(plain), "ngram", max_len=64), ModelOptions(str(plain), "ngram")) == ""
+    assert label_of_widened(LLM(str(plain), "ngram", max_model_len=64), ModelOptions(str(plain), "ngram")) == ""
 
 
 def test_nested_drafters_are_named_too(wide_pair: tuple[Path, Path]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forerun.config import Speculation
-from forerun.llm import LLM, Completion
+from forerun.llm import LLM, CompletionOutput
 from forerun.prove.difference import Difference, Request, compare, find_difference
 from forerun.prove.equality import PLAIN, answers
 from forerun.prove.plain import last_logits, read_in_chunks, rounding_noise, row_of, scores_after
@@ -23,15 +23,17 @@ def request(temperature: float) -> Request:
     return Request(0, (1, 403, 407), SamplingParams(temperature=temperature, seed=5, max_tokens=12, logprobs=0))
 
 
-def plain(llm: LLM, asked: Request) -> Completion:
+def plain(llm: LLM, asked: Request) -> CompletionOutput:
     return answers(llm, [asked], 1, PLAIN, lambda what, done: None)[0]
 
 
-def found(llm: LLM, asked: Request, one: Completion, other: Completion, tolerance: float = 0.0) -> Difference | None:
+def found(
+    llm: LLM, asked: Request, one: CompletionOutput, other: CompletionOutput, tolerance: float = 0.0
+) -> Difference | None:
     return find_difference(llm, asked, 8, Speculation(3), one, other, tolerance)
 
 
-def changed(answer: Completion, position: int, token: int, logprob: float) -> Completion:
+def changed(answer: CompletionOutput, position: int, token: int, logprob: float) -> CompletionOutput:
     """The same answer with another token in one place, said to be of this log-probability."""
     told = replace(answer.logprobs[position], logprob=logprob)
     return replace(

@@ -86,7 +86,7 @@ def test_a_seed_settles_the_whole_report(llm: LLM, report: Report) -> None:
 
 def test_the_engine_is_left_as_it_was(llm: LLM, report: Report) -> None:
     assert llm.engine.options.verification == "coupled"
-    assert llm.engine.scheduler.max_batch == llm.engine.options.max_batch
+    assert llm.engine.scheduler.max_num_seqs == llm.engine.options.max_num_seqs
     assert llm.engine.runner.cache.num_rows == 0
 
 

@@ -118,7 +118,7 @@ def test_the_whole_recipe_makes_checkpoints_that_draft_for_each_other(
     assert set(weights(out)) == {"target", "middle", "draft"}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     drafted = LLM(str(out / "target"), draft=f"model:{out / 'draft'}").generate("def function_1(x):", params)
-    assert len(drafted[0].completions[0].token_ids) == 12
+    assert len(drafted[0].outputs[0].token_ids) == 12
     card = (out / "README.md").read_text("utf-8")
     assert "160 files" in card
     assert "nan" not in card

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from forerun.accept.outcome import RowOutcome
+from forerun.annotations import Int
 from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
 

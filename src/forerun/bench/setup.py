@@ -43,7 +43,7 @@ class Models:
         context = DraftContext(target, target.tokenizer(), self.dtype)
         return plan_drafter(self.draft, context).fingerprint()
 
-    def load(self, max_len: int, selection: Selection, progress: Progress | None = None) -> LLM:
+    def load(self, max_model_len: int, selection: Selection, progress: Progress | None = None) -> LLM:
         """Both models, with room for every batch of the selection. Raises NotEnoughMemory where there is none."""
         batch = max(selection.batches)
         llm = LLM(
@@ -54,8 +54,8 @@ class Models:
             kernels=self.kernels,
             device="cpu",  # whose bandwidth and name the result gives
             speculation=selection.wish(max(selection.depths)),
-            max_len=max_len,
-            max_batch=batch,
+            max_model_len=max_model_len,
+            max_num_seqs=batch,
             threads=self.threads,
             progress=progress,
         )

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.cache.blocks import Blocks, Move, OutOfBlocks
 from forerun.device import upload
 

@@ -1,9 +1,9 @@
 """The memory plan: how many tokens the target's cache and the drafters' caches hold.
 
-Decides who gets memory at start-up. The target comes first: its cache is sized for `max_batch` sequences of
-`max_len` tokens, or for what fits. Drafters share what is left and may get nothing; then they do not draft, but no
-sequence is turned away for their sake. What they remember besides has a small share set aside, unless the one sequence
-that must fit needs it. Knows bytes and tokens only, neither models nor tensors.
+Decides who gets memory at start-up. The target comes first: its cache is sized for `max_num_seqs` sequences of
+`max_model_len` tokens, or for what fits. Drafters share what is left and may get nothing; then they do not draft, but
+no sequence is turned away for their sake. What they remember besides has a small share set aside, unless the one
+sequence that must fit needs it. Knows bytes and tokens only, neither models nor tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CGROUP = Path("/sys/fs/cgroup")
 class MemoryPlan:
     """Where the memory goes. Tokens are whole blocks; every cache holds `key_pad` further slots that are never full.
 
-    `num_sequences_plain` sequences of `max_len` tokens fit into the target's cache. So many of them as
+    `num_sequences_plain` sequences of `max_model_len` tokens fit into the target's cache. So many of them as
     `num_sequences_speculative` can at the same time have guesses in flight and a full row in every drafter's cache;
     the others are decoded all the same. `remembered_bytes` is how much each thing that a drafter remembers may grow to.
     """
@@ -36,7 +36,7 @@ class MemoryPlan:
     drafter_bytes_per_token: Mapping[str, int]
     cache_tokens: int
     drafter_cache_tokens: Mapping[str, int]
-    max_len: int
+    max_model_len: int
     num_sequences_plain: int
     num_sequences_speculative: int
     key_pad: int
@@ -75,7 +75,7 @@ class MemoryPlan:
         for name, most in self.remembered_bytes.items():
             lines.append(f"{name}: {f'at most {size(most)}' if most else 'no memory left, none are kept'}")
         plural = "" if self.num_sequences_plain == 1 else "s"
-        room = f"room for {self.num_sequences_plain} sequence{plural} of {self.max_len:,} tokens"
+        room = f"room for {self.num_sequences_plain} sequence{plural} of {self.max_model_len:,} tokens"
         return [*lines, f"{room}, {self.num_sequences_speculative} with speculation"]
 
     def _cache_line(self, tokens: int, each: int, num_bytes: int) -> str:
@@ -88,8 +88,8 @@ def plan_memory(
     target_bytes_per_token: int,
     drafter_bytes_per_token: Mapping[str, int] | None = None,
     remembered_bytes: Mapping[str, int] | None = None,
-    max_len: int,
-    max_batch: int,
+    max_model_len: int,
+    max_num_seqs: int,
     tail_tokens: int = 0,
     budget_bytes: int | None = None,
     block_size: int = 64,
@@ -100,26 +100,26 @@ def plan_memory(
     `weights_bytes` are those of the target and of all drafters; they count against the budget whether they are
     loaded yet or not (see `default_budget`, which is used where none is given). `tail_tokens` are the guesses of a
     sequence in flight. Drafters without keys and values have no entry, or 0 bytes. `remembered_bytes` is what drafters
-    would like to remember at most, by name. Raises NotEnoughMemory where not one sequence of `max_len` tokens fits.
+    would like to remember at most, by name. Raises NotEnoughMemory where not one sequence of that length fits.
     """
     drafters = {name: each for name, each in (drafter_bytes_per_token or {}).items() if each}
     budget = default_budget() if budget_bytes is None else budget_bytes
     left = budget - weights_bytes
-    plain, speculative = round_up(max_len, block_size), round_up(max_len + tail_tokens, block_size)
+    plain, speculative = round_up(max_model_len, block_size), round_up(max_model_len + tail_tokens, block_size)
     share = int(max(0, left) * MEMORY_SHARE)
     for part in (share, 0):
         remembered = {name: min(most, part) for name, most in (remembered_bytes or {}).items()}
         rest = left - sum(remembered.values())
-        cache_tokens = fitting_tokens(rest, target_bytes_per_token, max_batch * speculative, block_size, key_pad)
+        cache_tokens = fitting_tokens(rest, target_bytes_per_token, max_num_seqs * speculative, block_size, key_pad)
         if cache_tokens >= plain:
             break
     else:
         raise NotEnoughMemory(
-            _refusal(budget, weights_bytes, target_bytes_per_token, max_len, cache_tokens, plain + key_pad)
+            _refusal(budget, weights_bytes, target_bytes_per_token, max_model_len, cache_tokens, plain + key_pad)
         )
     rest -= (cache_tokens + key_pad) * target_bytes_per_token
     drafter_tokens = fitting_tokens(rest, sum(drafters.values()), cache_tokens, block_size, key_pad)
-    num_plain = min(max_batch, cache_tokens // plain)
+    num_plain = min(max_num_seqs, cache_tokens // plain)
     shortest = drafter_tokens if drafters else cache_tokens
     return MemoryPlan(
         budget_bytes=budget,
@@ -128,7 +128,7 @@ def plan_memory(
         drafter_bytes_per_token=drafters,
         cache_tokens=cache_tokens,
         drafter_cache_tokens=dict.fromkeys(drafters, drafter_tokens),
-        max_len=max_len,
+        max_model_len=max_model_len,
         num_sequences_plain=num_plain,
         num_sequences_speculative=min(num_plain, shortest // speculative),
         key_pad=key_pad,
@@ -184,11 +184,11 @@ def _table(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in (line.split() for line in path.read_text().splitlines())}
 
 
-def _refusal(budget: int, weights: int, each: int, max_len: int, fitting: int, slots: int) -> str:
+def _refusal(budget: int, weights: int, each: int, max_model_len: int, fitting: int, slots: int) -> str:
     """What one sequence needs, what there is, and what to change."""
     needed = f"{size(weights + slots * each)} ({size(weights)} weights, {slots:,} cache slots at {size(each)})"
-    shorter = f"lower max_len to {fitting:,} at most" if fitting else "no max_len is small enough"
+    shorter = f"lower max_model_len to {fitting:,} at most" if fitting else "no max_model_len is small enough"
     return (
-        f"one sequence of max_len {max_len:,} needs {needed}, but the memory budget is {size(budget)}; "
+        f"one sequence of max_model_len {max_model_len:,} needs {needed}, but the memory budget is {size(budget)}; "
         f"{shorter}, use a smaller dtype, or raise the budget"
     )

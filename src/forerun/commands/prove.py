@@ -23,7 +23,7 @@ from forerun.options import (
     DeviceOption,
     DtypeOption,
     KernelsOption,
-    MaxLenOption,
+    MaxModelLenOption,
     OneGemmOption,
     QuantizeOption,
     ThreadsOption,
@@ -54,7 +54,7 @@ class ProveOptions:
     dtype: DtypeOption = "auto"
     quantize: QuantizeOption = None
     kernels: KernelsOption = "auto"
-    max_len: MaxLenOption = None
+    max_model_len: MaxModelLenOption = None
     threads: ThreadsOption = None
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
@@ -92,8 +92,8 @@ def prove(
             quantize=options.quantize,
             kernels=options.kernels,
             speculation=largest_shape(workload),
-            max_len=options.max_len,
-            max_batch=2 * max(workload.batches),
+            max_model_len=options.max_model_len,
+            max_num_seqs=2 * max(workload.batches),
             threads=options.threads,
             device=options.device,
             one_gemm=options.one_gemm,

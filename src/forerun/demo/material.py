@@ -53,7 +53,7 @@ class Pair:
 
     def load(self, depth: int, progress: Progress | None = None) -> LLM:
         """Both models, ready to guess `depth` tokens per round."""
-        return LLM(self.target, f"model:{self.draft}", speculation=depth, max_batch=1, progress=progress)
+        return LLM(self.target, f"model:{self.draft}", speculation=depth, max_num_seqs=1, progress=progress)
 
 
 def widen(name: str, num_parameters: int, progress: Progress | None) -> str:

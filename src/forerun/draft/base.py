@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from forerun.annotations import Float, Int
 from forerun.config import Speculation
 from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import upload
 from forerun.draft.loop import Chains, Start

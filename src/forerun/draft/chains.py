@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.draft.base import Budget
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree

@@ -18,9 +18,9 @@ from itertools import groupby
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft import chains, loop
 from forerun.draft.adapter import AdaptedRunner

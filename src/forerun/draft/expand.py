@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.draft.base import Budget, Draft
 from forerun.draft.growth import Growth, Ranks
 from forerun.sampling.draws import Draws

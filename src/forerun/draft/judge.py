@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.draft.base import Drafter
 
 

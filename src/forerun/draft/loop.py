@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from forerun.annotations import Float, Int
 from forerun.device import Download, upload
 from forerun.draft.base import Budget
 from forerun.models.runner import Drawn, Read

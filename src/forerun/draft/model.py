@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft import chains

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree

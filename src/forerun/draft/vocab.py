@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.annotations import Float, Int
 from forerun.text import Tokenizer
 
 # Where shared tokens make up less than this of what the target says, text is encoded again instead. A guess is lost

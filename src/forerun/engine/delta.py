@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
 from torch import Tensor
 
 from forerun.accept.commit import Accepted
+from forerun.annotations import Float
 from forerun.engine.reading import Part
 from forerun.engine.sequence import Origin, Sequence
 from forerun.sampling.logprobs import TokenLogprobs, token_logprobs

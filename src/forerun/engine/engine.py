@@ -75,7 +75,7 @@ class Engine:
         self.num_ids = num_ids
         self.draws = draws
         self.kernels = kernels
-        self.scheduler = Scheduler(runner.cache, self.options.max_batch, self.options.chunk_tokens)
+        self.scheduler = Scheduler(runner.cache, self.options.max_num_seqs, self.options.chunk_tokens)
         self.sequences: dict[int, Sequence] = {}
         self.stats = Stats()
 

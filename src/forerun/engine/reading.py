@@ -11,10 +11,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from forerun.accept.commit import HostTree
+from forerun.annotations import Float, Int
 from forerun.draft.base import Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence

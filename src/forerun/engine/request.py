@@ -50,7 +50,7 @@ class Requests:
         """The request's samples, or InvalidRequest saying which field cannot be served and why."""
         tokens = self.prompt_tokens(prompt)
         if not isinstance(params, SamplingParams):
-            raise InvalidRequest("params", f"{params!r} must be SamplingParams.")
+            raise InvalidRequest("sampling_params", f"{params!r} must be SamplingParams.")
         if not isinstance(tenant, str):
             raise InvalidRequest("tenant", f"{tenant!r} must be a string that names whose request it is.")
         params.check_vocabulary(self.num_ids, self.eos_ids)

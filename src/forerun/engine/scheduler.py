@@ -31,9 +31,9 @@ class RowPlan:
 class Scheduler:
     """First come, first served. Under want of memory the youngest is preempted and later read anew."""
 
-    def __init__(self, cache: PagedCache, max_batch: int, chunk_tokens: int) -> None:
+    def __init__(self, cache: PagedCache, max_num_seqs: int, chunk_tokens: int) -> None:
         self.cache = cache
-        self.max_batch = max_batch
+        self.max_num_seqs = max_num_seqs
         self.chunk_tokens = chunk_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # by arrival
@@ -59,7 +59,7 @@ class Scheduler:
             return
         running = [s.id for s in self.running]
         num_blocks = self.cache.spare(running, [len(s.unread) + 1 for s in self.running]).num_blocks
-        while self.waiting and len(self.running) < self.max_batch:
+        while self.waiting and len(self.running) < self.max_num_seqs:
             need = self.blocks_needed(self.waiting[0])
             if self.running and need > num_blocks:
                 return

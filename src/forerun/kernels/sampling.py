@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from forerun.annotations import Float, Int
 from forerun.kernels.build import NoKernels, library
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.models.loading import Blueprint, Progress
 from forerun.models.runner import Read
 
@@ -51,7 +51,7 @@ def agreement(source: Blueprint, folder: Path, progress: Progress | None) -> Agr
 
 def judged_logits(model: Blueprint, tokens: list[int], progress: Progress | None) -> Float[Tensor, "judged vocab"]:
     """Logits at the last positions of every chunk, read one after the other as a prompt would be."""
-    runner = model.load(len(tokens), progress, max_len=len(tokens))
+    runner = model.load(len(tokens), progress, max_model_len=len(tokens))
     logits, start = [], 0
     for size in CHECK_CHUNKS:
         chunk = tokens[start : start + size]

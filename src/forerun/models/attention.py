@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.annotations import Float, Int
 from forerun.models.invariance import agreed_rows, cancelling_scores, cancelling_values
 
 KEY_PAD = 512

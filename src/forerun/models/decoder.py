@@ -15,10 +15,10 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.models.attention import EACH_ALONE, AttentionPath, QueryRule, attend, query_rule
 from forerun.models.config import ModelConfig

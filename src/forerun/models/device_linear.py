@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.annotations import Float
 from forerun.device import Placement
 from forerun.models.decoder import MakeLinear
 from forerun.models.ops import load_kernels

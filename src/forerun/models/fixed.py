@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.models.decoder import Decoder
 from forerun.models.ops import SPLIT, TILE_ROWS, Heads, KeyMap, Ops

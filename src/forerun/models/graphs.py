@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.device import upload
 from forerun.models.decoder import Decoder

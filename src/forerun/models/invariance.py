@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
+
+from forerun.annotations import Float
 
 Rows = Float[Tensor, "rows *width"]
 

@@ -18,10 +18,10 @@ from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.annotations import Float
 from forerun.models.invariance import agreed_rows, cancelling_product
 from forerun.models.native import Kernels
 from forerun.models.quantized import QuantizedLinear, quantized_packing_is_exact

@@ -129,15 +129,17 @@ class Blueprint:
         self,
         num_tokens: int,
         progress: Progress | None = None,
-        max_len: int | None = None,
+        max_model_len: int | None = None,
         host: Decoder | None = None,
     ) -> Runner:
-        """The model with a cache of `num_tokens`, for texts of at most `max_len` (all its positions, unless told).
+        """The model with a cache of `num_tokens`, for texts of `max_model_len` at most (all positions, unless told).
 
         With a `host` it is layers that read that decoder's states and speak with its head; and with its norm, if the
         checkpoint has none.
         """
-        c = replace(self.config, max_positions=min(max_len or self.config.max_positions, self.config.max_positions))
+        c = replace(
+            self.config, max_positions=min(max_model_len or self.config.max_positions, self.config.max_positions)
+        )
         c = c if host is None else replace(c, vocab_size=host.config.vocab_size)
         checkpoint, done = Checkpoint(self.folder, self.dtype), 0
 

@@ -18,10 +18,10 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.config import KernelChoice
 from forerun.errors import UnsupportedModel

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.annotations import Float, Int
 from forerun.errors import DeviceUnavailable
 from forerun.models.decoder import rms_norm, rotate
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from jaxtyping import Float, Int8
 from torch import Tensor
+
+from forerun.annotations import Float, Int8
 
 LARGEST_INT8 = 127
 

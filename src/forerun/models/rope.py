@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.models.config import ModelConfig, RopeConfig
 
 # torch shares longer cosines out to threads. Where a process did so with its first one, half of the table came out with

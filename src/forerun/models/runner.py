@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.kernels.sampling import PlainLaws
 from forerun.models.attention import AttentionPath, Copy, QueryRule, make_paths

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.prove.chi_square import ChiSquare, chi_square
 
 Text = tuple[int, ...]

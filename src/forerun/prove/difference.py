@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from forerun.config import Speculation
-from forerun.llm import LLM, Completion
+from forerun.llm import LLM, CompletionOutput
 from forerun.prove.plain import Text, last_logits, row_of, scores_after
 from forerun.sampling.params import SamplingParams
 
@@ -66,7 +66,7 @@ class Clash:
     drift_from: int | None
 
 
-def compare(plain: Completion, drafted: Completion) -> Clash:
+def compare(plain: CompletionOutput, drafted: CompletionOutput) -> Clash:
     """The first tokens that differ, and the log-probabilities of those before."""
     pairs = enumerate(zip_longest(plain.token_ids, drafted.token_ids))
     position = next((i for i, (one, other) in pairs if one != other), None)
@@ -81,8 +81,8 @@ def find_difference(
     request: Request,
     batch: int,
     shape: Speculation,
-    plain: Completion,
-    drafted: Completion,
+    plain: CompletionOutput,
+    drafted: CompletionOutput,
     tolerance: float,
 ) -> Difference | None:
     """What differs, looked into; None where nothing does. Logits closer than `tolerance` count as equal."""

@@ -12,7 +12,7 @@ from itertools import product
 
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest
-from forerun.llm import LLM, Completion
+from forerun.llm import LLM, CompletionOutput
 from forerun.models.loading import Progress
 from forerun.prove.difference import Difference, Request, find_difference
 from forerun.prove.plain import Text, rounding_noise
@@ -58,8 +58,8 @@ class Run:
     requests: Sequence[Request]
     batch: int
     shape: Speculation
-    plain: Sequence[Completion]
-    drafted: Sequence[Completion]
+    plain: Sequence[CompletionOutput]
+    drafted: Sequence[CompletionOutput]
 
 
 def prove_equality(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progress) -> Equality:
@@ -125,9 +125,9 @@ def params(workload: Workload, temperature: float, number: int) -> SamplingParam
 
 def answers(
     llm: LLM, requests: Sequence[Request], batch: int, shape: Speculation, progress: Progress
-) -> list[Completion]:
+) -> list[CompletionOutput]:
     """Every request's answer, `batch` of them generated at once."""
     with engine_as(llm.engine, "coupled", batch):
         prompts = [list(request.prompt) for request in requests]
         results = llm.generate(prompts, [request.params for request in requests], shape, progress)
-    return [result.completions[0] for result in results]
+    return [result.outputs[0] for result in results]

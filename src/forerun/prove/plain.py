@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.llm import LLM
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws, RowSampling

@@ -55,15 +55,15 @@ class Workload:
 
 
 @contextmanager
-def engine_as(engine: Engine, verification: Verification, max_batch: int) -> Iterator[None]:
+def engine_as(engine: Engine, verification: Verification, max_num_seqs: int) -> Iterator[None]:
     """The same engine, its model and its drafter, judging and batching like this for a while. It must be idle."""
     assert not engine.has_work, "the rule may not change under a sequence that is being generated"
-    options, room = engine.options, engine.scheduler.max_batch
-    engine.options, engine.scheduler.max_batch = replace(options, verification=verification), max_batch
+    options, room = engine.options, engine.scheduler.max_num_seqs
+    engine.options, engine.scheduler.max_num_seqs = replace(options, verification=verification), max_num_seqs
     try:
         yield
     finally:
-        engine.options, engine.scheduler.max_batch = options, room
+        engine.options, engine.scheduler.max_num_seqs = options, room
 
 
 def shape_name(shape: Speculation) -> str:

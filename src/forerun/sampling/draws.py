@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, upload
 from forerun.kernels.sampling import PlainLaws, SamplingKernels
 from forerun.sampling.noise import Purpose, absorb, mix, signed, uniform

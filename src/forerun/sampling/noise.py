@@ -17,8 +17,9 @@ from functools import cache
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
+
+from forerun.annotations import Float, Int
 
 _MASK = 2**64 - 1
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
+from forerun.annotations import Int
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.transforms import Logits
 

@@ -16,9 +16,9 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from forerun.annotations import Bool, Float, Int
 from forerun.device import upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.sampling.params import SamplingParams

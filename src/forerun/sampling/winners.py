@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from forerun.annotations import Float, Int
 from forerun.sampling.noise import FAINTEST, QUIET, gumbel, gumbel_at, loud_ids
 
 LEAST_VOCAB = 16_384  # below, all noise costs no more than looking for what may win

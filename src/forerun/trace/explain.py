@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from forerun.accept.commit import HostTree
+from forerun.annotations import Float
 from forerun.config import Verification
 from forerun.sampling.draws import Draws, PathState
 from forerun.trace.values import Fate, Guess, Rule

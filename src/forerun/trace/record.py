@@ -51,7 +51,7 @@ def trace(
     verification, same = llm.engine.options.verification, None
     if verification == "coupled" or params.greedy:
         plain = llm.generate([prompt_ids], replace(params, seed=sequence.seed), speculation=False)[0]
-        same = list(plain.completions[0].token_ids) == token_ids
+        same = list(plain.outputs[0].token_ids) == token_ids
     return Trace(
         prompt=prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt_ids),
         prompt_token_ids=prompt_ids,

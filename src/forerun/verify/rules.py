@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from forerun.annotations import Bool, Float, Int
 from forerun.tree import DraftTree
 
 

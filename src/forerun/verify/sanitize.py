@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 
+from forerun.annotations import Bool, Int
 from forerun.device import upload
 from forerun.kernels.sampling import SamplingKernels
 from forerun.tree import DraftLaw, DraftTree, Known

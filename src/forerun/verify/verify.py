@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from forerun.annotations import Float, Int
 from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftTree
