@@ -1,4 +1,4 @@
-"""The test of T1: rules that are commonly got wrong must fail the checker that the true ones pass."""
+"""Tests of the enumeration itself: rules that are commonly got wrong must fail the checker that the true ones pass."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""T2: zeros, equal laws, point masses and subnormals: nothing illegal is emitted, and nothing is ever NaN."""
+"""Zeros, equal laws, point masses and subnormals: nothing illegal is emitted, and nothing is ever NaN."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""T10: every transform of sampling, alone and in random combinations, in batches whose rows all differ.
+"""Every transform of sampling, alone and in random combinations, in batches whose rows all differ.
 
 Plain decoding must say what a slow reference says that shares nothing with the engine but the model's raw logits and
 the noise's hash. Drafted decoding must say what plain decoding says, token for token, whatever drafts: chains and

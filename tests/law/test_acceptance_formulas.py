@@ -1,4 +1,4 @@
-"""T5: what sampling with the real noise gives, against closed forms."""
+"""What sampling with the real noise gives, against closed forms."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""T6: reading in any company gives the same bits: chunks, batches, trees, moves. And the right ones."""
+"""Reading in any company gives the same bits: chunks, batches, trees, moves. And the right ones."""
 
 from __future__ import annotations
 

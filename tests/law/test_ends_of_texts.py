@@ -1,4 +1,4 @@
-"""T9: the edges. Wherever a text ends, drafted decoding ends it as plain decoding does: the same tokens, text, reasons
+"""The edges. Wherever a text ends, drafted decoding ends it as plain decoding does: the same tokens, text, reasons
 and log-probabilities, to the bit.
 
 Places are chosen by an oracle that drafts the right answer (and on, past its end): behind a prompt of several tokens

@@ -1,4 +1,4 @@
-"""T11: no policy of how far to draft changes what is said, not even one that looks at the tokens it was shown.
+"""No policy of how far to draft changes what is said, not even one that looks at the tokens it was shown.
 
 Under coupled verification the tokens are those of plain decoding; under `token` and `block` the law is. The engine
 takes a tree that a controller has changed as one without a law; an engine that did not would be caught here. Nor does

@@ -1,4 +1,4 @@
-"""T7 and T12: after any number of random rounds all state is what the committed tokens alone would give.
+"""After any number of random rounds all state is what the committed tokens alone would give.
 
 Sequences join, finish, are cancelled and preempted; guesses are right at random. Caches, indexes, counters and texts
 are compared with ones rebuilt, bit for bit, and memory stays what it was.

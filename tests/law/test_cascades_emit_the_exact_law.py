@@ -1,8 +1,8 @@
-"""T1 for cascades: the drafter itself, over every guess, coin and draw inside its rounds, in every verification mode.
+"""Cascades emit the exact law in every verification mode: every guess, coin and draw of their rounds is enumerated.
 
 `CascadeDrafter` and `verify` run as they serve; what they would draw is chosen in turn, every way there is, and each
 way counts with its exact probability. What comes out are all chains that a cascade can draft, their probabilities and
-declared laws; those go through the target's rules as in `test_t01_enumeration.py`. Mutants must fail.
+declared laws; those go through the target's rules as in `test_rules_emit_the_exact_law.py`. Mutants must fail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""T1 for mixes: the drafter itself, over everything its members may draw, in rows of one member and in merged ones.
+"""Mixes emit the exact law: everything their members may draw is enumerated, in rows of one member and in merged ones.
 
 `MixDrafter` runs as it serves, over members that draw by script, every way there is. What it drafts for each row goes
-through the target's rules as in `test_t01_enumeration.py`. A merged tree keeps the likeliest of what was drawn, which
-no law survives: the mutant that declares one all the same must fail.
+through the target's rules as in `test_rules_emit_the_exact_law.py`. A merged tree keeps the likeliest of what was
+drawn, which no law survives: the mutant that declares one all the same must fail.
 """
 
 from __future__ import annotations

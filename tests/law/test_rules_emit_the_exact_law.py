@@ -1,6 +1,6 @@
-"""T1: exact enumeration of the very kernels that serve. Every rule, tree, cascade and length policy is lossless.
+"""Exact enumeration of the very kernels that serve. Every rule, tree, cascade and length policy is lossless.
 
-`test_t01_mutants.py` shows that this checker notices what is commonly done wrong.
+`test_wrong_rules_are_noticed.py` shows that this checker notices what is commonly done wrong.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""T4 for cascades: keyed noise of rounds inside rounds, over several rounds of the target, against the exact law.
+"""Cascades keep the exact law over several rounds of the target, sampled with keyed noise of rounds inside rounds.
 
 An inner round may begin behind a root at which an earlier inner round began too, one whose draws the target has judged
 since. Its noise must be another's all the same; mutants that do not see to it must fail.

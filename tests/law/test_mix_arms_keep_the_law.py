@@ -1,4 +1,4 @@
-"""T4 for mixes: keyed noise over several rounds whose arms follow from what earlier rounds gave, against the exact law.
+"""A mix that chooses its arms by what earlier rounds gave keeps the exact law, sampled with keyed noise.
 
 An arm that is chosen by what it has drawn is the mutant, and must fail.
 """

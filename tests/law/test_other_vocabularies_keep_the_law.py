@@ -1,4 +1,4 @@
-"""T1 for drafters of another vocabulary: guesses drawn from the shared part of their law keep the target's law.
+"""Guesses of another vocabulary, drawn from the shared part of the drafter's law, keep the target's law exactly.
 
 The target says a, b, ab and ba, the drafter a, b, ab and aab: a text is cut differently by the two, and what the
 drafter reads is its own cut of what the target said, guesses behind it.

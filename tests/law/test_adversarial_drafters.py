@@ -1,4 +1,4 @@
-"""T3: drafters that mean harm. The law stands, acceptance is what the overlap of the laws says; a false q is seen."""
+"""Drafters that mean harm. The law stands, acceptance is what the overlap of the laws says; a false q is seen."""
 
 import math
 from dataclasses import replace

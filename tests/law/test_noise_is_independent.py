@@ -1,4 +1,4 @@
-"""T8: noise is as good as independent, and a draw is a function of text, parameters, seed and position alone."""
+"""Noise is as good as independent, and a draw is a function of text, parameters, seed and position alone."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""T4: the real sampler against the exact law: keyed noise, float32, top-p on, 100 000 rounds per rule."""
+"""The real sampler against the exact law: keyed noise, float32, top-p on, 100 000 rounds per rule."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
