@@ -107,11 +107,8 @@ class LLM:
     ) -> None:
         default = Speculation.of(speculation, Speculation(depth=DEFAULT_DEPTH))
         options = EngineOptions(max_num_seqs, chunk_tokens, verification, default)
-        for name, value, least in (
-            ("threads", threads, 1),
-            ("max_model_len", max_model_len, 2),
-            ("memory_bytes", memory_bytes, 0),
-        ):
+        limits = (("threads", threads, 1), ("max_model_len", max_model_len, 2), ("memory_bytes", memory_bytes, 0))
+        for name, value, least in limits:
             if value is not None:
                 require_whole(name, value, least)
         placement = Placement.of(device, one_gemm)
