@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from forerun.accept.outcome import Stats
-from forerun.cache.plan import BUDGET_SHARE, MemoryPlan, plan_memory
 from forerun.config import (
     DEFAULT_DEPTH,
     EngineOptions,
@@ -24,23 +23,23 @@ from forerun.config import (
     Verification,
     require_whole,
 )
-from forerun.device import Placement, free_bytes
-from forerun.draft.base import MERGED, Budget, Drafter
+from forerun.device import Placement
+from forerun.draft.base import MERGED, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
-from forerun.engine.controller import Controller, slots_of
+from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
+from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
-from forerun.errors import InvalidRequest, NotEnoughMemory, UnknownDrafter
+from forerun.errors import InvalidRequest, UnknownDrafter
 from forerun.models.loading import Blueprint, Progress
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 from forerun.text import Tokenizer
 
 Prompt = str | Seq[int]
-LEAST_LEN = 1024  # a context is not cut below this to make it fit unasked
 Wish = bool | int | Speculation | None
 
 
@@ -118,9 +117,7 @@ class LLM:
         self.tokenizer: Tokenizer = target.tokenizer()
         drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype))
         self.name, self.draft_name = target.name, draft_label(draft)
-        if memory_bytes is None and placement.device.type == "cuda":
-            memory_bytes = int(free_bytes(placement.device) * BUDGET_SHARE)
-        self.plan = plan_llm(target, drafter, max_model_len, max_num_seqs, tail_tokens(default, drafter), memory_bytes)
+        self.plan = plan_engine(target, drafter, default, max_model_len, max_num_seqs, memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_model_len)
         granted = {**drafter.remembered_bytes, **self.plan.remembered_bytes, **self.plan.drafter_cache_tokens}
         self.drafter: Drafter | None = drafter.build(granted, progress, runner)
@@ -247,48 +244,6 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
         raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', nor a Drafter.")
     num_members = len(draft.arms) - 1 if draft is not None and MERGED in draft.arms else 1
     return DraftPlan(0, {}, lambda _tokens, _progress, _target: draft, num_members=num_members)
-
-
-def tail_tokens(wish: Speculation, drafter: DraftPlan) -> int:
-    """Cache slots that one sequence's guesses take at most."""
-    budget = Budget.of(wish)
-    return slots_of(budget if drafter.num_members == 1 else budget.merging(drafter.num_members))
-
-
-def plan_llm(
-    target: Blueprint,
-    drafter: DraftPlan,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    tail_tokens: int,
-    memory_bytes: int | None,
-) -> MemoryPlan:
-    """Share out memory for texts of `max_model_len` tokens; where none is asked for, for the longest that fit."""
-    limit = target.config.max_positions
-    if max_model_len is not None and max_model_len > limit:
-        raise InvalidRequest(
-            "max_model_len", f"{max_model_len} must be at most {limit}, the positions of {target.name}."
-        )
-
-    def plan(length: int) -> MemoryPlan:
-        return plan_memory(
-            weights_bytes=target.weights_bytes + drafter.weights_bytes,
-            target_bytes_per_token=target.bytes_per_token,
-            drafter_bytes_per_token=drafter.bytes_per_token,
-            remembered_bytes=drafter.remembered_bytes if target.placement.device.type == "cpu" else {},
-            max_model_len=length,
-            max_num_seqs=max_num_seqs,
-            tail_tokens=tail_tokens,
-            budget_bytes=memory_bytes,
-        )
-
-    length = max_model_len or limit
-    while max_model_len is None and length >= 2 * LEAST_LEN:
-        try:
-            return plan(length)
-        except NotEnoughMemory:
-            length //= 2
-    return plan(length)
 
 
 class Answer:
