@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -45,7 +46,7 @@ class ScriptedLLM(LLM):
 
     def __init__(self, interrupt_at: int | None = None) -> None:
         self.tokenizer = TOKENIZER
-        self.fingerprint = "0123456789abcdef"
+        self.fingerprint, self.format, self.kernels = "0123456789abcdef", "bfloat16, int8 weights", "AVX2 kernels"
         self.plan = plan_memory(
             weights_bytes=1, target_bytes_per_token=1, max_model_len=64, max_num_seqs=1, budget_bytes=10**6
         )
@@ -129,6 +130,9 @@ def test_the_text_goes_to_standard_output_and_nothing_else_does(llm: ScriptedLLM
         assert word in result.stderr
     assert all(line in result.stderr for line in llm.plan.lines())
     assert str(llm.asked[0][1].seed) in result.stderr
+    threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
+    assert f"AVX2 kernels, bfloat16, int8 weights, {threads}" in result.stderr
+    assert llm.fingerprint in result.stderr
 
 
 def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
@@ -214,7 +218,8 @@ def test_json_is_one_object_with_everything(llm: ScriptedLLM) -> None:
     assert (answer["finish_reason"], answer["seed"], answer["draft"]) == ("length", 9, "ngram")
     assert answer["stats"]["tokens_per_round"] == 3.0
     assert answer["stats"]["acceptance_at_depth"] == [1.0, 1.0, 0.0]
-    assert answer["fingerprint"] == llm.fingerprint
+    assert (answer["kernels"], answer["format"]) == ("AVX2 kernels", "bfloat16, int8 weights")
+    assert (answer["num_threads"], answer["fingerprint"]) == (torch.get_num_threads(), llm.fingerprint)
 
 
 def test_a_seed_is_drawn_and_reported_where_none_is_given(llm: ScriptedLLM) -> None:

@@ -1,7 +1,7 @@
 """What the command line shows: tokens coloured by origin, a card of the run, a bar while a model loads.
 
-Decides colours and wording only. On anything that is no colour terminal, and with NO_COLOR set, text is plain. It
-knows nothing of options or of how answers come about.
+This file decides colours and wording only. On anything that is not a colour terminal, and with NO_COLOR set, text is
+plain.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What gave an answer, by name."""
+    """What gave an answer: the models, how they were run, and the label under which the same tokens are promised."""
 
     model: str
     draft: str | None
     depth: int
     verification: str
     seed: int
+    format: str
+    kernels: str
+    num_threads: int
+    fingerprint: str
 
 
 class Painter:
@@ -129,6 +133,9 @@ def run_card(
             card.add_row("" if arm != min(stats.arms) else "  by arm", Text(line))
     for i, line in enumerate(plan):
         card.add_row("" if i else "plan", line)
+    threads = "1 thread" if setting.num_threads == 1 else f"{setting.num_threads} threads"
+    card.add_row("computed by", Text(f"{setting.kernels}, {setting.format}, {threads}"))
+    card.add_row("fingerprint", setting.fingerprint)
     card.add_row("seed", str(setting.seed))
     return card
 

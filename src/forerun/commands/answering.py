@@ -1,7 +1,6 @@
-"""What commands that answer share: loading the model with a bar, and streaming one answer.
+"""What commands that answer share: loading the model with a bar, saying what was run, and streaming one answer.
 
-Decides what Ctrl-C means: the answer ends after the round under way. It knows nothing of options' names or of where
-the text goes.
+This file decides what Ctrl-C means: the answer ends after the round under way.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from rich.console import Console
 
-from forerun.card import LoadingBar, Timing
+from forerun.card import LoadingBar, Setting, Timing
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Origin
 from forerun.llm import LLM
@@ -41,6 +41,21 @@ def build_llm(options: ModelOptions, console: Console) -> LLM:
             one_gemm=options.one_gemm,
             progress=bar,
         )
+
+
+def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
+    """What an answer of this model with these options is shown to come from."""
+    return Setting(
+        model=llm.name or options.model,
+        draft=llm.draft_name or options.draft,
+        depth=options.speculation().depth,
+        verification=options.verification,
+        seed=seed,
+        format=llm.format,
+        kernels=llm.kernels,
+        num_threads=torch.get_num_threads(),
+        fingerprint=llm.fingerprint,
+    )
 
 
 @dataclass(slots=True)

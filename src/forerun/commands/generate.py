@@ -13,7 +13,7 @@ from rich.console import Console
 
 from forerun.accept.outcome import Stats
 from forerun.card import LoadingBar, Painter, Setting, Timing, run_card
-from forerun.commands.answering import Answer, answer, build_llm
+from forerun.commands.answering import Answer, answer, build_llm, setting_of
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, ModelOptions, with_options
@@ -33,8 +33,7 @@ def generate(
     params = how.params()
     errors = Console(stderr=True, no_color=how.raw or None)
     llm = build_llm(where, errors)
-    model, draft = llm.name or where.model, llm.draft_name or where.draft
-    setting = Setting(model, draft, where.speculation().depth, where.verification, cast(int, params.seed))
+    setting = setting_of(llm, where, cast(int, params.seed))
     if as_json:
         result = answer(llm, text, params, lambda *_: None, LoadingBar(errors))
         typer.echo(json.dumps(as_object(result, setting, llm)))
@@ -67,7 +66,6 @@ def as_object(result: Answer, setting: Setting, llm: LLM) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "stop_reason": result.stop_reason,
         **asdict(setting),
-        "fingerprint": llm.fingerprint,
         "stats": stats_object(llm.stats, result.timing, llm.arms),
         "memory_plan": llm.plan.lines(),
     }

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from forerun.card import STYLES, Setting
-from forerun.commands.answering import build_llm
+from forerun.card import STYLES
+from forerun.commands.answering import build_llm, setting_of
 from forerun.commands.generate import Prompt, read_prompt
 from forerun.errors import InvalidRequest
 from forerun.options import AnswerOptions, ModelOptions, with_options
@@ -51,7 +51,7 @@ def trace(
     if drawing is not None:
         write(drawing, svg(told, STYLES))
     if as_json:
-        setting = Setting(where.model, where.draft, wish.depth, where.verification, told.seed)
+        setting = setting_of(llm, where, told.seed)
         typer.echo(json.dumps(asdict(setting) | {"width": wish.width} | told.as_object()))
     else:
         Console(no_color=how.raw or None, highlight=False).print(picture(told, STYLES))
