@@ -304,9 +304,6 @@ class Declaring:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0], [1], [None])
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return [0] * len(seq_ids)
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         pass
 

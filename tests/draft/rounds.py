@@ -101,9 +101,6 @@ class Beside:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return self.drafter.outlook(seq_ids)
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return self.drafter.adopt(seq_ids, prefixes)
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         self.target.release(seq_ids)
         self.drafter.forget(seq_ids)

@@ -340,7 +340,6 @@ def test_it_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:
     bench, spec = bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"
     drafter, text = beside(bench, spec), story(9, 0)
     assert drafter.taps == (2,)
-    assert drafter.adopt([0, 1], [text, text]) == [0, 0]
     drafter.target.read([Read(0, text[:-1])])
     drafter.target.keep([0], [range(len(text) - 1)])
     with pytest.raises(WrongTarget, match="told text without them"):

@@ -101,9 +101,6 @@ class Silent:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [0] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return [0] * len(seq_ids)
-
     def forget(self, seq_ids: Sequence[int]) -> None: ...
 
 
@@ -423,7 +420,6 @@ def test_members_are_told_and_forget_together(small: Runner, large: Runner) -> N
     drafter.propose(draws_of(ROWS, VOCAB), BUDGETS)
     assert set(lower.sequences) == set(judge.sequences) == {row.seq_id for row in ROWS}
     assert drafter.outlook([3, 77]).unread[1] == drafter.outlook([3, 77]).limit[1] == 0
-    assert drafter.adopt([0], [[1, 2, 3]]) == [3]
     drafter.forget([0, 1, 2, 3, 4, 1000])
     assert lower.sequences == judge.sequences == {}
     assert drafter.propose(draws_of(ROWS, VOCAB), BUDGETS).tree.depth == 0

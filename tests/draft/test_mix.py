@@ -184,9 +184,6 @@ class Noted:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([len(self.guesses)] * len(seq_ids), [self.guesses[0]] * len(seq_ids), [0.5] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return [self.guesses[0] for _ in seq_ids]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         self.told.clear()
 
@@ -208,7 +205,6 @@ def test_each_member_is_shown_its_own_layers_and_asked_for_its_own_outlook() -> 
     assert (outlook.unread, outlook.limit) == ([2, 2], [9, 9])
     assert list(outlook.arms) == ["a", "b", "c"]
     assert outlook.arms["c"] == members[2].outlook([0, 1])
-    assert mix.adopt([0], [[1, 2]]) == [3]
     mix.forget([0])
     assert not any(member.told for member in members)
 

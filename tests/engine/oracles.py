@@ -82,9 +82,6 @@ class Oracle:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [10**6] * len(seq_ids), [None] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return [len(prefix) for prefix in prefixes]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         self.known -= set(seq_ids)
 

@@ -51,8 +51,5 @@ class Faulty:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return self.drafter.outlook(seq_ids)
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return self.drafter.adopt(seq_ids, prefixes)
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         self.drafter.forget(seq_ids)

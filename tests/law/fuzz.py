@@ -82,9 +82,6 @@ class RandomlyRight:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook(unread=[0] * len(seq_ids), limit=[9] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return [0] * len(seq_ids)
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         for member in self.members:
             member.forget(seq_ids)

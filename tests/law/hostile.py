@@ -69,9 +69,6 @@ class Hostile:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [10**9] * len(seq_ids), [None] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return [0] * len(seq_ids)
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """It has nothing to forget."""
 

@@ -47,9 +47,6 @@ class Table:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [99] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        return [0] * len(seq_ids)
-
     def forget(self, seq_ids: Sequence[int]) -> None: ...
 
 

@@ -171,10 +171,6 @@ class Drafter(Protocol):
         """What can be said about these sequences now. Host only; no tensor work."""
         ...
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """How many tokens of each prefix it can restore without being shown their features."""
-        ...
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop all state of these sequences: finished, preempted, or put to sleep."""
         ...

@@ -183,11 +183,6 @@ class CascadeDrafter:
         limit = [room or below for room, below in zip(judge.limit, lower.limit, strict=True)]
         return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """What both members can restore."""
-        lower, judge = self.lower.adopt(seq_ids, prefixes), self.judge.adopt(seq_ids, prefixes)
-        return [min(each) for each in zip(lower, judge, strict=True)]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Both members forget."""
         self.lengths.forget(seq_ids)

@@ -147,10 +147,6 @@ class EarlyExitDrafter:
         limit = [self.room(seq_id, 1) for seq_id in seq_ids]
         return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=[None] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """All of each prefix: what the target has read is read. Of an adapter's nothing, without its states."""
-        return [len(prefix) if self.adapted is None else 0 for prefix in prefixes]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Count these sequences no more; unknown ones are none. Their keys and values are the target's."""
         self.lower.hand_over(seq_ids)

@@ -175,11 +175,6 @@ class MixDrafter:
             arms=dict(zip(self.arms[:-1], each, strict=True)),
         )
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """What all members can restore."""
-        each = [member.adopt(seq_ids, prefixes) for member in self.members]
-        return [min(row) for row in zip(*each, strict=True)]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """All members forget."""
         for member in self.members:

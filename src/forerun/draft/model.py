@@ -329,10 +329,6 @@ class ModelDrafter:
                 limit.append(self.room(following, [following.root]))
         return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """All of each prefix: a model that reads tokens needs nothing else."""
-        return [len(prefix) for prefix in prefixes]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop text and K, V of these sequences; unknown ones are none."""
         self.runner.release(seq_ids)

@@ -190,10 +190,6 @@ class NgramDrafter:
         suffix = [*history.text[-self.max_n :], history.root]
         return lookup([history.ends], suffix, self.min_n, self.max_n)
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """All of each prefix: an index needs tokens alone."""
-        return [len(prefix) for prefix in prefixes]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop the indexes of these sequences; unknown ones are none."""
         for seq_id in seq_ids:

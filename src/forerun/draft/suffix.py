@@ -133,10 +133,6 @@ class SuffixDrafter:
         longest = max(len(growing.tree.matches), len(growing.reader.places))
         return min(longest, growing.tree.depth // 2)
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """All of each prefix: counts need tokens alone."""
-        return [len(prefix) for prefix in prefixes]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop these sequences. What they answered is past from now on, for their tenant; unknown ones are none."""
         for seq_id in seq_ids:

@@ -118,10 +118,6 @@ class TranslatingDrafter:
         """The model's own, in its tokens."""
         return self.model.outlook(seq_ids)
 
-    def adopt(self, seq_ids: Sequence[int], prefixes: Sequence[Sequence[int]]) -> Sequence[int]:
-        """All of each prefix: a model that reads tokens needs nothing else."""
-        return [len(prefix) for prefix in prefixes]
-
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop texts and K, V of these sequences; unknown ones are none."""
         self.model.forget(seq_ids)
