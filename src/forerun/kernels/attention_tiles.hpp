@@ -5,7 +5,7 @@
 // bfloat16, as torch's attention rounds them.
 #pragma once
 #include "attention.hpp"
-#include "linear.hpp"
+#include "multiply_tiles.hpp"
 
 #if defined(FORERUN_AMX)
 namespace forerun {

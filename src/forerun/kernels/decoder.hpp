@@ -1,6 +1,6 @@
 // What a decoder and a pass through it are, and the functions that other parts of the library call.
 #pragma once
-#include "linear.hpp"
+#include "multiply.hpp"
 
 namespace forerun {
 

@@ -1,8 +1,7 @@
 // Packed linear layers at the memory limit: y = x @ weight.T, any number of rows, each with bits of its own.
 //
-// Weights lie in panels of 16 outputs, so that a step along the inputs reads one 64-byte line: 1 float32, 2 bfloat16 or
-// 4 int8 inputs of each of the 16 outputs. Every output is summed along the inputs in one fixed order, whatever the
-// number of rows. Memory is read once per pass, from large pages. Knows nothing of layers.
+// This file lays weights and rows out; multiply.hpp multiplies them. Weights lie in panels of 16 outputs, so that a step
+// along the inputs reads one 64-byte line: 1 float32, 2 bfloat16 or 4 int8 inputs of each of the 16 outputs.
 #pragma once
 #include <sys/mman.h>
 
@@ -55,6 +54,12 @@ struct Memory {  // zeros, in large pages where there is enough to fill some
   int64_t size;
 };
 
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;  // the processor multiplies pairs of bfloat16
+#else
+constexpr bool PAIRS = false;  // bfloat16 is widened to float32, rows before the product
+#endif
+
 // What goes into a product: rows in the layer's format, padded to whole tiles; int8 rows have scales.
 struct Rows {
   char* data;
@@ -69,8 +74,9 @@ struct Linear {
   int32_t* offsets;  // 128 times the sum of an output's int8 weights
 
   static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 ? 2 : 1; }
-  int64_t row_bytes() const { return depth * size(format); }
-  int64_t panel_bytes() const { return LANES * row_bytes(); }
+  int64_t panel_bytes() const { return LANES * depth * size(format); }
+  int64_t num_lines() const { return panel_bytes() / 64; }
+  int64_t row_bytes() const { return depth * (format == BFLOAT16 && !PAIRS ? 4 : size(format)); }  // as prepared
   bool tiled() const { return format != FLOAT32 && has_amx(); }
 
   // `weight` is [outputs, inputs] in the format itself; `scales` one for each output, int8 only; `bias` may be null.
@@ -101,7 +107,12 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
   if (l.format == FLOAT32) {
     memcpy(to, x, l.row_bytes());
   } else if (l.format == BFLOAT16) {
-    for (int64_t i = 0; i < l.depth; i += LANES) narrow(reinterpret_cast<bfloat16*>(to) + i, load(x + i));
+    for (int64_t i = 0; i < l.depth; i += LANES) {
+      bfloat16 rounded[LANES];
+      narrow(rounded, load(x + i));
+      if (PAIRS) memcpy(to + 2 * i, rounded, sizeof rounded);
+      else store(reinterpret_cast<float*>(to) + i, widened(rounded));
+    }
   } else {
     Floats top{}, finite{};
     for (int64_t i = 0; i < l.depth; i += LANES) {
@@ -121,185 +132,13 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
   }
 }
 
-template <Format F>
-struct Dot {  // one line of 16 outputs times the same inputs of one row, added to the sums so far
-  typedef Floats Sums;
-  static Floats add(Floats sums, const char* line, const char* x) {
-    if (F == FLOAT32) {
-      float a;
-      memcpy(&a, x, 4);
-      return fma(load(reinterpret_cast<const float*>(line)), all(a), sums);
-    }
-    int32_t pair;
-    memcpy(&pair, x, 4);
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_loadu_si512(line), (__m512bh)_mm512_set1_epi32(pair));
-#else
-    const Ints w = *reinterpret_cast<const IntsAnywhere*>(line), v = pair - Ints{};
-    sums = fma(floats(w << 16), floats(v << 16), sums);
-    return fma(floats(w & int32_t(0xffff0000)), floats(v & int32_t(0xffff0000)), sums);
-#endif
-  }
-};
-
-template <>
-struct Dot<INT8> {  // sums of whole numbers: exact in any order
-  typedef Ints Sums;
-  static Ints add(Ints sums, const char* line, const char* x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-#if defined(__AVX512VNNI__)  // takes one side unsigned: 128 is added to x here, and `offsets` taken off in the end
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four ^ int32_t(0x80808080)), _mm512_loadu_si512(line));
-#else
-    const Ints w = *reinterpret_cast<const IntsAnywhere*>(line), v = four - Ints{};
-    for (int shift = 24; shift >= 0; shift -= 8) sums += ((w << shift) >> 24) * ((v << shift) >> 24);
-    return sums;
-#endif
-  }
-};
-
-// Sums as floats, in the place of the first of them.
-inline void finish(const Linear& l, float* out, int64_t column, Floats sums, float) {
-  store(out + column, sums + load(l.bias + column));
+// Sums of 16 outputs as floats, at the place of the first of them.
+inline void finish(const Linear& l, float* out, int64_t output, Floats sums, float) {
+  store(out, sums + load(l.bias + output));
 }
-inline void finish(const Linear& l, float* out, int64_t column, Ints sums, float scale) {
+inline void finish(const Linear& l, float* out, int64_t output, Ints sums, float scale) {
   const Floats whole = __builtin_convertvector(sums, Floats);
-  store(out + column, (whole * load(l.scales + column)) * scale + load(l.bias + column));
-}
-
-template <Format F, int R>
-inline void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, float* out) {
-  typedef typename Dot<F>::Sums Sums;
-  Sums sums[R][PANELS] = {};
-  const char* panel = l.panels.data + column / LANES * l.panel_bytes();
-  const char* x = rows.data + row * l.row_bytes();
-  for (int64_t at = 0, line = 0; at < l.row_bytes(); at += 4, line += 64) {
-    for (int p = 0; p < PANELS; p++) __builtin_prefetch(panel + p * l.panel_bytes() + line + 1024);
-    for (int r = 0; r < R; r++)
-      for (int p = 0; p < PANELS; p++)
-        sums[r][p] = Dot<F>::add(sums[r][p], panel + p * l.panel_bytes() + line, x + r * l.row_bytes() + at);
-  }
-  for (int r = 0; r < R; r++)
-    for (int p = 0; p < PANELS; p++) {
-      if (F == INT8) {
-#if defined(__AVX512VNNI__)
-        sums[r][p] = (Sums)((Ints)sums[r][p] - *reinterpret_cast<const IntsAnywhere*>(l.offsets + column + p * LANES));
-#endif
-      }
-      finish(l, out + (row + r) * l.width, column + p * LANES, sums[r][p], rows.scales ? rows.scales[row + r] : 0);
-    }
-}
-
-template <Format F>
-void multiply_rows(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
-  int64_t row = 0;
-  for (; row + 6 <= num_rows; row += 6) multiply_block<F, 6>(l, column, rows, row, out);
-  switch (num_rows - row) {
-    case 1: return multiply_block<F, 1>(l, column, rows, row, out);
-    case 2: return multiply_block<F, 2>(l, column, rows, row, out);
-    case 3: return multiply_block<F, 3>(l, column, rows, row, out);
-    case 4: return multiply_block<F, 4>(l, column, rows, row, out);
-    case 5: return multiply_block<F, 5>(l, column, rows, row, out);
-  }
-}
-
-#if defined(FORERUN_AMX)
-// Tiles 0-3 hold sums, 4-5 rows, 6-7 weights; all of 16 rows of 64 bytes. Rows that are not there are computed in vain.
-inline void configure_tiles() {
-  struct alignas(64) Config {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  };
-  // Not a local variable: GCC 12 takes the instruction to read 8 bytes only, and may leave out stores to the rest.
-  static const Config config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE}};
-  _tile_loadconfig(&config);
-}
-
-template <Format F>
-inline void finish_tile(const Linear& l, int64_t column, const int32_t (*sums)[LANES], Rows rows, int64_t row, int64_t end, float* out) {
-  for (int r = 0; r < TILE && row + r < end; r++) {
-    const Ints line = *reinterpret_cast<const IntsAnywhere*>(sums[r]);
-    const float scale = rows.scales ? rows.scales[row + r] : 0;
-    if (F == INT8) finish(l, out + (row + r) * l.width, column, line, scale);
-    else finish(l, out + (row + r) * l.width, column, floats(line), scale);
-  }
-}
-
-#define FORERUN_TILE_DOT(sums, x, w) \
-  if (F == INT8) _tile_dpbssd(sums, x, w); \
-  else _tile_dpbf16ps(sums, x, w);
-
-template <Format F>
-void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
-  alignas(64) int32_t sums[TILE][LANES];
-  const int64_t stride = l.row_bytes();
-  const char* panel = l.panels.data + column / LANES * l.panel_bytes();
-#define FORERUN_STORE(tile, c, r)            \
-  _tile_stored(tile, sums, 64);              \
-  finish_tile<F>(l, c, sums, rows, r, num_rows, out);
-  int64_t row = 0;
-  for (; row + TILE < num_rows; row += 2 * TILE)  // two tiles of rows, two panels of weights at a time
-    for (int64_t c = 0; c < WIDTH; c += 2 * LANES) {
-      const char *x = rows.data + row * stride, *w = panel + c / LANES * l.panel_bytes();
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t at = 0; at < stride; at += 64) {
-        _tile_loadd(4, x + at, stride);
-        _tile_loadd(5, x + TILE * stride + at, stride);
-        _tile_loadd(6, w + at * LANES, 64);
-        _tile_loadd(7, w + l.panel_bytes() + at * LANES, 64);
-        FORERUN_TILE_DOT(0, 4, 6) FORERUN_TILE_DOT(1, 4, 7) FORERUN_TILE_DOT(2, 5, 6) FORERUN_TILE_DOT(3, 5, 7)
-      }
-      FORERUN_STORE(0, column + c, row) FORERUN_STORE(1, column + c + LANES, row)
-      FORERUN_STORE(2, column + c, row + TILE) FORERUN_STORE(3, column + c + LANES, row + TILE)
-    }
-  if (row >= num_rows) return;
-  const char* x = rows.data + row * stride;  // one tile of rows, all four panels
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t at = 0; at < stride; at += 64) {
-    const char* w = panel + at * LANES;
-    for (int p = 0; p < PANELS; p++)
-      for (int i = 0; i < TILE; i++) __builtin_prefetch(w + p * l.panel_bytes() + i * 64 + 2048);
-    _tile_loadd(4, x + at, stride);
-    _tile_loadd(6, w, 64);
-    FORERUN_TILE_DOT(0, 4, 6)
-    _tile_loadd(7, w + l.panel_bytes(), 64);
-    FORERUN_TILE_DOT(1, 4, 7)
-    _tile_loadd(6, w + 2 * l.panel_bytes(), 64);
-    FORERUN_TILE_DOT(2, 4, 6)
-    _tile_loadd(7, w + 3 * l.panel_bytes(), 64);
-    FORERUN_TILE_DOT(3, 4, 7)
-  }
-  FORERUN_STORE(0, column, row) FORERUN_STORE(1, column + LANES, row)
-  FORERUN_STORE(2, column + 2 * LANES, row) FORERUN_STORE(3, column + 3 * LANES, row)
-#undef FORERUN_STORE
-}
-#undef FORERUN_TILE_DOT
-#endif
-
-// The share of one thread: every `num_threads`-th part of the outputs. `out` is [num_rows, width].
-inline void multiply(const Linear& l, Rows rows, int64_t num_rows, float* out, int thread, int num_threads) {
-  const int64_t groups = l.width / WIDTH, first = groups * thread / num_threads, end = groups * (thread + 1) / num_threads;
-#if defined(FORERUN_AMX)
-  if (l.tiled()) {
-    configure_tiles();
-    for (int64_t g = first; g < end; g++)
-      if (l.format == INT8) multiply_tiles<INT8>(l, g * WIDTH, rows, num_rows, out);
-      else multiply_tiles<BFLOAT16>(l, g * WIDTH, rows, num_rows, out);
-    _tile_release();
-    return;
-  }
-#endif
-  for (int64_t g = first; g < end; g++)
-    if (l.format == INT8) multiply_rows<INT8>(l, g * WIDTH, rows, num_rows, out);
-    else if (l.format == BFLOAT16) multiply_rows<BFLOAT16>(l, g * WIDTH, rows, num_rows, out);
-    else multiply_rows<FLOAT32>(l, g * WIDTH, rows, num_rows, out);
+  store(out, (whole * load(l.scales + output)) * scale + load(l.bias + output));
 }
 
 }  // namespace forerun

@@ -1,0 +1,223 @@
+// Products in the processor's vector registers: some rows times some panels, their sums held in registers throughout.
+//
+// The shape of a block follows the instruction set: as many sums as leave registers for a line of weights and a number
+// of a row. More rows than a block takes go through a stretch of the weights that stays in the nearest cache, and their
+// sums wait in the result: memory is read once for any number of rows. Every output is summed along the inputs in their
+// order, however rows and stretches are cut.
+#pragma once
+#include "linear.hpp"
+
+namespace forerun {
+
+#if defined(__AVX512F__)
+constexpr int REGISTER_BYTES = 64, NUM_REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int REGISTER_BYTES = 32, NUM_REGISTERS = 16;
+#else
+constexpr int REGISTER_BYTES = 16, NUM_REGISTERS = 32;  // NEON; on others the compiler does what it can
+#endif
+
+constexpr int LINE_BYTES = 64;  // of a panel: some inputs of its 16 outputs
+constexpr int PARTS = LINE_BYTES / REGISTER_BYTES;
+constexpr int STRETCH_BYTES = 16 << 10;  // of weights that several blocks of rows share: half of the nearest cache
+
+typedef float FloatRegister __attribute__((vector_size(REGISTER_BYTES)));
+typedef int32_t IntRegister __attribute__((vector_size(REGISTER_BYTES)));
+typedef FloatRegister FloatRegisterAnywhere __attribute__((aligned(4), may_alias));
+typedef IntRegister IntRegisterAnywhere __attribute__((aligned(4), may_alias));
+
+inline FloatRegister multiply_add(FloatRegister a, FloatRegister b, FloatRegister c) {
+#if defined(__AVX512F__)
+  return (FloatRegister)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (FloatRegister)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+  return (FloatRegister)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+inline IntRegister weights_at(const char* line, int part) {
+  return *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
+}
+
+template <typename T>
+inline T number_at(const char* p) {
+  T number;
+  memcpy(&number, p, sizeof number);
+  return number;
+}
+
+// A line of weights times the same inputs of R rows, added to their sums so far. `STEP` is how many bytes of a prepared
+// row go with a line, `SPARE` how many registers the sums must leave.
+template <Format F>
+struct Dot;
+
+template <>
+struct Dot<FLOAT32> {
+  typedef FloatRegister Sums;
+  static constexpr int STEP = 4, SPARE = PARTS + 1;
+
+  template <int R>
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
+    for (int r = 0; r < R; r++)
+      for (int part = 0; part < PARTS; part++)
+        sums[r][part] = multiply_add((FloatRegister)weights_at(line, part), number_at<float>(x + r * stride) - Sums{}, sums[r][part]);
+  }
+};
+
+template <>
+struct Dot<BFLOAT16> {  // two inputs of each output
+  typedef FloatRegister Sums;
+#if defined(__AVX512BF16__)
+  static constexpr int STEP = 4, SPARE = PARTS + 1;
+
+  template <int R>
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
+    for (int r = 0; r < R; r++)
+      sums[r][0] = (Sums)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)_mm512_loadu_si512(line),
+                                          (__m512bh)_mm512_set1_epi32(number_at<int32_t>(x + r * stride)));
+  }
+#else  // widened in registers; rows are prepared as floats
+  static constexpr int STEP = 8, SPARE = 2 * PARTS + 1;
+
+  template <int R>
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
+    for (int odd = 0; odd < 2; odd++) {
+      FloatRegister weights[PARTS];
+      for (int part = 0; part < PARTS; part++) {
+        const IntRegister pairs = weights_at(line, part);
+        weights[part] = (FloatRegister)(odd ? pairs & int32_t(0xffff0000) : pairs << 16);
+      }
+      for (int r = 0; r < R; r++)
+        for (int part = 0; part < PARTS; part++)
+          sums[r][part] = multiply_add(weights[part], number_at<float>(x + r * stride + 4 * odd) - Sums{}, sums[r][part]);
+    }
+  }
+#endif
+};
+
+template <>
+struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact in any order
+  typedef IntRegister Sums;
+  static constexpr int STEP = 4, SPARE = 6;
+
+  template <int R>
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
+    for (int part = 0; part < PARTS; part++) {
+      const IntRegister weights = weights_at(line, part);
+      for (int r = 0; r < R; r++) sums[r][part] = dot(sums[r][part], weights, number_at<int32_t>(x + r * stride));
+    }
+  }
+
+  static Sums dot(Sums sums, IntRegister weights, int32_t four) {
+#if defined(__AVX512VNNI__)  // takes one side unsigned: 128 is added to x here, and `offsets` taken off in the end
+    return (Sums)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four ^ int32_t(0x80808080)), (__m512i)weights);
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // |w| times x with the sign of w: two such products fit into 16 bits
+    const __m256i w = (__m256i)weights, x = _mm256_sign_epi8(_mm256_set1_epi32(four), w);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), x);
+    return sums + (Sums)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+    const IntRegister x = four - Sums{};
+    for (int shift = 24; shift >= 0; shift -= 8) sums += ((weights << shift) >> 24) * ((x << shift) >> 24);
+    return sums;
+#endif
+  }
+
+  // What is in the sums of 16 outputs beside the products.
+  static Ints excess([[maybe_unused]] const Linear& l, [[maybe_unused]] int64_t output) {
+#if defined(__AVX512VNNI__)
+    return *reinterpret_cast<const IntsAnywhere*>(l.offsets + output);
+#else
+    return Ints{};
+#endif
+  }
+};
+
+// R rows times P panels along the lines from `first` to `end`, both the whole panel or a stretch of it.
+template <Format F, int R, int P>
+inline void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first, int64_t end, float* out) {
+  typedef typename Dot<F>::Sums Sums;
+  typedef Sums Anywhere __attribute__((aligned(4), may_alias));
+  Sums sums[P][R][PARTS] = {};
+  const auto place = [&](int p, int r) { return out + (row + r) * l.width + column + p * LANES; };
+  const auto each = [&](auto f) {
+    for (int p = 0; p < P; p++)
+      for (int r = 0; r < R; r++)
+        for (int part = 0; part < PARTS; part++) f(sums[p][r][part], reinterpret_cast<Anywhere*>(place(p, r))[part]);
+  };
+  if (first) each([](Sums& sum, Anywhere& waiting) { sum = waiting; });
+  const char* line = l.panels.data + column / LANES * l.panel_bytes() + first * LINE_BYTES;
+  const char* x = rows.data + row * l.row_bytes() + first * Dot<F>::STEP;
+  for (int64_t i = first; i < end; i++, line += LINE_BYTES, x += Dot<F>::STEP) {
+    for (int p = 0; p < P; p++) __builtin_prefetch(line + p * l.panel_bytes() + 1024);
+    for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], line + p * l.panel_bytes(), x, l.row_bytes());
+  }
+  each([](Sums& sum, Anywhere& waiting) { waiting = sum; });
+  if (end < l.num_lines()) return;
+  for (int p = 0; p < P; p++)
+    for (int r = 0; r < R; r++) {
+      float* const result = place(p, r);
+      const int64_t output = column + p * LANES;
+      if (F != INT8) finish(l, result, output, load(result), 0);
+      else finish(l, result, output, bits(load(result)) - Dot<INT8>::excess(l, output), rows.scales[row + r]);
+    }
+}
+
+// How many panels a block of so many rows takes, and the most rows that a block can have.
+template <Format F>
+constexpr int panels_for(int num_rows) {
+  int panels = PANELS;
+  while (panels > 1 && num_rows * panels * PARTS + Dot<F>::SPARE > NUM_REGISTERS) panels /= 2;
+  return panels;
+}
+template <Format F>
+constexpr int most_rows() {
+  int rows = 6;
+  while (rows * PARTS + Dot<F>::SPARE > NUM_REGISTERS) rows--;
+  return rows;
+}
+
+// All rows of one block, and all panels of a group.
+template <Format F, int R>
+inline void multiply_few(const Linear& l, int64_t column, Rows rows, float* out) {
+  constexpr int P = panels_for<F>(R);
+  for (int64_t c = column; c < column + WIDTH; c += P * LANES) multiply_block<F, R, P>(l, c, rows, 0, 0, l.num_lines(), out);
+}
+
+// Any number of rows in blocks of nearly the same size, stretch by stretch.
+template <Format F>
+inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+  constexpr int MOST = most_rows<F>(), P = panels_for<F>(MOST);
+  const int64_t num_blocks = (num_rows + MOST - 1) / MOST, stretch = STRETCH_BYTES / LINE_BYTES / P;
+  for (int64_t c = column; c < column + WIDTH; c += P * LANES)
+    for (int64_t first = 0; first < l.num_lines(); first += stretch) {
+      const int64_t end = std::min(first + stretch, l.num_lines());
+      for (int64_t block = 0; block < num_blocks; block++) {
+        const int64_t row = num_rows * block / num_blocks;
+        switch (num_rows * (block + 1) / num_blocks - row) {
+          case 2: multiply_block<F, 2, P>(l, c, rows, row, first, end, out); break;
+          case 3: multiply_block<F, 3, P>(l, c, rows, row, first, end, out); break;
+          case 4: multiply_block<F, 4, P>(l, c, rows, row, first, end, out); break;
+          case 5: multiply_block<F, 5, P>(l, c, rows, row, first, end, out); break;
+          case 6: multiply_block<F, 6, P>(l, c, rows, row, first, end, out); break;
+        }
+      }
+    }
+}
+
+template <Format F>
+void multiply_rows(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+  if (num_rows > most_rows<F>()) return multiply_many<F>(l, column, rows, num_rows, out);
+  switch (num_rows) {
+    case 1: return multiply_few<F, 1>(l, column, rows, out);
+    case 2: return multiply_few<F, 2>(l, column, rows, out);
+    case 3: return multiply_few<F, 3>(l, column, rows, out);
+    case 4: return multiply_few<F, 4>(l, column, rows, out);
+    case 5: return multiply_few<F, 5>(l, column, rows, out);
+    case 6: return multiply_few<F, 6>(l, column, rows, out);
+  }
+}
+
+}  // namespace forerun
