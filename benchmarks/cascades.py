@@ -161,7 +161,7 @@ def main() -> int:
     options = arguments()
     quantize: Quantization | None = options.quantize
     folder = widen(TARGET, TARGET_PARAMETERS, None)
-    target = Blueprint.of(folder, "auto", quantize)
+    target = Blueprint.of(folder, dtype="auto", quantize=quantize)
     workload = workload_of(options.workload, passages(options.workload), options.num_prompts, target.tokenizer())
     length = workload.longest(options.tokens)
     llm = LLM(folder, quantize=quantize, max_model_len=length, max_num_seqs=1)

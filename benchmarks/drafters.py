@@ -86,7 +86,9 @@ def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
     if found is None:
         raise SystemExit(f"mode {text!r}: write SPEC@DEPTH or SPEC@DEPTHxWIDTHxNODES, as in ngram@7")
     depth, width, nodes = (int(found[name]) if found[name] else None for name in ("depth", "width", "nodes"))
-    context = DraftContext(replace(target, quantize="int8") if found["int8"] else target, llm.tokenizer)
+    context = DraftContext(
+        replace(target, spec=replace(target.spec, quantize="int8")) if found["int8"] else target, llm.tokenizer
+    )
     planned = plan(widened(parse_spec(found["spec"])), context)
     drafter = planned.build(dict.fromkeys(planned.bytes_per_token, cache_tokens), None, llm.engine.runner)
     return Mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
@@ -150,7 +152,7 @@ def main() -> int:
     options = arguments()
     quantize: Quantization | None = options.quantize
     folder = widen(TARGET, TARGET_PARAMETERS, None)
-    target = Blueprint.of(folder, "auto", quantize)
+    target = Blueprint.of(folder, dtype="auto", quantize=quantize)
     texts = passages(options.workload)
     workload = workload_of(options.workload, texts, options.num_prompts, target.tokenizer())
     length = workload.longest(options.tokens)

@@ -60,14 +60,14 @@ def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
 
 def test_8_bit_weights_are_refused_where_there_are_no_layers_for_them(target_dir: Path) -> None:
     with pytest.raises(InvalidRequest, match="quantize"):
-        Blueprint.of(str(target_dir), quantize="int8", placement=Placement(torch.device("cpu"), fixed=True))
+        Blueprint.of(str(target_dir), quantize="int8", device=Placement(torch.device("cpu"), fixed=True))
 
 
 def test_compiled_kernels_are_for_plain_passes_on_cpus(target_dir: Path) -> None:
     fixed = Placement(torch.device("cpu"), fixed=True)
     with pytest.raises(InvalidRequest, match="kernels"):
-        Blueprint.of(str(target_dir), kernels="native", placement=fixed)
-    there, here = Blueprint.of(str(target_dir), placement=fixed), Blueprint.of(str(target_dir))
+        Blueprint.of(str(target_dir), kernels="native", device=fixed)
+    there, here = Blueprint.of(str(target_dir), device=fixed), Blueprint.of(str(target_dir))
     assert there.load(64).decoder.native is None
     assert there.computed_by == f"torch, {fixed.label}"
     assert there.fingerprint() != here.fingerprint()

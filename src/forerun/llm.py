@@ -113,9 +113,9 @@ class LLM:
         placement = Placement.of(device, one_gemm)
         if threads is not None:
             torch.set_num_threads(threads)
-        target = Blueprint.of(str(model), dtype, quantize, kernels, placement)
+        target = Blueprint.of(str(model), dtype=dtype, quantize=quantize, kernels=kernels, device=placement)
         self.tokenizer: Tokenizer = target.tokenizer()
-        drafter = draft_plan(draft, DraftContext(target, self.tokenizer, dtype))
+        drafter = draft_plan(draft, DraftContext(target, self.tokenizer))
         self.name, self.draft_name = target.name, draft_label(draft)
         self.plan = plan_engine(target, drafter, default, max_model_len, max_num_seqs, memory_bytes)
         runner = target.load(self.plan.cache_tokens, progress, self.plan.max_model_len)

@@ -68,12 +68,12 @@ def test_memory_is_planned_for_the_longest_text_and_the_largest_batch(models: Mo
 @pytest.mark.parametrize("name", ["stories260k", *BUNDLED])
 def test_a_pass_reads_all_weights_but_rows_that_are_looked_up(name: str, dtype: str, target_dir: Path) -> None:
     folder = BUNDLED.get(name, target_dir)
-    blueprint = Blueprint.of(str(folder), dtype)
+    blueprint = Blueprint.of(str(folder), dtype=dtype)
     tensors = load_file(next(folder.glob("*.safetensors")))
     tied = "lm_head.weight" not in tensors
     sizes = [t.numel() for key, t in tensors.items() if tied or "embed_tokens" not in key]
     assert blueprint.pass_bytes == sum(sizes) * blueprint.dtype.itemsize
-    assert Blueprint.of(str(folder), dtype, "int8").pass_bytes == sum(sizes)
+    assert Blueprint.of(str(folder), dtype=dtype, quantize="int8").pass_bytes == sum(sizes)
 
 
 def test_widening_is_for_bundled_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ DRAFTERS = ["none", "ngram", "model", "oracle"]
 
 @cache
 def weights(name: str) -> Runner:
-    return Blueprint.of(str(DATA / name), "float32").load(64)
+    return Blueprint.of(str(DATA / name), dtype="float32").load(64)
 
 
 def runner() -> Runner:

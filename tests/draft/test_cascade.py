@@ -40,12 +40,12 @@ class CountingRunner(Runner):
 
 @pytest.fixture(scope="module")
 def small(draft_dir: Path) -> Runner:
-    return Blueprint.of(str(draft_dir), "float32").load(64)
+    return Blueprint.of(str(draft_dir), dtype="float32").load(64)
 
 
 @pytest.fixture(scope="module")
 def large(target_dir: Path) -> Runner:
-    return Blueprint.of(str(target_dir), "float32").load(64)
+    return Blueprint.of(str(target_dir), dtype="float32").load(64)
 
 
 def model(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:
@@ -382,7 +382,7 @@ def test_on_passes_of_fixed_shape_it_drafts_what_its_judge_would_alone(target_di
     fixed = Placement(torch.device("cpu"), fixed=True)
 
     def made(folder: Path) -> ModelDrafter:
-        return ModelDrafter(Blueprint.of(str(folder), "float32", placement=fixed).load(512), VOCAB)
+        return ModelDrafter(Blueprint.of(str(folder), dtype="float32", device=fixed).load(512), VOCAB)
 
     rows, budgets = ROWS[:2], [Budget(6), Budget(3)]
     for rejection in (False, True):

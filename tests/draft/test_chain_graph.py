@@ -24,7 +24,7 @@ PARAMS = (SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(
 
 @pytest.fixture(scope="module")
 def runner(draft_dir: Path) -> GraphRunner:
-    loaded = Blueprint.of(str(draft_dir), "float32", placement=FIXED).load(64)
+    loaded = Blueprint.of(str(draft_dir), dtype="float32", device=FIXED).load(64)
     assert isinstance(loaded, GraphRunner)
     return loaded
 

@@ -91,7 +91,7 @@ def test_they_are_the_same_and_leave_the_same(
 ) -> None:
     """Also where the target's vocabulary is padded further than the drafter's."""
     require_compiler()
-    blueprint = Blueprint.of(str(draft_dir), dtype, quantize, "native")
+    blueprint = Blueprint.of(str(draft_dir), dtype=dtype, quantize=quantize, kernels="native")
     once, steps, trees = (rounds(way, blueprint, vocab) for way in ("at once", "step by step", "as trees"))
     for others in (steps, trees):
         for (draft, left, books), (other, other_left, other_books) in zip(once, others, strict=True):
@@ -105,7 +105,7 @@ def test_they_are_the_same_and_leave_the_same(
 def test_want_of_room_makes_steps_of_it(draft_dir: Path) -> None:
     """A cache too small for all chains at once: what fits is what steps would have found room for."""
     require_compiler()
-    blueprint = Blueprint.of(str(draft_dir), "float32", None, "native")
+    blueprint = Blueprint.of(str(draft_dir), dtype="float32", kernels="native")
     texts = [list(range(40 + i, 100 + i)) for i in range(2)]
     for num_tokens in (128, 192, 256):
         trees = []

@@ -80,8 +80,8 @@ def test_any_text_parses_or_is_refused_with_a_position(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def context(target_dir: Path) -> DraftContext:
-    target = Blueprint.of(str(target_dir), "float32")
-    return DraftContext(target, target.tokenizer(), "float32")
+    target = Blueprint.of(str(target_dir), dtype="float32")
+    return DraftContext(target, target.tokenizer())
 
 
 def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:

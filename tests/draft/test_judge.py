@@ -30,7 +30,7 @@ class CountingRunner(Runner):
 
 @pytest.fixture(scope="module")
 def loaded(draft_dir: Path) -> Runner:
-    return Blueprint.of(str(draft_dir), "float32").load(64)
+    return Blueprint.of(str(draft_dir), dtype="float32").load(64)
 
 
 def make(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:

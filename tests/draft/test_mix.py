@@ -40,8 +40,8 @@ VOCAB = 512
 
 @cache
 def context() -> DraftContext:
-    target = Blueprint.of(str(TARGET), "float32")
-    return DraftContext(target, target.tokenizer(), "float32")
+    target = Blueprint.of(str(TARGET), dtype="float32")
+    return DraftContext(target, target.tokenizer())
 
 
 def built(spec: str) -> Beside:

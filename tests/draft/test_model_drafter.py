@@ -43,7 +43,7 @@ class CountingRunner(Runner):
 
 @pytest.fixture(scope="module")
 def blueprint(draft_dir: Path) -> Blueprint:
-    return Blueprint.of(str(draft_dir), "float32")
+    return Blueprint.of(str(draft_dir), dtype="float32")
 
 
 def make(blueprint: Blueprint, num_tokens: int = 2048, vocab: int = VOCAB) -> ModelDrafter:

@@ -310,8 +310,8 @@ def test_an_answer_too_large_for_all_room_is_not_written(path: Path) -> None:
 
 def test_the_drafter_by_its_name(target_dir: Path, path: Path) -> None:
     """Checked when it is planned; each drafter that is built finds what the ones before it left."""
-    target = Blueprint.of(str(target_dir), "float32")
-    context, runner = DraftContext(target, target.tokenizer(), "float32"), target.load(64)
+    target = Blueprint.of(str(target_dir), dtype="float32")
+    context, runner = DraftContext(target, target.tokenizer()), target.load(64)
     plan = plan_drafter(f"suffix:{path}", context)
     assert path.exists()
     assert not plan.weights_bytes

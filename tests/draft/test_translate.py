@@ -36,14 +36,14 @@ PROMPTS = ["Once upon a time", "Lily and Tom went to the park", "naïve café, �
 
 @pytest.fixture(scope="module")
 def context(target_dir: Path) -> DraftContext:
-    target = Blueprint.of(str(target_dir), "float32")
-    return DraftContext(target, target.tokenizer(), "float32")
+    target = Blueprint.of(str(target_dir), dtype="float32")
+    return DraftContext(target, target.tokenizer())
 
 
 @pytest.fixture(scope="module")
 def small(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
     """The reference drafter in byte-level tokens, with other ids."""
-    return Blueprint.of(str(byte_level_copy(draft_dir, tmp_path_factory.mktemp("copy") / "bytes")), "float32")
+    return Blueprint.of(str(byte_level_copy(draft_dir, tmp_path_factory.mktemp("copy") / "bytes")), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def own_tokens(way: Transcriber, text: Sequence[int]) -> list[int]:
 
 @cache
 def reader(folder: Path) -> Runner:
-    return Blueprint.of(str(folder), "float32").load(1024)
+    return Blueprint.of(str(folder), dtype="float32").load(1024)
 
 
 def read_plainly(small: Blueprint, tokens: Sequence[int]) -> Tensor:
@@ -273,7 +273,7 @@ def test_on_fixed_passes_it_guesses_as_on_cpus(
     target_dir: Path, small: Blueprint, way: Transcriber, shared: bool, temperature: float
 ) -> None:
     """Where chains are drawn on the device, guesses are translated there."""
-    fixed = Blueprint.of(str(small.folder), "float32", placement=FIXED)
+    fixed = Blueprint.of(str(small.folder), dtype="float32", device=FIXED)
     plain = generated(LLM(str(target_dir), dtype="float32"), temperature=temperature)
     found = []
     for blueprint in (small, fixed):
@@ -289,7 +289,7 @@ def test_guesses_that_come_true_stay_read(
     context: DraftContext, small: Blueprint, way: Transcriber, placement: Placement
 ) -> None:
     text = context.tokenizer.encode("Once upon a time, there was a little")
-    drafter = make(Blueprint.of(str(small.folder), "float32", placement=placement), way, shared=True)
+    drafter = make(Blueprint.of(str(small.folder), dtype="float32", device=placement), way, shared=True)
     drafter.observe(committed([Row(0, text)]))
     guesses = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
     drafter.observe(committed([Row(0, [*text, *guesses[:3], 13])], [len(text) - 1]))
@@ -303,7 +303,7 @@ def test_under_rejection_rules_it_is_deterministic_and_accepted(
     target_dir: Path, small: Blueprint, way: Transcriber, shared: bool, rule: str
 ) -> None:
     texts = []
-    for placement in (small, Blueprint.of(str(small.folder), "float32", placement=FIXED)):
+    for placement in (small, Blueprint.of(str(small.folder), dtype="float32", device=FIXED)):
         llm = LLM(str(target_dir), make(placement, way, shared), dtype="float32", verification=rule, speculation=3)  # type: ignore[arg-type]
         texts.append(generated(llm))
         assert 0 < llm.stats.num_accepted < llm.stats.num_drafted

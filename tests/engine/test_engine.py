@@ -25,7 +25,7 @@ LONGEST = 64
 
 @cache
 def decoder() -> Runner:
-    return Blueprint.of(str(TARGET), "float32").load(64)
+    return Blueprint.of(str(TARGET), dtype="float32").load(64)
 
 
 def engine_of(num_tokens: int, oracle: Oracle | None = None, block_size: int = 8, **options: int) -> Engine:

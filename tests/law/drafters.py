@@ -50,8 +50,8 @@ DRAFTERS = {
 @cache
 def context(dtype: str = "float32") -> DraftContext:
     """What drafters are fitted to."""
-    target = Blueprint.of(str(TARGET), dtype)
-    return DraftContext(target, target.tokenizer(), dtype)
+    target = Blueprint.of(str(TARGET), dtype=dtype)
+    return DraftContext(target, target.tokenizer())
 
 
 def story(length: int, seed: int) -> list[int]:

@@ -190,7 +190,7 @@ def test_beyond_the_drafters_context_decoding_goes_on(lower: str | None) -> None
 
 @every_dtype
 def test_a_drafter_short_of_memory_changes_nothing(dtype: str) -> None:
-    small = Blueprint.of(str(SMALL), dtype)
+    small = Blueprint.of(str(SMALL), dtype=dtype)
     for num_tokens in (0, 64, 192):
         drafter = ModelDrafter(small.load(num_tokens), VOCAB)
         llm = LLM(str(TARGET), drafter, dtype=dtype)

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 from equality import CHAINS, FORMATS, TREES, WISHES, Answer, Asked, Decoded, decode, decode_plain
-from fuzz import Bench, number_format, threads
+from fuzz import Bench, threads
 from recipes.stdlib.corpus import read_corpus, standard_library
 
 from forerun.config import Speculation
@@ -41,7 +41,7 @@ def bench_of(dtype: str) -> Bench:
 def drafter_of(spec: str, dtype: str, num_tokens: int = 8192) -> Drafter:
     """A drafter as a user spells it, with a cache for so many tokens."""
     target = bench_of(dtype).target
-    plan = plan_drafter(spec, DraftContext(target, target.tokenizer(), number_format(dtype)["dtype"]))
+    plan = plan_drafter(spec, DraftContext(target, target.tokenizer()))
     drafter = plan.build(dict.fromkeys(plan.bytes_per_token, num_tokens), None, bench_of(dtype).runner)
     assert drafter is not None, f"{spec} builds no drafter"
     return drafter

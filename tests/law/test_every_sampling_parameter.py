@@ -189,7 +189,7 @@ def reference_token(logits: Reals, text: list[int], num_prompt: int, params: Sam
 
 def reference(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], dtype: str) -> list[tuple[int, ...]]:
     """All answers, one token per pass, every row on its own path through a model of its own."""
-    runner = Blueprint.of(str(TARGET), dtype).load(len(prompts) * 128)
+    runner = Blueprint.of(str(TARGET), dtype=dtype).load(len(prompts) * 128)
     texts, going = [list(prompt) for prompt in prompts], set(range(len(prompts)))
     unread = {row: list(prompts[row]) for row in going}
     while going:

@@ -59,7 +59,7 @@ def decoders(dtype: torch.dtype, target_dir: Path, stories: ModelConfig) -> list
 def drafting(dtype: torch.dtype, target_dir: Path, draft_dir: Path) -> list[Decoder]:
     """What drafters read with, as it is served: a draft model, and a target's lower layers beside the target."""
     name = str(dtype).removeprefix("torch.")
-    target, small = (Blueprint.of(str(folder), name).load(64).decoder for folder in (target_dir, draft_dir))
+    target, small = (Blueprint.of(str(folder), dtype=name).load(64).decoder for folder in (target_dir, draft_dir))
     return [small, target, target.lower(1), target.lower(4)]
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import ModelNotFound
-from forerun.models import weights
+from forerun.models import source
 from forerun.models.bundled import BUNDLED, FOLDER
 from forerun.models.loading import Blueprint
-from forerun.models.weights import find_checkpoint
+from forerun.models.source import find_checkpoint
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_folder_in_the_working_directory_wins(elsewhere: Path, target_dir: Pat
 
 
 def test_a_package_without_its_data_says_so(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(weights.BUNDLED, "stdlib", tmp_path / "lost")
+    monkeypatch.setitem(source.BUNDLED, "stdlib", tmp_path / "lost")
     with pytest.raises(ModelNotFound, match=r"stdlib should have come with the package, .*lost is missing: install"):
         find_checkpoint("stdlib")
 

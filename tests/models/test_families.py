@@ -167,7 +167,7 @@ def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp
     assert expected.std() >= 3, "flat logits would hide what is left out"
     assert 2 * max(WINDOW, ORIGINAL) <= LENGTH
 
-    blueprint = Blueprint.of(str(tmp_path), "float32", kernels=kernels)
+    blueprint = Blueprint.of(str(tmp_path), dtype="float32", kernels=kernels)
     for chunks in ([LENGTH], [1, 2, 40, 1, LENGTH - 44]):
         found = our_logits(blueprint, tokens.tolist(), chunks)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
@@ -190,5 +190,5 @@ def test_bfloat16_logits_stay_near_those_of_transformers(case: Case, kernels: Ke
     with torch.inference_mode():
         exact = model(tokens[None]).logits[0]
         rounded = model.bfloat16()(tokens[None]).logits[0].float()
-    found = our_logits(Blueprint.of(str(tmp_path), "bfloat16", kernels=kernels), tokens.tolist(), [LENGTH])
+    found = our_logits(Blueprint.of(str(tmp_path), dtype="bfloat16", kernels=kernels), tokens.tolist(), [LENGTH])
     assert (found - exact).std() < 1.5 * (rounded - exact).std()

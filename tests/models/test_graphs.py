@@ -22,7 +22,7 @@ TOLERANCE = 1e-4  # logits are of size 10: sums in another order
 @pytest.fixture(scope="module")
 def pair(target_dir: Path) -> tuple[Runner, GraphRunner]:
     # By torch: compiled kernels are told of a layer when it is loaded, and one test here changes layers later.
-    blueprints = [Blueprint.of(str(target_dir), "float32", kernels="torch", placement=p) for p in (CPU, FIXED)]
+    blueprints = [Blueprint.of(str(target_dir), dtype="float32", kernels="torch", device=p) for p in (CPU, FIXED)]
     plain, fixed = (blueprint.load(64) for blueprint in blueprints)
     return plain, fixed  # type: ignore[return-value]
 

@@ -105,7 +105,9 @@ def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
     if choice == "native":
         require_compiler()
     quantize = "int8" if numbers == "int8" else None
-    return Blueprint.of(str(folder), "float32" if quantize else numbers, quantize, choice).load(2048)
+    return Blueprint.of(str(folder), dtype="float32" if quantize else numbers, quantize=quantize, kernels=choice).load(
+        2048
+    )
 
 
 @pytest.mark.parametrize("numbers", FORMATS)

@@ -122,7 +122,7 @@ def test_one_gemm_is_a_linear_layer_whose_rows_are_strangers(rows: int, biased: 
 def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, target_dir: Path) -> None:
     """A text token by token, at once, and as a path of a tree beside other sequences: with one product, one result."""
     placement = Placement(torch.device("cpu"), fixed=True, one_gemm=True)
-    decoder = Blueprint.of(str(target_dir), "float32", placement=placement).load(64).decoder
+    decoder = Blueprint.of(str(target_dir), dtype="float32", device=placement).load(64).decoder
     decoder.layers = decoder.layers[:2]
     text = [403, 407, 261, 378]
 

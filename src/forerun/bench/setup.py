@@ -35,12 +35,12 @@ class Models:
 
     def blueprint(self) -> Blueprint:
         """The target, found and understood."""
-        return Blueprint.of(self.target, self.dtype, self.quantize, self.kernels)
+        return Blueprint.of(self.target, dtype=self.dtype, quantize=self.quantize, kernels=self.kernels)
 
     def draft_fingerprint(self) -> str:
         """What tells the drafter's weights apart from others."""
         target = self.blueprint()
-        context = DraftContext(target, target.tokenizer(), self.dtype)
+        context = DraftContext(target, target.tokenizer())
         return plan_drafter(self.draft, context).fingerprint()
 
     def load(self, max_model_len: int, selection: Selection, progress: Progress | None = None) -> LLM:

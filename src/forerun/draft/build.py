@@ -34,14 +34,10 @@ from forerun.text import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What drafters are fitted to: the target, on whose device and in whose way they compute, and its tokenizer.
-
-    `dtype` is what was asked for; "auto" may mean another format for another checkpoint.
-    """
+    """What drafters are fitted to: the target, on whose device and in whose way they compute, and its tokenizer."""
 
     target: Blueprint
     tokenizer: Tokenizer
-    dtype: str = "auto"
 
 
 CacheTokens = Mapping[str, int]
@@ -125,8 +121,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
-    name, target = str(spec), context.target
-    drafter = Blueprint.of(spec.argument, context.dtype, target.quantize, target.kernels, target.placement)
+    name, drafter = str(spec), Blueprint.of(context.target.spec.beside(spec.argument))
     translation = plan_translation(context, drafter)
     vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
 

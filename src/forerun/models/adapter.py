@@ -1,8 +1,8 @@
 """An adapter: trained layers between an exit of a target and its norm and head (Kangaroo, 2404.18911).
 
-Decides what a folder must hold to be one: a config.json of any family, with the target's hidden size and the exit it
-was trained for, and the layers' tensors. Embedding and head are the target's; so is the norm before the head where the
-folder has none. Device, number format and kernels follow the target's. Knows nothing of how adapters are drafted with.
+The file decides what a folder must hold to be an adapter: a config.json of any family, with the target's hidden size
+and the exit it was trained for, and the layers' tensors. Embedding and head are the target's; so is the norm before the
+head where the folder has none. Device, number format and kernels follow the target's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from forerun.models.config import config_of, read_fields
 from forerun.models.loading import FINAL_NORM, Blueprint
-from forerun.models.weights import Checkpoint, check_tensors, find_checkpoint, tensor_shapes
+from forerun.models.source import find_checkpoint
+from forerun.models.weights import Checkpoint, check_tensors, tensor_shapes
 
 
 def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
@@ -41,12 +42,11 @@ def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
     shapes = {n: s for n, s in kept.items() if n != FINAL_NORM or n in checkpoint}
     check_tensors(shapes, checkpoint)
     return Blueprint(
+        spec=target.spec.beside(model),
         name=model,
         folder=folder,
         config=config,
         dtype=target.dtype,
         num_bytes=sum(map(math.prod, shapes.values())) * target.dtype.itemsize,
-        quantize=target.quantize,
-        kernels=target.kernels,
         placement=target.placement,
     )

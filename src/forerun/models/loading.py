@@ -1,7 +1,7 @@
 """Loading: from the name of a checkpoint to a model that can run.
 
-Decides the order: find, read the configuration, check every tensor, then stream and pack them. Used alike for the
-target and for drafters that are models. Knows nothing of caches or of what the model will be used for.
+The file decides the order: find the folder, read the configuration, check every tensor, then stream and pack them. The
+target and drafters that are models are loaded alike; what a model will be used for makes no difference here.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
-from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
+from forerun.config import KernelChoice, Quantization
 from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
+from forerun.models.generation import GenerationDefaults
 from forerun.models.graphs import GraphRunner
 from forerun.models.native import find_kernels, kernels_name
 from forerun.models.runner import Runner
-from forerun.models.weights import Checkpoint, check_weights, find_checkpoint, resolve_dtype
+from forerun.models.source import find_checkpoint, find_tokenizer
+from forerun.models.spec import ModelSpec
+from forerun.models.weights import Checkpoint, check_weights, resolve_dtype
 from forerun.text import Tokenizer
 
 Progress = Callable[[str, float], None]  # (what is going on, fraction done)
@@ -43,49 +47,49 @@ def checkpoint_label(model: str) -> str:
 class Blueprint:
     """A checkpoint that was found and understood but not loaded: enough to plan memory.
 
-    `name` is what the user called it or, if it was widened, what it was made from, and that it was.
+    `spec` is what was asked for; `name` is what the user called it or, if it was widened, what it was made from, and
+    that it was. `dtype` is the number format that the weights are held in.
     """
 
+    spec: ModelSpec
     name: str
     folder: Path
     config: ModelConfig
     dtype: torch.dtype
     num_bytes: int
-    quantize: Quantization | None = None
-    kernels: KernelChoice = "auto"
     placement: Placement = CPU
 
     @classmethod
-    def of(
-        cls,
-        model: str,
-        dtype: str = "auto",
-        quantize: Quantization | None = None,
-        kernels: KernelChoice = "auto",
-        placement: Placement = CPU,
-    ) -> Blueprint:
-        """Find a folder or hub id and read its configuration; every tensor is checked to be there.
+    def of(cls, model: str | ModelSpec, **options: Any) -> Blueprint:
+        """Find a checkpoint and read its configuration; every tensor is checked to be there.
 
-        Raises InvalidRequest for a quantization or kernels that do not exist or that are not for the device,
-        ModelError for an unusable checkpoint.
+        `options` are other fields of ModelSpec, for a model that is given by name. Raises InvalidRequest for an option
+        that does not exist or that is not for the device, ModelError for an unusable checkpoint.
         """
-        if quantize not in (None, *QUANTIZATIONS):
-            raise InvalidRequest("quantize", f"{quantize!r} is not known: use None or {' or '.join(QUANTIZATIONS)}")
-        if kernels not in KERNEL_CHOICES:
-            raise InvalidRequest("kernels", f"{kernels!r} must be one of {', '.join(KERNEL_CHOICES)}.")
+        spec = ModelSpec(model, **options) if isinstance(model, str) else replace(model, **options)
+        placement = Placement.of(spec.device, spec.one_gemm)
         for name, value, asked in (
-            ("quantize", quantize, quantize is not None),
-            ("kernels", kernels, kernels == "native"),
+            ("quantize", spec.quantize, spec.quantize is not None),
+            ("kernels", spec.kernels, spec.kernels == "native"),
         ):
             if asked and placement.fixed:
                 raise InvalidRequest(name, f"{value!r} is for CPUs: leave it out, or use device cpu.")
-        folder = find_checkpoint(model)
+        folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
-        resolved = resolve_dtype(dtype, config, placement.device)
-        checkpoint = Checkpoint(folder, resolved)
-        name = config.widened or model
-        num_bytes, config = checkpoint.num_bytes, check_weights(config, checkpoint)
-        return cls(name, folder, config, resolved, num_bytes, quantize, kernels, placement)
+        dtype = resolve_dtype(spec.dtype, config, placement.device)
+        checkpoint = Checkpoint(folder, dtype)
+        num_bytes, judged = checkpoint.num_bytes, check_weights(config, checkpoint)
+        return cls(spec, judged.widened or spec.model, folder, judged, dtype, num_bytes, placement)
+
+    @property
+    def quantize(self) -> Quantization | None:
+        """The weights' quantization."""
+        return self.spec.quantize
+
+    @property
+    def kernels(self) -> KernelChoice:
+        """Which kernels were asked for."""
+        return self.spec.kernels
 
     @property
     def format(self) -> str:
@@ -122,8 +126,13 @@ class Blueprint:
         return PagedCache.bytes_per_token(layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=self.dtype)
 
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer."""
-        return Tokenizer.load(self.folder)
+        """The tokenizer that was asked for: the checkpoint's own, or another's."""
+        other = self.spec.tokenizer
+        return Tokenizer.load(self.folder if other is None else find_tokenizer(other))
+
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the checkpoint's own generation_config.json asks of requests that do not say otherwise."""
+        return GenerationDefaults.read(self.folder)
 
     def load(
         self,

@@ -1,109 +1,41 @@
 """Checkpoint: the tensors of a Hugging Face folder, one at a time.
 
-Decides where a checkpoint is found (a folder, the package, or the hub), which number format its weights are held in,
-and that every tensor the configuration promises is there before any is loaded. Knows nothing of the decoder.
+The file decides which number format the weights are held in, and checks that every tensor the configuration promises is
+there before any is loaded. What the tensors are for is the decoder's business.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.device import CPU
-from forerun.errors import InvalidRequest, MissingWeights, ModelNotFound, UnsupportedModel, WrongShape
-from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
+from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.models.config import ModelConfig
+from forerun.models.spec import dtype_name
 
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.jinja"]
-HUB_DUPLICATES = ["*/*", "consolidated*"]  # the same weights in other layouts
 STORED = ("F64", "F32", "F16", "BF16")  # number formats that mean what they say, without scales beside them
+HELD = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
-DTYPE_NAMES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
 
 
-def find_checkpoint(model: str) -> Path:
-    """The folder of `model`: a folder with config.json as it is, else the bundled checkpoint of this name, else the
-    local copy of a hub id, fetched if needed.
+def resolve_dtype(requested: str | torch.dtype, config: ModelConfig, device: torch.device = CPU.device) -> torch.dtype:
+    """The number format to hold the weights in, and to compute in, for what was asked for in any spelling.
 
-    Raises ModelNotFound where there is none of these.
+    "auto" keeps the checkpoint's own, with float16 held as bfloat16 and float64 as float32; 16 bits need a GPU or a
+    CPU with bfloat16 linears, and become float32 elsewhere. A format that is named is taken at its word. float16 has no
+    compiled kernels: on a CPU torch computes it, in blocks of a fixed number of rows. Raises InvalidRequest.
     """
-    path = Path(model).expanduser()
-    if not path.exists() and model in BUNDLED:
-        path = BUNDLED[model]
-        if not path.exists():
-            raise ModelNotFound(f"{model} should have come with the package, but {path} is missing: install it again")
-    if not path.exists():
-        return fetch(model)
-    if path.is_file():
-        raise ModelNotFound(f"{path} is a file: name the folder that holds config.json and *.safetensors")
-    if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{path} has no config.json: name the folder that holds config.json and *.safetensors")
-    return path
-
-
-def fetch(model: str) -> Path:
-    """A hub id's files in the local cache: weights as safetensors, configuration, tokenizer."""
-    if not HUB_ID.fullmatch(model):
-        wanted = f"correct it, or use what is bundled: {BUNDLED_NAMES}"
-        raise ModelNotFound(f"there is no folder {model}, and it is not a hub id such as owner/name: {wanted}")
-    try:
-        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
-    except GatedRepoError as error:
-        wanted = f"accept its terms at https://huggingface.co/{model}, then log in with `hf auth login`"
-        raise ModelNotFound(f"{model} is gated: {wanted}") from error
-    except RepositoryNotFoundError as error:
-        wanted = "check the spelling, or log in with `hf auth login` if it is private"
-        wanted += f"; bundled are {BUNDLED_NAMES}"
-        raise ModelNotFound(f"{model} is neither a folder here nor a model on the hub: {wanted}") from error
-    except LocalEntryNotFoundError as error:
-        wanted = f"connect (is HF_HUB_OFFLINE set?), or run `hf download {model}` where there is a connection"
-        wanted += f"; bundled are {BUNDLED_NAMES}"
-        raise ModelNotFound(f"{model} is no folder here, and the hub cannot be reached: {wanted}") from error
-    except HFValidationError as error:
-        wanted = f"correct it, or use what is bundled: {BUNDLED_NAMES}"
-        raise ModelNotFound(
-            f"there is no folder {model}, and as a hub id it is not valid ({error}): {wanted}"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        wanted = "try again, what has arrived is kept"
-        raise ModelNotFound(f"{model} could not be fetched from the hub ({error}): {wanted}") from error
-    if not (folder / "config.json").is_file():
-        raise ModelNotFound(f"{model} has no config.json on the hub: choose a repository in Hugging Face's layout")
-    return folder
-
-
-def resolve_dtype(requested: str, config: ModelConfig, device: torch.device = CPU.device) -> torch.dtype:
-    """The number format to hold the weights in: "float32", "bfloat16" (also "fp32", "bf16"), or "auto".
-
-    "auto" keeps the checkpoint's own, with float16 held as bfloat16 and float64 as float32; 16 bits need a
-    GPU or a CPU with bfloat16 linears, and become float32 elsewhere. Raises InvalidRequest.
-    """
-    if requested in DTYPE_NAMES:
-        return DTYPE_NAMES[requested]
-    if requested != "auto":
-        raise InvalidRequest("dtype", f"{requested!r} is not known: use auto, {', '.join(DTYPE_NAMES)}")
+    name = dtype_name(requested)
+    if name != "auto":
+        return HELD[name]
     half = config.dtype in (torch.float16, torch.bfloat16)
     return torch.bfloat16 if half and (device.type == "cuda" or has_bfloat16_linears()) else torch.float32
 

@@ -1,0 +1,131 @@
+"""Where a checkpoint's files are: a folder, a checkpoint that ships with the package, or the hub.
+
+The file decides what a name stands for, in this order, what is fetched, and what a user is told whose name stands for
+nothing: similar names first, and the network only if it was tried. huggingface_hub is imported when something is to be
+fetched, so that folders and bundled checkpoints work without it. What the files hold is read elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+
+from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
+from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
+
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
+HUB_FILES = ("*.safetensors", *TOKENIZER_FILES)
+HUB_DUPLICATES = ("*/*", "consolidated*")  # the same weights in other layouts
+MOST_SIBLINGS = 2000  # folders beside a missing one that are looked at for a similar name
+
+
+def find_checkpoint(model: str, revision: str | None = None) -> Path:
+    """The folder of `model`: a folder with config.json as it is, else the bundled checkpoint of this name, else the
+    local copy of a hub id at `revision`, fetched if needed.
+
+    Raises ModelNotFound where there is none of these, InvalidRequest for a revision of something that has none.
+    """
+    return find_folder(model, revision, HUB_FILES, "config.json")
+
+
+def find_tokenizer(name: str) -> Path:
+    """The folder of a tokenizer that was named by itself, found as a checkpoint is; it needs no weights."""
+    return find_folder(name, None, TOKENIZER_FILES, "tokenizer.json")
+
+
+def find_folder(name: str, revision: str | None, files: Sequence[str], needed: str) -> Path:
+    """The folder that a name stands for; it holds the `needed` file. `files` are fetched from the hub."""
+    try:
+        path = Path(name).expanduser()
+        there, is_a_file = path.exists(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, a name too long, a folder that is locked
+        raise ModelNotFound(f"{name[:200]!r} cannot be looked up ({error}): name another folder") from error
+    if is_a_file:
+        raise ModelNotFound(f"{path} is a file: name the folder that holds {needed}")
+    if not there and name in BUNDLED:
+        path, there = BUNDLED[name], BUNDLED[name].exists()
+        if not there:
+            raise ModelNotFound(f"{name} should have come with the package, but {path} is missing: install it again")
+    if not there:
+        folder = fetch(name, revision, files)
+        if not is_file(folder / needed):
+            raise ModelNotFound(f"{name} has no {needed} on the hub: choose a repository in Hugging Face's layout")
+        return folder
+    if revision is not None:
+        raise InvalidRequest("revision", f"{revision!r} is for hub ids, and {name} is a folder: leave it out.")
+    if not is_file(path / needed):
+        beside = " and *.safetensors" if needed == "config.json" else ""
+        raise ModelNotFound(f"{path} has no {needed}: name the folder that holds {needed}{beside}")
+    return path
+
+
+def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """A hub id's files in the local cache: weights as safetensors, configuration, tokenizer.
+
+    A name without an owner that is nearly that of something here is taken for a mistake, and nothing is fetched.
+    """
+    near, others = similar(name), f"bundled are {BUNDLED_NAMES}"
+    hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
+    if not HUB_ID.fullmatch(name):
+        wanted = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
+        raise ModelNotFound(f"there is no folder {name}, and it is not a hub id such as owner/name: {wanted}")
+    if near and "/" not in name:
+        wanted = f"{hint}write a hub id as owner/name; {others}"
+        raise ModelNotFound(f"{name} is neither a folder here nor a bundled checkpoint: {wanted}")
+    try:
+        from huggingface_hub import errors as hub
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        wanted = f"install it (`pip install huggingface_hub`), or name a folder; {others}"
+        raise MissingPackage(
+            f"{name} is no folder here, and fetching hub ids needs huggingface_hub: {hint}{wanted}"
+        ) from error
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=[*files], ignore_patterns=[*HUB_DUPLICATES])
+        )
+    except hub.GatedRepoError as error:
+        wanted = f"accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`"
+        raise ModelNotFound(f"{name} is gated: {wanted}") from error
+    except hub.RevisionNotFoundError as error:
+        raise ModelNotFound(f"{name} has no revision {revision!r} on the hub: name a branch, tag or commit") from error
+    except hub.RepositoryNotFoundError as error:
+        wanted = f"{hint}check the spelling, or log in with `hf auth login` if it is private; {others}"
+        raise ModelNotFound(f"{name} is neither a folder here nor a model on the hub: {wanted}") from error
+    except hub.LocalEntryNotFoundError as error:
+        wanted = f"{hint}connect (is HF_HUB_OFFLINE set?), or run `hf download {name}` where there is a connection"
+        raise ModelNotFound(f"{name} is no folder here, and the hub cannot be reached: {wanted}; {others}") from error
+    except hub.HFValidationError as error:
+        wanted = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
+        raise ModelNotFound(
+            f"there is no folder {name}, and as a hub id it is not valid ({error}): {wanted}"
+        ) from error
+    except (hub.HfHubHTTPError, OSError) as error:
+        wanted = "try again, what has arrived is kept"
+        raise ModelNotFound(f"{name} could not be fetched from the hub ({error}): {wanted}") from error
+
+
+def similar(name: str) -> list[str]:
+    """Bundled names and folders beside the missing one that are spelt nearly as it is, the likeliest first."""
+    path = Path(name).expanduser()
+    try:
+        siblings = [
+            str(path.with_name(entry.name))
+            for entry in islice(path.parent.iterdir(), MOST_SIBLINGS)
+            if is_file(entry / "config.json")
+        ]
+    except (OSError, ValueError):
+        siblings = []
+    return get_close_matches(str(path), [*BUNDLED, *siblings], n=2, cutoff=0.75)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; no for one that cannot be looked at."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

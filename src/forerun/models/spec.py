@@ -1,0 +1,91 @@
+"""ModelSpec: all that decides how a model is loaded, as one frozen value.
+
+The library, the command line and the benchmarks spell these options here and nowhere else, and a draft model takes its
+target's. The file decides which values can be asked for and in which spellings; whether the checkpoint and the device
+can serve them is found out when a Blueprint is made of the value. It imports no torch, so that options are cheap.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, no_type_check
+
+from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
+from forerun.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from forerun.device import Placement
+
+DTYPE_NAMES = {  # every spelling of a number format, and the one that is kept
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+SHOWN = 60  # characters of a value that an error repeats
+
+
+@no_type_check  # run-time type checks in tests would forestall its own, which users meet
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which checkpoint to load, and in what form.
+
+    `model` is a folder, a bundled name or a hub id, and so is `tokenizer` where it is not the model's own. `revision`
+    is the branch, tag or commit of a hub id. `dtype` is a name or a torch.dtype and is kept as one of "auto",
+    "float32", "float16" and "bfloat16". `quantize` and `kernels` are for CPUs. `device` is "cpu", "cuda", "cuda:1",
+    "auto" or a Placement; `one_gemm` is for GPUs.
+    Raises InvalidRequest with the name of the field.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str | torch.dtype = "auto"
+    quantize: Quantization | None = None
+    kernels: KernelChoice = "auto"
+    device: str | Placement = "cpu"
+    one_gemm: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "revision"):
+            value = getattr(self, name)
+            if value is None and name != "model":
+                continue
+            text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+            if not isinstance(text, str) or "\0" in text or (name == "revision" and not text):
+                raise _unusable(
+                    name, value, "must be text, such as a folder or a hub id" + " or None" * (name != "model")
+                )
+            object.__setattr__(self, name, text)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.quantize not in (None, *QUANTIZATIONS):
+            raise _unusable("quantize", self.quantize, f"is not known: use None or {' or '.join(QUANTIZATIONS)}")
+        if self.kernels not in KERNEL_CHOICES:
+            raise _unusable("kernels", self.kernels, f"must be one of {', '.join(KERNEL_CHOICES)}")
+        if not isinstance(self.one_gemm, bool):
+            raise _unusable("one_gemm", self.one_gemm, "must be True or False")
+
+    def beside(self, model: str) -> ModelSpec:
+        """The same options for another checkpoint, such as a draft model: with its own tokenizer and revision."""
+        return replace(self, model=model, tokenizer=None, revision=None)
+
+
+def dtype_name(dtype: object) -> str:
+    """A number format, as text in any spelling or as a torch.dtype, by the one name that is kept."""
+    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
+    if name is None:
+        raise _unusable("dtype", dtype, "is not known: use auto, float32, float16 or bfloat16")
+    return name
+
+
+def _unusable(name: str, value: object, fix: str) -> InvalidRequest:
+    shown = repr(value)
+    return InvalidRequest(name, f"{shown if len(shown) <= SHOWN else shown[:SHOWN] + '…'} {fix}.")

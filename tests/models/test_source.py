@@ -1,0 +1,185 @@
+"""What a name stands for: a folder, a bundled checkpoint, the hub, in this order; and what a mistaken name is told."""
+
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import filter_repo_objects
+
+from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
+from forerun.models.bundled import BUNDLED
+from forerun.models.source import find_checkpoint, find_tokenizer
+
+
+def test_a_folder_is_taken_as_it_is(target_dir: Path) -> None:
+    assert find_checkpoint(str(target_dir)) == target_dir
+
+
+def test_paths_that_hold_no_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no config\.json: name the folder"):
+        find_checkpoint(str(tmp_path))
+    with pytest.raises(ModelNotFound, match=r"\. has no config\.json"):
+        find_checkpoint("")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x")
+    with pytest.raises(ModelNotFound, match=r"model\.gguf is a file: name the folder"):
+        find_checkpoint(str(file))
+    for model in (str(tmp_path / "absent"), "./absent", "a/b/c", "a b"):
+        with pytest.raises(ModelNotFound, match=f"there is no folder {model}, and it is not a hub id"):
+            find_checkpoint(model)
+
+
+def test_a_cached_model_is_found_without_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline = partial(snapshot_download, cache_dir=tmp_path, local_files_only=True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ModelNotFound, match=r"the hub cannot be reached: connect .* `hf download owner/name`"):
+        find_checkpoint("owner/name")
+    cache = tmp_path / "models--owner--name"
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    with pytest.raises(ModelNotFound, match=r"owner/name has no config\.json on the hub"):
+        find_checkpoint("owner/name")
+    (snapshot / "config.json").write_text("{}")
+    assert find_checkpoint("owner/name") == snapshot
+
+
+def test_only_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own filter, applied to what repositories of these families hold."""
+
+    def fake(model: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        kept = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        fetched.update(kept)
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    wanted = {
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+    }
+    files = [
+        *wanted,
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "original/params.json",
+        "README.md",
+        "a/b.safetensors",
+    ]
+    fetched: set[str] = set()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    assert find_checkpoint("owner/name") == tmp_path
+    assert fetched == wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (GatedRepoError, "owner/name is gated: accept its terms .* `hf auth login`"),
+        (RepositoryNotFoundError, "nor a model on the hub: check the spelling"),
+        (ConnectionError, "owner/name could not be fetched from the hub .*: try again"),
+        (HfHubHTTPError, "owner/name could not be fetched from the hub .*: try again"),
+        (HFValidationError, "there is no folder owner/name, and as a hub id it is not valid"),
+    ],
+)
+def test_what_the_hub_refuses_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], message: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise error.__new__(error)  # its constructor wants a response of the client that this hub version uses
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelNotFound, match=message):
+        find_checkpoint("owner/name")
+
+
+@pytest.fixture
+def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that must not be asked."""
+
+    def never(*_: Any, **__: Any) -> str:
+        raise AssertionError("the network was tried")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
+
+
+@pytest.mark.usefixtures("unreached")
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("stdlb", "stdlib"), ("stdlib-drft", "stdlib-draft"), ("std-lib", "stdlib"), ("my-modl", "my-model")],
+)
+def test_a_misspelt_name_is_told_what_is_near_it_and_nothing_of_the_network(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").touch()
+    (tmp_path / "my-modl2").mkdir()  # no checkpoint
+    with pytest.raises(ModelNotFound, match=f"^{name} is neither a folder here nor .*: did you mean {meant}") as caught:
+        find_checkpoint(name)
+    assert "connect" not in str(caught.value)
+    assert "my-modl2" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("unreached")
+def test_a_misspelt_path_is_told_the_folder_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "llama-8b").mkdir()
+    (tmp_path / "llama-8b" / "config.json").touch()
+    with pytest.raises(ModelNotFound, match=f"did you mean {tmp_path}/llama-8b[?] Otherwise"):
+        find_checkpoint(str(tmp_path / "lama-8b"))
+
+
+@pytest.mark.usefixtures("unreached")
+@pytest.mark.parametrize("name", ["~no-such-user-here/model", "x" * 5000, "a\0b"])
+def test_a_path_that_cannot_be_looked_up_is_named(name: str) -> None:
+    with pytest.raises(ModelNotFound, match=r"cannot be looked up|there is no folder"):
+        find_checkpoint(name)
+
+
+def test_a_revision_is_fetched_and_is_for_hub_ids_alone(
+    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fake(_model: str, revision: str | None, **_: Any) -> str:
+        if revision not in (None, "v2"):
+            raise RevisionNotFoundError.__new__(RevisionNotFoundError)
+        return str(target_dir if revision else tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    assert find_checkpoint("owner/name", "v2") == target_dir
+    with pytest.raises(ModelNotFound, match="owner/name has no revision 'v3' on the hub: name a branch, tag or commit"):
+        find_checkpoint("owner/name", "v3")
+    for folder in (str(target_dir), "stdlib"):
+        with pytest.raises(InvalidRequest, match=r"revision: 'v2' is for hub ids"):
+            find_checkpoint(folder, "v2")
+
+
+def test_a_tokenizer_is_found_like_a_checkpoint_and_needs_no_weights(tmp_path: Path, target_dir: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no tokenizer\.json: name the folder that holds tokenizer\.json"):
+        find_tokenizer(str(tmp_path))
+    shutil.copy(target_dir / "tokenizer.json", tmp_path)
+    assert find_tokenizer(str(tmp_path)) == tmp_path
+    assert find_tokenizer("stdlib") == BUNDLED["stdlib"]
+
+
+def test_a_hub_id_without_the_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingPackage, match=r"owner/name is no folder here, .*pip install huggingface_hub"):
+        find_checkpoint("owner/name")

@@ -1,0 +1,99 @@
+"""ModelSpec takes every spelling of what loads a model, keeps one of each, and refuses the rest by name."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forerun
+from forerun.device import CPU, Placement
+from forerun.errors import InvalidRequest
+from forerun.models.loading import Blueprint
+from forerun.models.spec import ModelSpec
+
+FIXED = Placement(torch.device("cpu"), fixed=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (torch.float16, "float16"),
+        ("half", "float16"),
+        (torch.bfloat16, "bfloat16"),
+        ("float", "float32"),
+        (torch.float32, "float32"),
+        ("auto", "auto"),
+    ],
+)
+def test_a_number_format_is_kept_by_one_name(given: Any, kept: str) -> None:
+    assert ModelSpec("stdlib", dtype=given) == ModelSpec("stdlib", dtype=kept)
+    assert ModelSpec("stdlib", dtype=given).dtype == kept
+
+
+def test_a_path_is_kept_as_text(target_dir: Path) -> None:
+    spec: Any = ModelSpec
+    assert spec(target_dir, tokenizer=target_dir) == ModelSpec(str(target_dir), tokenizer=str(target_dir))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("model", value) for value in (None, 5, b"stdlib", ["stdlib"], "a\0b", True)),
+        *(("tokenizer", value) for value in (5, ["stdlib"], b"x")),
+        *(("revision", value) for value in (5, "", ["main"])),
+        *(("dtype", value) for value in (None, 5, "int8", "float64", torch.int8, [], "x" * 10_000)),
+        *(("quantize", value) for value in ("int4", 8, True, [])),
+        *(("kernels", value) for value in ("fast", None, 5, {})),
+        *(("one_gemm", value) for value in (1, None, "yes")),
+    ],
+)
+def test_what_cannot_be_asked_for_is_named(field: str, value: Any) -> None:
+    options: Any = {"model": "stdlib"} | {field: value}
+    with pytest.raises(InvalidRequest, match=rf"^{field}: ") as caught:
+        ModelSpec(**options)
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 300
+
+
+def test_a_blueprint_is_made_of_it(target_dir: Path, draft_dir: Path) -> None:
+    spec = ModelSpec(str(target_dir), dtype="half", kernels="torch", device=FIXED)
+    blueprint = Blueprint.of(spec)
+    assert (blueprint.spec, blueprint.dtype, blueprint.kernels, blueprint.placement) == (
+        spec,
+        torch.float16,
+        "torch",
+        FIXED,
+    )
+    assert Blueprint.of(str(target_dir), dtype=torch.float16, kernels="torch", device=FIXED) == blueprint
+    assert Blueprint.of(spec, device=CPU) == Blueprint.of(replace(spec, device=CPU))
+    with pytest.raises(TypeError, match="dtpye"):
+        Blueprint.of(str(target_dir), dtpye="half")
+
+
+def test_a_draft_model_takes_all_but_tokenizer_and_revision_from_its_target() -> None:
+    target = ModelSpec(
+        "a/b", tokenizer="c/d", revision="v1", dtype="half", quantize="int8", kernels="torch", one_gemm=True
+    )
+    assert target.beside("e/f") == replace(target, model="e/f", tokenizer=None, revision=None)
+
+
+def test_the_tokenizer_may_be_anothers(target_dir: Path, tmp_path: Path) -> None:
+    own = Blueprint.of("stdlib-draft").tokenizer().fingerprint()
+    other = Blueprint.of("stdlib-draft", tokenizer="stdlib-draft-1024").tokenizer().fingerprint()
+    assert own != other == Blueprint.of("stdlib-draft-1024").tokenizer().fingerprint()
+
+
+def test_options_come_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['forerun'] = type(sys)('forerun'); sys.modules['forerun'].__path__ = [sys.argv[1]]; "
+    )
+    code += "from forerun.models.spec import ModelSpec; ModelSpec('x'); sys.exit('torch' in sys.modules)"
+    folder = str(Path(forerun.__file__).parent)
+    subprocess.run(
+        [sys.executable, "-c", code, folder], check=True, env=os.environ | {"PYTHONPATH": str(Path(folder).parent)}
+    )
