@@ -12,6 +12,7 @@ from forerun.device import CPU, Download, Placement, upload, upload_tensor
 from forerun.errors import DeviceUnavailable, InvalidRequest
 from forerun.models.loading import Blueprint
 from forerun.models.ops import load_kernels
+from unchecked import unchecked
 
 
 def test_auto_is_what_the_environment_says_or_the_best_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,10 +28,37 @@ def test_auto_is_what_the_environment_says_or_the_best_there_is(monkeypatch: pyt
     assert Placement.of("cuda:1", one_gemm=True) == Placement(torch.device("cuda", 1), fixed=True, one_gemm=True)
 
 
-@pytest.mark.parametrize("name", ["tpu", "cuda:x", "cpu:0", "gpu", ""])
-def test_a_name_that_means_nothing_is_refused_by_name(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="device"):
-        Placement.of(name)
+def test_torch_devices_are_devices_and_none_is_the_cpu(monkeypatch: pytest.MonkeyPatch, target_dir: Path) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Placement.of(None) == Placement.of(torch.device("cpu")) == Placement.of(torch.device("cpu", 0)) == CPU
+    assert Placement.of(torch.device("cuda")) == Placement.of("cuda") == Placement.of("cuda:0")
+    assert Placement.of(torch.device("cuda", 1), one_gemm=True) == Placement.of("cuda:1", one_gemm=True)
+    assert LLM(str(target_dir), device=None).kernels == LLM(str(target_dir), device=torch.device("cpu")).kernels
+
+
+WRONG = [
+    "tpu",
+    "cuda:x",
+    "cuda:-1",
+    "cuda:1:2",
+    "cpu:0",
+    "gpu",
+    "",
+    "cuda:" + "9" * 5000,
+    0,
+    True,
+    1.5,
+    ["cpu"],
+    b"cpu",
+]
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, torch.device("meta"), torch.float32], ids=lambda wrong: f"{wrong!r:.20}")
+def test_what_is_not_a_device_is_refused_by_name(wrong: object) -> None:
+    with unchecked(), pytest.raises(InvalidRequest, match=r"device: .*use auto, cpu, cuda") as caught:
+        Placement.of(wrong)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
 
 
 def test_a_gpu_that_is_not_there_is_named_with_a_way_out(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
 """Devices: where tensors live, what is free there, and how host numbers get there without waiting.
 
-Decides what "auto" means and which device can be had. On a CPU all of this is trivial; on a GPU a copy from ordinary
-memory, or one back that is awaited, would stop the host until the device is done, so copies go through pinned memory
-and are not awaited. Knows nothing of models.
+This file decides what "auto" means and which device can be had. On a CPU all of this is trivial. On a GPU the host
+would stop until the device is done if it copied from ordinary memory or awaited a copy back, so copies go through
+pinned memory and are not awaited.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from torch import Tensor
 from forerun.errors import DeviceUnavailable, InvalidRequest
 
 DEVICES = ("auto", "cpu", "cuda")
+DEVICE_NAME = re.compile("cpu|cuda(?::([0-9]{1,4}))?")
 DEVICE_VARIABLE = "FORERUN_DEVICE"  # what "auto" means, where it is set
 
 
@@ -36,22 +38,28 @@ class Placement:
     one_gemm: bool = False
 
     @classmethod
-    def of(cls, name: str | Placement, one_gemm: bool = False) -> Placement:
-        """The device called "cpu", "cuda", "cuda:1", ... or the best there is ("auto").
+    def of(cls, device: str | torch.device | Placement | None, one_gemm: bool = False) -> Placement:
+        """The device called "cpu", "cuda", "cuda:1", ..., or the best there is ("auto"); None is the CPU.
 
-        Raises InvalidRequest for a name that means nothing, DeviceUnavailable for a device that is not there.
+        Raises InvalidRequest for what is not the name of a device, DeviceUnavailable for a device that is not there.
         """
-        if isinstance(name, Placement):
-            return name
+        if device is None:
+            return CPU
+        if isinstance(device, Placement):
+            return device
+        name: object = device
+        if isinstance(device, torch.device):
+            name = "cpu" if device.type == "cpu" else str(device)  # a CPU's index says nothing
         if name == "auto":
             name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
-        kind, _, index = name.partition(":")
-        if kind not in DEVICES[1:] or (index and not (kind == "cuda" and index.isdecimal())):
-            raise InvalidRequest("device", f"{name!r} is not known: use {', '.join(DEVICES)}, or cuda:1 and so on.")
-        if kind == "cpu":
-            return cls(torch.device("cpu"))
-        require_cuda(name, int(index or 0))
-        return cls(torch.device(kind, int(index or 0)), fixed=True, one_gemm=one_gemm)
+        found = DEVICE_NAME.fullmatch(name) if isinstance(name, str) else None
+        if found is None:
+            raise InvalidRequest("device", f"{name!r:.60} is not known: use {', '.join(DEVICES)}, or cuda:1 and so on.")
+        if found[0] == "cpu":
+            return CPU
+        index = int(found[1] or 0)
+        require_cuda(found[0], index)
+        return cls(torch.device("cuda", index), fixed=True, one_gemm=one_gemm)
 
     @property
     def graphs(self) -> bool:

@@ -78,8 +78,8 @@ class LLM:
     `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
     promises hold against it. `kernels` are compiled at first use where there is a C++ compiler ("auto"); "native"
     insists on them, and "torch" does without: the same model, rounded differently. They are for CPUs alone. `device`
-    is "cpu", "cuda", or "auto": a GPU where there is one. `one_gemm` makes matrix products on a GPU the same for any
-    number of rows, and tokens the same to the bit; on CPUs they are anyway.
+    is "cpu" (None too), "cuda", a torch.device, or "auto": a GPU where there is one. `one_gemm` makes matrix products
+    on a GPU the same for any number of rows, and tokens the same to the bit; on CPUs they are anyway.
     """
 
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
@@ -99,7 +99,7 @@ class LLM:
         chunk_tokens: int = 512,
         memory_bytes: int | None = None,
         threads: int | None = None,
-        device: str | Placement = "cpu",
+        device: str | torch.device | Placement | None = None,
         one_gemm: bool = False,
         progress: Progress | None = None,
         controller: Controller | None = None,

@@ -84,12 +84,13 @@ def test_inputs_that_cancel_tell_what_ordinary_inputs_hide(dtype: torch.dtype) -
 def test_rows_beyond_the_last_number_that_agrees_go_in_pieces(
     limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that changes its order of sums beyond `limit` rows: whole blocks below it, or none."""
-    honest = PackedLinear.__init__
+    """A kernel that changes its order of sums beyond `limit` rows: whole blocks below it, or none.
+
+    It takes the place of packing and product alike: oneDNN packs no bfloat16 for a processor with AVX2 alone.
+    """
 
     def remember(self: PackedLinear, weight: Tensor, bias: Tensor | None, max_rows: int = MAX_ROWS) -> None:
-        honest(self, weight, bias, max_rows)
-        self.weight = weight  # type: ignore[attr-defined]
+        self.weight, self.max_rows = weight, max_rows  # type: ignore[attr-defined]
 
     def multiply(self: PackedLinear, x: Tensor) -> Tensor:
         rows = [(row[None].float() @ self.weight.float().T).to(dtype) for row in x]  # type: ignore[attr-defined]
