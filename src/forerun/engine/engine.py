@@ -77,6 +77,7 @@ class Engine:
         self.kernels = kernels
         self.scheduler = Scheduler(runner.cache, self.options.max_num_seqs, self.options.chunk_tokens)
         self.sequences: dict[int, Sequence] = {}
+        self.samples: dict[int, dict[int, Sequence]] = {}  # the same by request
         self.stats = Stats()
 
     @property
@@ -87,11 +88,12 @@ class Engine:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence; its id must be new and larger than all before it."""
         self.sequences[sequence.id] = sequence
+        self.samples.setdefault(sequence.request_id, {})[sequence.id] = sequence
         self.scheduler.submit(sequence)
 
     def cancel(self, request_id: int) -> None:
-        """Take a request's sequences out between rounds. Unknown or finished requests are none."""
-        self.leave([s for s in self.sequences.values() if s.request_id == request_id])
+        """Take a request's sequences out between rounds. A request that is unknown or finished has none."""
+        self.leave(list(self.samples.get(request_id, {}).values()))
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
@@ -117,7 +119,7 @@ class Engine:
         if culprit.speculation.depth > 0:
             culprit.speculation = Speculation(depth=0)
             return []
-        samples = [s for s in self.sequences.values() if s.request_id == culprit.request_id]
+        samples = list(self.samples[culprit.request_id].values())
         self.leave(samples)
         return [Delta.failure(sample, failed.__cause__ or failed) for sample in samples]
 
@@ -250,6 +252,10 @@ class Engine:
         for sequence in sequences:
             self.scheduler.finish(sequence)
             del self.sequences[sequence.id]
+            samples = self.samples[sequence.request_id]
+            del samples[sequence.id]
+            if not samples:
+                del self.samples[sequence.request_id]
         self.runner.release([s.id for s in sequences])
         self.forget(sequences)
 

@@ -1,13 +1,12 @@
 """Scheduler: which sequences are read in the next round, and how much of each.
 
-Decides admission, prompt chunks and preemption. Only the target's own needs count here: one slot per token that is
-certain to be read. Room for guesses is what is left, so drafting never costs a sequence its place. Knows nothing of
-drafting, sampling or models.
+The scheduler decides admission, prompt chunks and preemption. Only the target's own needs count here: one slot per
+token that is certain to be read. Room for guesses is what is left, so drafting never costs a sequence its place.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from forerun.cache.paged import PagedCache
@@ -35,12 +34,12 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.chunk_tokens = chunk_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id, so that anyone can leave at once
         self.running: list[Sequence] = []  # by arrival
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self.waiting.append(sequence)
+        self.waiting[sequence.id] = sequence
 
     def plan(self) -> tuple[list[RowPlan], list[Sequence]]:
         """The rows of the next round, by arrival, all certain to fit the cache; and who was preempted for them."""
@@ -60,11 +59,12 @@ class Scheduler:
         running = [s.id for s in self.running]
         num_blocks = self.cache.spare(running, [len(s.unread) + 1 for s in self.running]).num_blocks
         while self.waiting and len(self.running) < self.max_num_seqs:
-            need = self.blocks_needed(self.waiting[0])
+            sequence = next(iter(self.waiting.values()))
+            need = self.blocks_needed(sequence)
             if self.running and need > num_blocks:
                 return
             num_blocks -= need
-            sequence = self.waiting.popleft()
+            del self.waiting[sequence.id]
             sequence.status = Status.RUNNING
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.id)
@@ -97,13 +97,14 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.status, sequence.num_read = Status.WAITING, 0
         sequence.num_preempted += 1
-        self.waiting.appendleft(sequence)
+        self.waiting[sequence.id] = sequence
+        self.waiting.move_to_end(sequence.id, last=False)
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        else:
+            self.waiting.pop(sequence.id, None)
         sequence.status = Status.FINISHED

@@ -1,7 +1,7 @@
 """Sequence: one text being generated, the owner of its tokens and status.
 
-Decides nothing; holds what is true of one sample of one request. K and V belong to the cache, indexes and head
-states to the drafter, both keyed by the sequence's id.
+The class decides nothing; it holds what is true of one sample of one request. K and V belong to the cache, indexes and
+head states to the drafter, both keyed by the sequence's id.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Origin(Enum):
     BONUS = "bonus"  # drawn behind a draft that was accepted to its end
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request.
+    """One sample of one request; equal to itself alone, whatever it holds.
 
     `tokens` is prompt and output, the last one (the root) not yet read by the target; `num_read` of them are in the
     target's cache. `max_length` is the context limit. What a tenant's sequences say never drafts for another tenant's.
