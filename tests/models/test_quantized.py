@@ -15,7 +15,14 @@ from forerun import LLM, InvalidRequest, SamplingParams
 from forerun.models.linear import make_linear
 from forerun.models.loading import Blueprint
 from forerun.models.native import find_kernels
-from forerun.models.quantized import QuantizedLinear, quantize_rows, quantized_packing_is_exact
+from forerun.models.quantized import (
+    EXACT_TERMS,
+    QuantizedLinear,
+    exact_product,
+    in_short_sums,
+    quantize_rows,
+    quantized_packing_is_exact,
+)
 from forerun.models.runner import Read
 from forerun.models.weights import has_bfloat16_linears
 from unchecked import unchecked
@@ -52,6 +59,20 @@ def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: tor
         assert torch.equal(whole[:6], expected)
         for n in (1, 2, 3, 5, 8, 31, 33, 64):
             assert torch.equal(layer(x[:n].contiguous()), whole[:n]), f"{n} rows"
+
+
+@pytest.mark.parametrize("inputs", [1, 83, EXACT_TERMS, EXACT_TERMS + 1, 2081, 4096, 11008])
+def test_short_sums_of_float32_are_what_float64_gives(inputs: int) -> None:
+    """Random numbers, and the largest sums there are: float32 would lose their last bits if it added them all."""
+    dice = torch.Generator().manual_seed(inputs)
+    x, weight = (torch.randint(-127, 128, (n, inputs), dtype=torch.int8, generator=dice) for n in (9, 700))
+    x[0] = weight[0] = 127
+    weight[1], x[1, : inputs // 2], x[2], weight[2, ::2] = -127, 127, 126, 125
+    expected = (x.double() @ weight.double().T).float()
+    short = in_short_sums(weight)
+    assert short.shape[2] <= EXACT_TERMS
+    assert torch.equal(exact_product(x, short.contiguous()), expected)
+    assert torch.equal(exact_product(x[3:4], short.contiguous()), expected[3:4])
 
 
 def test_rounding_is_at_most_half_a_step() -> None:

@@ -1,7 +1,7 @@
-"""8-bit linear layers: weights rounded per output, activations per row, so that rows stay strangers.
+"""8-bit linear layers: weights are rounded per output and activations per row, so no row depends on another.
 
-Decides how numbers become whole numbers, and what the product is: the sums are over whole numbers and therefore exact
-in any order, so every way to compute them gives the same bits. Knows nothing of what the layer is for.
+This file decides how numbers become whole numbers, and what the product is: the sums are over whole numbers and
+therefore exact in any order, so every way to compute them gives the same bits.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.annotations import Float, Int8
 
 LARGEST_INT8 = 127
+EXACT_TERMS = 2**24 // LARGEST_INT8**2  # products whose sum float32 holds exactly, in whatever order they are added
+BLOCK_WEIGHTS = 1 << 19  # as many weights are float32 at a time: they stay in a cache, where the product finds them
 
 
 class QuantizedLinear:
     """8-bit weights, one scale per output, times 8-bit activations, one scale per row; about a byte per weight.
 
     Row i gives `round(x[i] / s[i]) @ round(w[o] / t[o]) * t[o] * s[i] + bias[o]`, the sum over whole numbers, then in
-    float32, in this order. Scales map the largest magnitude to 127. oneDNN multiplies where it can; otherwise float64
-    does, slowly, in which such sums are exact too, so the bits are the same.
+    float32, in this order. Scales map the largest magnitude to 127. oneDNN multiplies where it can; otherwise float32
+    does, over so few terms at a time that it is exact too, so the bits are the same.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class QuantizedLinear:
         whole, scales = quantize_rows(weight)
         self.scales = scales[:, 0].contiguous()
         self.bias = None if bias is None else bias.float()
-        self.whole = torch.ops.onednn.qlinear_prepack(whole, None) if packed else whole
+        self.whole = torch.ops.onednn.qlinear_prepack(whole, None) if packed else in_short_sums(whole).contiguous()
         self.zero = torch.zeros(1, dtype=torch.int64)
         self.packed = packed
 
@@ -42,7 +45,7 @@ class QuantizedLinear:
     def multiply(self, whole: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         """The sums, times the outputs' scales, in float32."""
         if not self.packed:
-            return (whole.double() @ self.whole.double().T).float() * self.scales
+            return exact_product(whole, self.whole) * self.scales
         result: Tensor = torch.ops.onednn.qlinear_pointwise.default(
             whole, 1.0, 0, self.whole, self.scales, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
@@ -54,6 +57,30 @@ def quantize_rows(x: Float[Tensor, "rows width"]) -> tuple[Int8[Tensor, "rows wi
     wide = x.float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST_INT8).clamp_min(torch.finfo(torch.float32).tiny)
     return (wide / scales).round_().to(torch.int8), scales
+
+
+def in_short_sums(whole: Int8[Tensor, "rows inputs"]) -> Int8[Tensor, "sums rows terms"]:
+    """The columns in groups of at most EXACT_TERMS, all of one size; zeros are added where they do not divide."""
+    inputs = whole.shape[1]
+    terms = -(-inputs // -(-inputs // EXACT_TERMS))
+    return functional.pad(whole, (0, -inputs % terms)).view(len(whole), -1, terms).transpose(0, 1)
+
+
+def exact_product(
+    x: Int8[Tensor, "rows inputs"], weight: Int8[Tensor, "sums outputs terms"]
+) -> Float[Tensor, "rows outputs"]:
+    """`x @ weight.T`, each sum exact and rounded once, to float32.
+
+    Weights become float32 a block of outputs at a time. To turn the whole matrix into float64 in every pass took tens
+    of times as long: it goes through memory at eight bytes a weight, twice.
+    """
+    terms, (num_sums, outputs, width) = in_short_sums(x).float(), weight.shape
+    product = torch.empty(len(x), outputs)
+    step = max(1, BLOCK_WEIGHTS // (num_sums * width))
+    for first in range(0, outputs, step):
+        sums = torch.bmm(terms, weight[:, first : first + step].float().transpose(1, 2))
+        product[:, first : first + step] = sums[0] if num_sums == 1 else sums.double().sum(0)
+    return product
 
 
 @cache
