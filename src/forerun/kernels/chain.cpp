@@ -17,7 +17,7 @@ struct Chains {
   int64_t embedding_format, hidden, num_layers;
   const Linear* head;
   const float* norm;
-  float norm_eps;
+  float norm_eps, slack;
   int64_t* tokens;  // [num_rows, depth], out; -1 where there are none
   float* states;    // [num_rows, depth, hidden], out: the residual stream behind each guess that was read; or null
 };
@@ -52,7 +52,7 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
   for (int64_t level = 0; !rows.empty(); level++) {
     positions.clear();
     for (int64_t row : rows) positions.push_back(c.positions[row] + level);
-    forerun_choose(given, stride, c.num_ids, rows.size(), rows.data(), positions.data(), c.keys, c.temperatures,
+    forerun_choose(given, stride, c.num_ids, rows.size(), rows.data(), positions.data(), c.keys, c.temperatures, c.slack,
                    chosen.data(), frame->num_threads);
     std::vector<int64_t> ahead;
     positions.clear(), slots.clear(), starts.clear(), order.clear();

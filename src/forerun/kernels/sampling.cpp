@@ -18,7 +18,6 @@ namespace forerun {
 typedef uint32_t Words __attribute__((vector_size(64)));
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
-constexpr float SLACK = 0x1p-14f;     // more than noise can differ from torch's
 constexpr float ROUNDING = 0x1p-21f;  // more than the rounding of two scores, in parts of them
 constexpr uint32_t LOUD = 1 << 23;    // hashes below this have the loudest noise, all others
 constexpr float QUIET = 6.25f;        // at most so much
@@ -48,8 +47,17 @@ inline Floats gumbel(Words hash) {
   return -logarithm(-(logarithm(rest) + (minus - (rest - 1.0f)) / rest));
 }
 
-// How far below the best a score can be and still pass for it.
-inline float slack(float best) { return SLACK + ROUNDING * std::abs(best); }
+// How a node draws: the key of its noise, and its temperature, 0 where it is greedy. `slack` is more than noise can
+// differ from torch's.
+struct Law {
+  uint64_t key;
+  float temperature, slack;
+
+  bool noisy() const { return temperature > 0; }
+
+  // How far below the best a score can be and still pass for it.
+  float margin(float best) const { return slack + ROUNDING * std::abs(best); }
+};
 
 // The two best of some scores, lane by lane.
 struct Best {
@@ -70,8 +78,8 @@ struct Best {
     bad |= later.bad;
   }
 
-  // The id of the best; -1 where it is not finite, or where two are closer than `slack` and draws are noisy.
-  int64_t id(bool noisy) const {
+  // The id of the best; -1 where it is not finite, or where draws are noisy and two are within the law's margin.
+  int64_t id(const Law& law) const {
     float best = LOWEST, other = LOWEST;
     int32_t found = 0;
     for (int j = 0; j < LANES; j++) {
@@ -81,7 +89,7 @@ struct Best {
       if (wins) best = score[j], found = at[j];
     }
     if (!(std::abs(best) <= std::numeric_limits<float>::max())) return -1;
-    return noisy && best - other <= slack(best) ? -1 : found;
+    return law.noisy() && best - other <= law.margin(best) ? -1 : found;
   }
 };
 
@@ -90,21 +98,21 @@ struct Best {
 //
 // Noise above QUIET belongs to one id in 512, which the hash tells. Where no id of sixteen has it, and no logit reaches
 // as far without, the sixteen are passed over: nothing of theirs could win, or come close.
-Best best_from(int64_t first, int64_t count, const float* logits, uint64_t key, float temperature) {
-  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+Best best_from(int64_t first, int64_t count, const float* logits, const Law& law) {
+  const uint32_t low = static_cast<uint32_t>(law.key), high = static_cast<uint32_t>(law.key >> 32);
   const Words loud = Words{} + LOUD;
   Best best;
   Floats least = all(LOWEST);
   Ints ids = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + static_cast<int32_t>(first);
   const auto take = [&](Floats x) {
     best.bad |= x != x;
-    if (temperature > 0) {
-      x = x / temperature;
+    if (law.noisy()) {
+      x = x / law.temperature;
       const Words hash = keyed_round(keyed_round((Words)ids, 0) ^ low, high);
       if (any((Ints)(hash < loud) | (x >= least))) {
         best.take(x + gumbel(hash), ids);
         const float reached = largest(best.score);
-        least = all(reached - QUIET - 2 * slack(reached));
+        least = all(reached - QUIET - 2 * law.margin(reached));
       }
     } else {
       best.take(x, ids);
@@ -122,15 +130,15 @@ Best best_from(int64_t first, int64_t count, const float* logits, uint64_t key, 
 }
 
 // The id of the best of `count` scores, or -1 where only torch can say; so many threads share the ids.
-int64_t choose(const float* logits, int64_t count, uint64_t key, float temperature, int64_t num_threads) {
-  if (num_threads == 1) return best_from(0, count, logits, key, temperature).id(temperature > 0);
+int64_t choose(const float* logits, int64_t count, const Law& law, int64_t num_threads) {
+  if (num_threads == 1) return best_from(0, count, logits, law).id(law);
   std::vector<Best> parts(num_threads);
   const int64_t part = (count / num_threads / LANES + 1) * LANES;
 #pragma omp parallel for num_threads(num_threads)
   for (int64_t t = 0; t < num_threads; t++)
-    parts[t] = best_from(t * part, std::min((t + 1) * part, count), logits, key, temperature);
+    parts[t] = best_from(t * part, std::min((t + 1) * part, count), logits, law);
   for (int64_t t = 1; t < num_threads; t++) parts[0].join(parts[t]);
-  return parts[0].id(temperature > 0);
+  return parts[0].id(law);
 }
 
 // Has threads share the tasks, of `size` scores in all; or, if that is more threads, the `count` scores of a node.
@@ -147,9 +155,9 @@ void share(int64_t num_tasks, int64_t size, int64_t count, int64_t num_threads, 
 
 // The `width` largest of the same scores, the first ids among equals, and their shares of all, by softmax; -1 and 0 where
 // there are fewer. False where only torch can say. `scores` is room for all of them.
-bool offer(const float* logits, int64_t count, uint64_t key, float temperature, int64_t width, float* scores,
-           int64_t* tokens, float* survival) {
-  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+bool offer(const float* logits, int64_t count, const Law& law, int64_t width, float* scores, int64_t* tokens,
+           float* survival) {
+  const uint32_t low = static_cast<uint32_t>(law.key), high = static_cast<uint32_t>(law.key >> 32);
   Ints ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, bad = {};
   std::vector<std::pair<float, int64_t>> best(width + 1, {LOWEST, -1});  // one more, to tell it from the last
   const auto insert = [&](float score, int64_t id) {
@@ -164,7 +172,7 @@ bool offer(const float* logits, int64_t count, uint64_t key, float temperature, 
     else
       for (int64_t j = i; j < count; j++) x[j - i] = logits[j];
     bad |= x != x;
-    if (temperature > 0) x = x / temperature + gumbel(keyed_round(keyed_round((Words)ids, 0) ^ low, high));
+    if (law.noisy()) x = x / law.temperature + gumbel(keyed_round(keyed_round((Words)ids, 0) ^ low, high));
     store(scores + i, x);
     if (any(x > all(best[width].first)))
       for (int j = 0; j < LANES; j++)
@@ -176,7 +184,7 @@ bool offer(const float* logits, int64_t count, uint64_t key, float temperature, 
   const float whole = sum(mass);
   for (int64_t i = 0; i < width; i++) {
     const float score = best[i].first, next = best[i + 1].first;
-    if (temperature > 0 && score - next <= slack(std::max(std::abs(score), std::abs(next)))) return false;
+    if (law.noisy() && score - next <= law.margin(std::max(std::abs(score), std::abs(next)))) return false;
     tokens[i] = best[i].second;
     survival[i] = tokens[i] < 0 ? 0.0f : std::exp(score - best[0].first) / whole;
   }
@@ -191,26 +199,26 @@ extern "C" {
 
 // For each node its first largest score, -1 where undecided; returns how many are. A row's temperature of 0 is greedy.
 int64_t forerun_choose(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
-                       const int64_t* positions, const uint64_t* row_keys, const float* temperatures, int64_t* chosen,
-                       int64_t num_threads) {
+                       const int64_t* positions, const uint64_t* row_keys, const float* temperatures, float slack,
+                       int64_t* chosen, int64_t num_threads) {
   share(num_nodes, num_nodes * num_ids, num_ids, num_threads, [&](int64_t i, int64_t own_threads) {
-    const uint64_t key = absorbed(row_keys[rows[i]], positions[i]);
-    chosen[i] = choose(logits + i * stride, num_ids, key, temperatures[rows[i]], own_threads);
+    const Law law = {absorbed(row_keys[rows[i]], positions[i]), temperatures[rows[i]], slack};
+    chosen[i] = choose(logits + i * stride, num_ids, law, own_threads);
   });
   return std::count_if(chosen, chosen + num_nodes, [](int64_t id) { return id < 0; });
 }
 
 // For each node its `width` best guesses and their survival; returns how many nodes are undecided, and marks them.
 int64_t forerun_offer(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
-                      const int64_t* positions, const uint64_t* row_keys, const float* temperatures, int64_t width,
-                      int64_t* tokens, float* survival, int64_t* undecided, int64_t num_threads) {
+                      const int64_t* positions, const uint64_t* row_keys, const float* temperatures, float slack,
+                      int64_t width, int64_t* tokens, float* survival, int64_t* undecided, int64_t num_threads) {
   int64_t num_undecided = 0;
 #pragma omp parallel for num_threads(num_nodes * num_ids < SERIAL ? 1 : num_threads) reduction(+ : num_undecided)
   for (int64_t i = 0; i < num_nodes; i++) {
     std::vector<float> scores(num_ids + LANES);
-    const uint64_t key = absorbed(row_keys[rows[i]], positions[i]);
-    undecided[i] = !offer(logits + i * stride, num_ids, key, temperatures[rows[i]], width, scores.data(),
-                          tokens + i * width, survival + i * width);
+    const Law law = {absorbed(row_keys[rows[i]], positions[i]), temperatures[rows[i]], slack};
+    undecided[i] = !offer(logits + i * stride, num_ids, law, width, scores.data(), tokens + i * width,
+                          survival + i * width);
     num_undecided += undecided[i];
   }
   return num_undecided;
@@ -251,7 +259,7 @@ void forerun_follow(const int64_t* tokens, const int64_t* parents, int64_t batch
 // is undecided, and then there is no verdict. -1 where the tree has another number of nodes than there are logits.
 int64_t forerun_judge(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
                       const int64_t* roots, const float* logits, int64_t num_rows, int64_t stride, int64_t num_ids,
-                      const uint64_t* keys, const float* temperatures, int64_t depth, int64_t* verdict,
+                      const uint64_t* keys, const float* temperatures, float slack, int64_t depth, int64_t* verdict,
                       int64_t num_threads) {
   std::vector<int64_t> place(batch * columns + 1);  // of each node's logits
   for (int64_t i = 0; i < batch * columns; i++) place[i + 1] = place[i] + (tokens[i] >= 0);
@@ -261,8 +269,8 @@ int64_t forerun_judge(const int64_t* tokens, const int64_t* parents, int64_t bat
     int64_t *const result = verdict + b * (depth + 3), *const path = result + 2, node = 0, length = 0, said;
     path[0] = 0;
     while (true) {
-      const uint64_t key = absorbed(keys[b], roots[b] + length + 1);
-      said = choose(logits + place[b * columns + node] * stride, num_ids, key, temperatures[b], own_threads);
+      const Law law = {absorbed(keys[b], roots[b] + length + 1), temperatures[b], slack};
+      said = choose(logits + place[b * columns + node] * stride, num_ids, law, own_threads);
       int64_t next = node + 1;
       while (next < columns && !(above[next] == node && own[next] == said)) next++;
       if (said < 0 || length == depth || next == columns) break;

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterator, Sequence
-from ctypes import c_int64, c_void_p
-from dataclasses import dataclass
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,24 +20,28 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.kernels.build import NoKernels, library
 
+SLACK = 2.0**-14  # more than the kernels' noise can differ from torch's
+
 
 @dataclass(frozen=True, slots=True)
 class PlainLaws:
     """How rows draw where temperature is all there is: the key of each row's noise (uint64), and its temperature.
 
-    Temperatures are float32, 0 where the row is greedy. Ids from `num_ids` on do not exist.
+    Temperatures are float32, 0 where the row is greedy. Ids from `num_ids` on do not exist. A draw whose two best
+    scores are closer than `slack`, and the rounding of scores, is not certain.
     """
 
     keys: array[int]
     temperatures: array[float]
     num_ids: int
+    slack: float = SLACK
 
     def of(self, rows: Sequence[int]) -> PlainLaws:
         """Those of some rows."""
         if rows == list(range(len(self.keys))):
             return self
         keys = array("Q", [self.keys[row] for row in rows])
-        return PlainLaws(keys, array("f", [self.temperatures[row] for row in rows]), self.num_ids)
+        return replace(self, keys=keys, temperatures=array("f", [self.temperatures[row] for row in rows]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +54,25 @@ class Offered:
 
 
 class SamplingKernels:
-    """The library, opened. All tensors are contiguous and on the CPU; integers are int64."""
+    """The library, opened. All tensors are contiguous and on the CPU; integers are int64.
+
+    `slack` is that of all laws. Tests make it larger, so that draws that are not certain become common; no draw then
+    is another.
+    """
+
+    slack: ClassVar[float] = SLACK
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
         lib.forerun_choose.restype = lib.forerun_places.restype = c_int64
         lib.forerun_judge.restype = lib.forerun_clean.restype = c_int64
-        n, p = c_int64, c_void_p
-        lib.forerun_choose.argtypes = [p, n, n, n, p, p, p, p, p, n]
+        n, p, f = c_int64, c_void_p, c_float
+        lib.forerun_choose.argtypes = [p, n, n, n, p, p, p, p, f, p, n]
         lib.forerun_offer.restype = c_int64
-        lib.forerun_offer.argtypes = [p, n, n, n, p, p, p, p, n, p, p, p, n]
+        lib.forerun_offer.argtypes = [p, n, n, n, p, p, p, p, f, n, p, p, p, n]
         lib.forerun_places.argtypes = [p, p, n, n, p, p, p]
         lib.forerun_follow.argtypes = [p, p, n, n, p, n, p]
-        lib.forerun_judge.argtypes = [p, p, n, n, p, p, n, n, n, p, p, n, p, n]
+        lib.forerun_judge.argtypes = [p, p, n, n, p, p, n, n, n, p, p, f, n, p, n]
         lib.forerun_clean.argtypes = [p, p, n, n, p, p, n, n, n, p]
 
     def choose(
@@ -85,6 +96,7 @@ class SamplingKernels:
             address(own_positions),
             address(laws.keys),
             address(laws.temperatures),
+            laws.slack,
             address(found),
             torch.get_num_threads(),
         )
@@ -111,6 +123,7 @@ class SamplingKernels:
             address(own_positions),
             address(laws.keys),
             address(laws.temperatures),
+            laws.slack,
             width,
             address(tokens),
             address(survival),
@@ -171,6 +184,7 @@ class SamplingKernels:
             laws.num_ids,
             address(laws.keys),
             address(laws.temperatures),
+            laws.slack,
             depth,
             verdict.data_ptr(),
             torch.get_num_threads(),

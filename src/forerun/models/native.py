@@ -81,7 +81,7 @@ class CChains(Structure):
         *((name, c_void_p) for name in ("keys", "temperatures", "embedding")),
         *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
         *((name, c_void_p) for name in ("head", "norm")),
-        ("norm_eps", c_float),
+        *((name, c_float) for name in ("norm_eps", "slack")),
         *((name, c_void_p) for name in ("tokens", "states")),
     ]
 
@@ -312,6 +312,7 @@ class NativeDecoder:
             head=self.head.pointer,
             norm=self.norm.data_ptr(),
             norm_eps=self.norm_eps,
+            slack=laws.slack,
             tokens=address(tokens),
             states=None if states is None else states.data_ptr(),
         )

@@ -221,8 +221,12 @@ class Runner:
         positions = [self.length(seq_id) + len(self.tails[seq_id].parents) for seq_id in seq_ids]
         embedding, rope = self.decoder.embedding, self.decoder.rope
         chains = native.draw_chains(logits, laws, depths, starts, positions, embedding, self.cache, rope, states)
+        ended = []  # rows whose last draw was not certain: of their room some was not used
         for seq_id, chain, count in zip(seq_ids, chains, counts, strict=True):
             self.tails[seq_id].grow(None, min(len(chain), count))
+            if len(chain) < count:
+                ended.append(seq_id)
+        self.cache.cut(ended, [len(self.tails[seq_id].parents) for seq_id in ended])
         return chains
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:

@@ -293,7 +293,8 @@ class Draws:
         if self.kernels is None or not self.transforms.plain:
             return None
         temperatures = [0.0 if row.params.greedy else row.params.temperature for row in self.rows]
-        return PlainLaws(array("Q", self._host_keys(Purpose.COUPLED)), array("f", temperatures), self.num_ids)
+        keys = array("Q", self._host_keys(Purpose.COUPLED))
+        return PlainLaws(keys, array("f", temperatures), self.num_ids, self.kernels.slack)
 
     @property
     def judging_laws(self) -> PlainLaws | None:
