@@ -34,6 +34,7 @@ from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.loading import Blueprint
+from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.recorded import Recording
@@ -105,7 +106,7 @@ def answer(
     for number, item in enumerate(items):
         length = options.tokens if item.answer is None else len(item.answer)
         params = SamplingParams(temperature=options.temperature, seed=number, max_tokens=length, ignore_eos=True)
-        (sequence,) = llm.requests.sequences(item.prompt, params, mode.wish, tenant)
+        (sequence,) = llm.requests.sequences(Request.of(item.prompt, params, mode.wish, tenant))
         if item.answer is not None:
             recording.texts[sequence.id] = [*item.prompt, *item.answer]
         sequences.append(sequence)

@@ -32,6 +32,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.models.runner import Begun, Drawn, Read, Runner, States, Tail
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text import Tokenizer
 
@@ -142,7 +143,7 @@ def rounds(
     requests = Requests(text, vocab, LENGTH, eos_ids=(), default=speculation, arms=("model",))
     for i in range(batch):
         prompt = [(i * 31 + j * 7) % vocab for j in range(200)]
-        for sequence in requests.sequences(prompt, SamplingParams(seed=i, max_tokens=None, **params)):
+        for sequence in requests.sequences(Request.of(prompt, SamplingParams(seed=i, max_tokens=None, **params))):
             engine.submit(sequence)
     found = []
     for number in range(count + WARM_UP):

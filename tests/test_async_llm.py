@@ -16,7 +16,9 @@ from forerun.draft.model import ModelDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.errors import EngineClosed, InvalidRequest
-from forerun.llm import LLM, Prompt, RequestOutput
+from forerun.llm import LLM
+from forerun.output import RequestOutput
+from forerun.request import Prompt
 from forerun.sampling.params import SamplingParams
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -88,7 +90,7 @@ def test_requests_at_once_are_answered_as_if_alone() -> None:
     async def work(front: AsyncLLM) -> None:
         async def one(i: int) -> RequestOutput:
             await asyncio.sleep(i % 4 * 0.02)
-            return await front.generate(PROMPTS[i % 5], asking(i), WISHES[i % len(WISHES)])
+            return await front.generate(PROMPTS[i % 5], asking(i), speculation=WISHES[i % len(WISHES)])
 
         found = await asyncio.gather(*(one(i) for i in range(num)))
         assert list(map(seen, found)) == alone(num)
@@ -135,7 +137,7 @@ async def leave_the_loop(front: AsyncLLM) -> None:
 
 
 async def close_the_stream(front: AsyncLLM) -> None:
-    stream = front.stream(PROMPTS[1], endless(), Speculation(3, 2, 5))
+    stream = front.stream(PROMPTS[1], endless(), speculation=Speculation(3, 2, 5))
     await anext(stream)
     await stream.aclose()
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 import forerun
 from draft.adapters import adapter_of
-from forerun import card, cli
+from forerun import cli, progress
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.accept.stop import StopChecker
 from forerun.cache.plan import plan_memory
@@ -338,10 +338,10 @@ def test_chat_without_a_template_says_what_to_do(llm: ScriptedLLM) -> None:
 
 def test_a_bar_appears_after_two_seconds_and_only_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(card.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     for terminal in (True, False):
         console = Console(file=open(os.devnull, "w"), force_terminal=terminal, record=True)  # noqa: SIM115
-        with card.LoadingBar(console) as bar:
+        with progress.LoadingBar(console) as bar:
             bar("loading m", 0.1)
             assert bar._bar is None
             clock[0] += 3

@@ -14,7 +14,7 @@ MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
 ORDER = """
     annotations errors __version__
-    device kernels shape
+    device kernels progress shape
     tree config machine
     sampling cache chat detokenize
     text
@@ -22,7 +22,9 @@ ORDER = """
     verify
     draft
     accept
+    request
     engine
+    output
     llm
     async_llm
     train serve tune prove trace

@@ -25,8 +25,9 @@ from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Origin
 from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
-from forerun.llm import LLM, RequestOutput
+from forerun.llm import LLM
 from forerun.models.runner import Runner
+from forerun.output import RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 
@@ -170,11 +171,23 @@ REFUSED: dict[str, tuple[Callable[[LLM], object], type[ForerunError], str]] = {
         "prompt: [0-9]+ tokens.* of 512: shorten",
     ),
     "second prompt": (lambda llm: llm.generate(["The", []]), InvalidRequest, "prompt: it is empty"),
-    "params": (lambda llm: llm.generate(["a", "b"], [asking()]), InvalidRequest, "params: 1 sets of .* for 2 prompts"),
-    "no params": (lambda llm: llm.generate(["a", "b"], []), InvalidRequest, "params: 0 sets of .* for 2 prompts"),
-    "depth": (lambda llm: llm.generate("a", None, -1), InvalidRequest, "speculation.depth: -1 must be .* at least 0"),
+    "params": (
+        lambda llm: llm.generate(["a", "b"], [asking()]),
+        InvalidRequest,
+        "sampling_params: 1 sets of .* for 2 prompts",
+    ),
+    "no params": (
+        lambda llm: llm.generate(["a", "b"], []),
+        InvalidRequest,
+        "sampling_params: 0 sets of .* for 2 prompts",
+    ),
+    "depth": (
+        lambda llm: llm.generate("a", None, speculation=-1),
+        InvalidRequest,
+        "speculation.depth: -1 must be .* at least 0",
+    ),
     "arm": (
-        lambda llm: llm.generate("a", None, Speculation(2, drafter="eagle")),
+        lambda llm: llm.generate("a", None, speculation=Speculation(2, drafter="eagle")),
         InvalidRequest,
         "speculation.drafter: 'eagle' is not drafting here; known: ngram",
     ),
@@ -248,10 +261,10 @@ for prompt in (5, None, [1, "a"], ["a", 1], [["a"]], [[1.5]], [None], {{"a": 1}}
     said(lambda: llm.generate(prompt))
 for prompt in (5, None, {{"a": 1}}, b"text"):
     said(lambda: llm.stream(prompt))
-said(lambda: llm.generate("a", SamplingParams(), "fast"))
-said(lambda: llm.generate("a", SamplingParams(), 1.5))
+said(lambda: llm.generate("a", SamplingParams(), speculation="fast"))
+said(lambda: llm.generate("a", SamplingParams(), speculation=1.5))
 said(lambda: llm.generate("a", {{"temperature": 1}}))
-said(lambda: llm.generate("a", [None]))
+said(lambda: llm.generate("a", [7]))
 said(lambda: LLM(M, verification="exact"))
 said(lambda: LLM(M, max_num_seqs="many"))
 said(lambda: LLM(M, max_model_len=100.5))
@@ -295,7 +308,7 @@ def test_a_stream_is_the_answer_in_pieces(make: Callable[[], LLM], n: int) -> No
 @pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
 def test_closing_a_stream_frees_everything(make: Callable[[], LLM], num_read: int) -> None:
     llm = make()
-    stream = llm.stream(PROMPTS[1], asking(n=2, max_tokens=64), TREE)
+    stream = llm.stream(PROMPTS[1], asking(n=2, max_tokens=64), speculation=TREE)
     read = [next(stream) for _ in range(num_read)]
     assert all(delta.finish_reason is None for delta in read)
     assert llm.engine.has_work == (num_read > 0)
@@ -353,7 +366,7 @@ def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
     for make in (plain, with_ngrams, with_model):
         failures: list[tuple[int, ...]] = []
         asked = replace(params, logits_processors=[picky])
-        assert make().generate(PROMPTS[0], asked, 4)[0].outputs[0].token_ids == answer.token_ids
+        assert make().generate(PROMPTS[0], asked, speculation=4)[0].outputs[0].token_ids == answer.token_ids
         assert bool(failures) == (make is not plain)
         assert_empty(make())
 
@@ -365,12 +378,12 @@ def test_a_failing_processor_ends_its_requests_and_no_others(make: Callable[[], 
     llm = make()
     asked = asking(5, max_tokens=24, logprobs=1)  # log-probabilities show what a lucky token would hide
     (answer,) = plain().generate(PROMPTS[1], asked)[0].outputs
-    stream = llm.stream(PROMPTS[1], asked, TREE)
+    stream = llm.stream(PROMPTS[1], asked, speculation=TREE)
     pieces = [next(stream)]
     bad = asking(1, max_tokens=24, logits_processors=[fails_at(length)])
     for speculation in (TREE, 3):
         with pytest.raises(Faulty, match=f"at {length} tokens"):
-            llm.generate([PROMPTS[1], PROMPTS[0]], [asking(2), bad], speculation)
+            llm.generate([PROMPTS[1], PROMPTS[0]], [asking(2), bad], speculation=speculation)
     pieces += stream
     assert tuple(token for delta in pieces for token in delta.token_ids) == answer.token_ids
     assert tuple(alternatives for delta in pieces for alternatives in delta.logprobs) == answer.logprobs
@@ -415,7 +428,7 @@ def test_logprobs_are_those_of_transformers() -> None:
     """Of the raw law, whatever transforms say, for prompt and answer, drafted or not."""
     asked = asking(4, temperature=0.6, top_k=20, repetition_penalty=1.2, logprobs=5, prompt_logprobs=3, max_tokens=24)
     for llm, speculation in ((plain(), False), (with_model(), TREE), (with_ngrams(), 4)):
-        for result in llm.generate(list(PROMPTS[:2]), asked, speculation):
+        for result in llm.generate(list(PROMPTS[:2]), asked, speculation=speculation):
             (answer,) = result.outputs
             tokens = result.prompt_token_ids + answer.token_ids
             assert len(answer.logprobs) == 24
@@ -463,7 +476,7 @@ def test_logprobs_do_not_depend_on_drafts_chunks_or_preemption(draft: str | None
     squeeze(llm, 96)
     num_preempted = torment(llm)
     for speculation in (False,) if draft is None else (4, TREE):
-        found = llm.generate(prompts, params, speculation)
+        found = llm.generate(prompts, params, speculation=speculation)
         assert [changed(one, other) for one, other in zip(found, scored_alone(), strict=True)] == [[]] * len(found)
     assert_empty(llm)
     assert num_preempted() > 5
@@ -505,7 +518,7 @@ def test_requests_of_different_wishes_side_by_side(make: Callable[[], LLM]) -> N
     llm = make()
     prompts = [PROMPTS[i % 5] for i in range(len(WISHES))]
     params = [asking(seed, temperature=seed % 3 / 2, max_tokens=20 + seed) for seed in range(len(WISHES))]
-    streams = [llm.stream(p, q, wish) for p, q, wish in zip(prompts, params, WISHES, strict=True)]
+    streams = [llm.stream(p, q, speculation=wish) for p, q, wish in zip(prompts, params, WISHES, strict=True)]
     pieces = [[next(stream)] for stream in streams]
     assert len(llm.engine.sequences) > len(WISHES) // 2, "they are not side by side"
     for own, stream in zip(pieces, streams, strict=True):
@@ -526,7 +539,9 @@ def test_a_drafter_can_be_named_by_its_arm_and_the_default_be_nothing() -> None:
     expected = list(map(seen, plain().generate(list(PROMPTS), asking())))
     assert list(map(seen, llm.generate(list(PROMPTS), asking()))) == expected
     assert llm.stats.num_drafted == 0
-    assert list(map(seen, llm.generate(list(PROMPTS), asking(), Speculation(4, drafter="ngram")))) == expected
+    assert (
+        list(map(seen, llm.generate(list(PROMPTS), asking(), speculation=Speculation(4, drafter="ngram")))) == expected
+    )
     assert llm.stats.num_drafted > 0
 
 

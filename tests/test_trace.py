@@ -183,7 +183,7 @@ def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: 
     draft, verification, wish, temperature = case
     for told in traces(case):
         params = asking(temperature, told.seed)
-        answer = llm_of(draft, verification).generate(PROMPT, params, wish)[0].outputs[0]
+        answer = llm_of(draft, verification).generate(PROMPT, params, speculation=wish)[0].outputs[0]
         emitted = [token for round_ in told.rounds for token in round_.emitted]
         assert [token.token_id for token in emitted] == list(told.token_ids) == list(answer.token_ids)
         assert [token.origin for token in emitted] == list(answer.origins)
@@ -218,14 +218,14 @@ def test_a_difference_from_plain_decoding_is_noticed(monkeypatch: pytest.MonkeyP
 
 def test_watching_leaves_nothing_behind_and_the_llm_as_it_was() -> None:
     llm = llm_of(MODEL)
-    engine, before = llm.engine, llm.generate(PROMPT, asking(1.0, 9), CHAIN)[0]
+    engine, before = llm.engine, llm.generate(PROMPT, asking(1.0, 9), speculation=CHAIN)[0]
     trace(llm, PROMPT, asking(1.0, 9), CHAIN)
     assert llm.engine is engine
     assert not engine.has_work
     assert engine.runner.cache.num_rows == 0
     assert isinstance(llm.drafter, ModelDrafter)
     assert not llm.drafter.sequences
-    assert llm.generate(PROMPT, asking(1.0, 9), CHAIN)[0] == before
+    assert llm.generate(PROMPT, asking(1.0, 9), speculation=CHAIN)[0] == before
 
 
 def test_a_text_that_ends_within_an_accepted_run_ends_there() -> None:

@@ -38,6 +38,7 @@ def load(setup: Setup) -> Service:
     from forerun.draft.mix import MixDrafter
     from forerun.draft.model import ModelDrafter
     from forerun.draft.ngram import NgramDrafter
+    from forerun.request import Request
 
     llm = LLM(
         setup.target,
@@ -58,7 +59,7 @@ def load(setup: Setup) -> Service:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
         engine = engines[mode.drafter]
         watch = Stopwatch()
-        (sequence,) = llm.requests.sequences(prompt_ids, params, mode.depth)
+        (sequence,) = llm.requests.sequences(Request.of(prompt_ids, params, mode.depth))
         engine.submit(sequence)
         while engine.has_work:
             watch.emitted(sum(len(delta.token_ids) for delta in engine.step()))

@@ -8,7 +8,9 @@ from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
 from forerun.engine.delta import Delta
 from forerun.errors import ForerunError, InvalidRequest
-from forerun.llm import LLM, CompletionOutput, RequestOutput
+from forerun.llm import LLM
+from forerun.output import CompletionOutput, RequestMetrics, RequestOutput
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 
@@ -20,6 +22,8 @@ __all__ = [
     "EngineOptions",
     "ForerunError",
     "InvalidRequest",
+    "Request",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "Speculation",

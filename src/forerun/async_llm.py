@@ -1,7 +1,7 @@
 """AsyncLLM: the front door for event loops, over an engine in a thread of its own.
 
-Decides who may talk to the engine: its thread alone, which takes jobs from one queue and hands news to one outbox per
-request. Knows nothing of how answers come about.
+The file decides who may talk to the engine: its thread alone, which takes jobs from one queue and hands news to one
+outbox per request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Sequence
 from forerun.errors import EngineClosed
-from forerun.llm import LLM, Answer, Prompt, RequestOutput, Wish
+from forerun.llm import LLM
+from forerun.output import RequestOutput
+from forerun.request import Prompt, Request, Wish
 from forerun.sampling.params import SamplingParams
 
 
@@ -50,23 +52,32 @@ class AsyncLLM:
         self.thread.join()
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, speculation: Wish = None, tenant: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculation: Wish = None,
+        tenant: str = "",
     ) -> AsyncIterator[Delta]:
         """One request's deltas as rounds give them, of all its samples. Leaving the loop early cancels it."""
-        sequences = self.llm.requests.sequences(prompt, sampling_params or SamplingParams(), speculation, tenant)
+        sequences = self.llm.requests.sequences(Request.of(prompt, sampling_params, speculation, tenant))
         async with aclosing(self.follow(sequences)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, speculation: Wish = None, tenant: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculation: Wish = None,
+        tenant: str = "",
     ) -> RequestOutput:
         """One request's answer, once all its samples are finished."""
-        sequences = self.llm.requests.sequences(prompt, sampling_params or SamplingParams(), speculation, tenant)
-        answers = {s.id: Answer(s) for s in sequences}
-        async for delta in self.follow(sequences):
-            answers[delta.seq_id].add(delta)
-        return self.llm.result(sequences, answers)
+        answers = self.llm.ask([Request.of(prompt, sampling_params, speculation, tenant)])
+        async for delta in self.follow(answers.sequences):
+            answers.add(delta)
+        return answers.outputs()[0]
 
     async def follow(self, sequences: Seq[Sequence]) -> AsyncGenerator[Delta, None]:
         """Hand sequences to the engine's thread and pass on what it says of them."""

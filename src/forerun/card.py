@@ -1,4 +1,4 @@
-"""What the command line shows: tokens coloured by origin, a card of the run, a bar while a model loads.
+"""What the command line shows: tokens coloured by origin, and a card of the run.
 
 This file decides colours and wording only. On anything that is not a colour terminal, and with NO_COLOR set, text is
 plain.
@@ -6,15 +6,12 @@ plain.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -28,7 +25,6 @@ STYLES = {
     Origin.BONUS: Style(color="cyan"),
     Origin.TARGET: Style(),
 }
-PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,39 +141,3 @@ def _origin_counts(origins: Sequence[Origin]) -> Text:
     counts = Counter(origins)
     shown = [Text(f"{counts[o]} {o.value}", STYLES[o]) for o in STYLES if counts[o]]
     return Text(", ").join(shown) if shown else Text("none")
-
-
-class LoadingBar:
-    """A progress callback that shows a bar once the work has taken two seconds, if a person is looking."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started_s = time.monotonic()
-        self._bar: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> LoadingBar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Take the bar off the screen."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar, self._tasks = None, {}
-
-    def __call__(self, what: str, done: float, detail: str = "") -> None:
-        """`done` is the fraction of `what` that is finished; `detail` says what of it runs now."""
-        if not self._console.is_terminal or time.monotonic() - self._started_s < PATIENCE_S:
-            return
-        if self._bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %")
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
-            self._bar.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=1.0)
-        self._bar.update(self._tasks[what], completed=done, description=f"{what} {detail}".rstrip())

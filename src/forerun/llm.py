@@ -1,7 +1,6 @@
-"""LLM and AsyncLLM: the offline front doors.
+"""LLM: the front door of the library.
 
-Decides how a model, its drafter, the memory plan and the engine are put together, and how rounds become results.
-Knows nothing of the command line or HTTP.
+The file decides how a model, its drafter, the memory plan and the engine are put together, and who steps the engine.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
@@ -32,39 +30,14 @@ from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
-from forerun.engine.sequence import Origin, Sequence
-from forerun.errors import InvalidRequest, UnknownDrafter
+from forerun.engine.sequence import Sequence
+from forerun.errors import UnknownDrafter
 from forerun.models.loading import Blueprint, Progress
-from forerun.sampling.logprobs import TokenLogprobs
+from forerun.output import Answers, RequestOutput
+from forerun.progress import reporting
+from forerun.request import Prompt, Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.text import Tokenizer
-
-Prompt = str | Seq[int]
-Wish = bool | int | Speculation | None
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One sample's answer. `finish_reason` is "stop" (eos, a stop id or string: `stop_reason`) or "length"."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    origins: tuple[Origin, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A request's answer. The same prompt, parameters, `seed` and `fingerprint` give it again, drafted or not."""
-
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...]
-    seed: int
-    fingerprint: str
 
 
 class LLM:
@@ -155,45 +128,45 @@ class LLM:
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
         speculation: Wish = None,
-        progress: Progress | None = None,
         tenant: str = "",
+        progress: Progress | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer all prompts, in order: text or token ids, one or many, with one set of parameters or one each.
+        """Answer all prompts, in order, with one set of parameters for all of them or one for each.
 
-        All are checked before any runs. `speculation` overrides the engine's default for these requests. Drafters that
-        learn from answers let those of one `tenant` draft for that tenant alone.
+        A prompt is text, a list or array of token ids, {"prompt": text} or {"prompt_token_ids": ids}. All are checked
+        before any runs. `speculation` overrides the engine's default for these requests. Drafters that learn from
+        answers let those of one `tenant` draft for that tenant alone. `progress` is told how far the work is; without
+        it a bar is shown where a person watches, unless `use_tqdm` is False.
         """
-        batch = as_batch(prompts)
-        asked = SamplingParams() if sampling_params is None else sampling_params
-        each = asked if isinstance(asked, Seq) else [asked] * len(batch)
-        if len(each) != len(batch):
-            raise InvalidRequest(
-                "sampling_params", f"{len(each)} sets of parameters for {len(batch)} prompts: one or each."
-            )
-        requests = [self.requests.sequences(p, q, speculation, tenant) for p, q in zip(batch, each, strict=True)]
-        answers = {s.id: Answer(s) for request in requests for s in request}
-        num_open = len(answers)
-        for delta in self.rounds([s for request in requests for s in request]):
-            num_open -= answers[delta.seq_id].add(delta)
-            if progress is not None:
-                progress("generating", 1 - num_open / len(answers))
-        return [self.result(request, answers) for request in requests]
+        answers = self.ask(requests_of(prompts, sampling_params, speculation, tenant))
+        with reporting(progress, use_tqdm) as report:
+            for delta in self.rounds(answers.sequences):
+                answers.add(delta)
+                report("generating", answers.share_finished)
+        return answers.outputs()
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
+        *,
         speculation: Wish = None,
-        progress: Progress | None = None,
         tenant: str = "",
+        progress: Progress | None = None,
     ) -> Iterator[Delta]:
         """One request's deltas as rounds give them. Closing the iterator cancels the request.
 
         `progress` is told how much of the prompt is read, as long as there is nothing else to tell.
         """
-        sequences = self.requests.sequences(prompt, sampling_params or SamplingParams(), speculation, tenant)
+        sequences = self.requests.sequences(Request.of(prompt, sampling_params, speculation, tenant))
         return self.rounds(sequences, progress)
+
+    def ask(self, requests: Seq[Request]) -> Answers:
+        """The requests, checked, with places for their answers; nothing runs yet."""
+        return Answers([(request, self.requests.sequences(request)) for request in requests], self.fingerprint)
 
     def rounds(self, sequences: Seq[Sequence], progress: Progress | None = None) -> Iterator[Delta]:
         """Step the engine until these sequences are finished, and give what they gain.
@@ -224,17 +197,6 @@ class LLM:
             for sequence in sequences:
                 del self.inboxes[sequence.id]
 
-    def result(self, request: Seq[Sequence], answers: dict[int, Answer]) -> RequestOutput:
-        """What a finished request answers."""
-        first = request[0]
-        return RequestOutput(
-            prompt_token_ids=tuple(first.tokens[: first.num_prompt]),
-            outputs=tuple(answers[s.id].completion() for s in request),
-            prompt_logprobs=tuple(first.prompt_logprobs),
-            seed=first.seed,
-            fingerprint=self.fingerprint,
-        )
-
 
 def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
     """The plan of a specification, of a drafter that is there already, or of none."""
@@ -244,42 +206,3 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
         raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', nor a Drafter.")
     num_members = len(draft.arms) - 1 if draft is not None and MERGED in draft.arms else 1
     return DraftPlan(0, {}, lambda _tokens, _progress, _target: draft, num_members=num_members)
-
-
-class Answer:
-    """One sample's deltas, put together."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
-        self.text: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.last: Delta | None = None
-
-    def add(self, delta: Delta) -> bool:
-        """Take a delta; True if it was the last one."""
-        self.text.append(delta.text)
-        self.logprobs += delta.logprobs
-        self.last = delta
-        return delta.finish_reason is not None
-
-    def completion(self) -> CompletionOutput:
-        """The sample's answer, once it is finished."""
-        assert self.last is not None, "a sample without a single round has no answer"
-        assert self.last.finish_reason is not None, "an unfinished sample has no answer"
-        return CompletionOutput(
-            index=self.sequence.sample,
-            text="".join(self.text),
-            token_ids=tuple(self.sequence.tokens[self.sequence.num_prompt :]),
-            origins=tuple(self.sequence.origins),
-            logprobs=tuple(self.logprobs),
-            finish_reason=self.last.finish_reason,
-            stop_reason=self.last.stop_reason,
-        )
-
-
-def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
-    """One prompt or many, as many. What is no prompt at all is one that will be refused by name."""
-    many = isinstance(prompts, Seq) and not isinstance(prompts, str | bytes)
-    if not many or (prompts and all(isinstance(p, int) for p in prompts)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]

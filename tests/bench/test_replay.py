@@ -17,6 +17,7 @@ from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
+from forerun.request import Request
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.recorded import Recorded, Recording
@@ -58,7 +59,7 @@ def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> t
     for seed in range(TEXTS):
         prompt, answer = edited(seed)
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=len(answer), ignore_eos=True)
-        (sequence,) = requests.sequences(prompt, params)
+        (sequence,) = requests.sequences(Request.of(prompt, params))
         recording.texts[sequence.id] = [*prompt, *answer]
         if isinstance(engine.drafter, Oracle):
             engine.drafter.answers[id(params), tuple(prompt), 0] = answer

@@ -31,6 +31,7 @@ from forerun.kernels.sampling import find_sampling_kernels
 from forerun.llm import LLM
 from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Read, Runner
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from law.fuzz import Bench, rows_of
 from unchecked import unchecked
@@ -189,7 +190,7 @@ def texts_of(
         more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and not greedy else {}
         params = SamplingParams(temperature=0.0 if greedy else i % 2, seed=i, max_tokens=20, ignore_eos=True, **more)
         wish = shapes[i % len(shapes)] if engine.drafter else Speculation(0)
-        texts += requests.sequences(story(rng.choice([1, 2, 30, 70]), i), params, wish)
+        texts += requests.sequences(Request.of(story(rng.choice([1, 2, 30, 70]), i), params, wish))
         engine.submit(texts[-1])
     return texts
 
@@ -312,7 +313,7 @@ def test_passes_of_fixed_shape_read_states_too(bench_of: Benches, tmp_path: Path
         )
         each = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9, ignore_eos=True) for i in range(2)]
         for shape in (Speculation(4), Speculation(3, 2, 6)):
-            results = llm.generate([story(9, i) for i in range(2)], each, shape)
+            results = llm.generate([story(9, i) for i in range(2)], each, speculation=shape)
             found.append([r.outputs[0].token_ids for r in results])
         found.append([llm.stats.num_accepted, llm.stats.num_drafted])
         assert isinstance(llm.engine.runner, GraphRunner) == (device != "cpu")

@@ -339,7 +339,7 @@ def test_an_engine_short_of_memory_says_the_same(
     drafter = CascadeDrafter(cascade(NgramDrafter(), model(small), 2), model(large, num_tokens))
     llm = LLM(str(target_dir), drafter, dtype="float32", verification=verification)
     for wish in (Speculation(5), Speculation(3, 2, 6)):
-        found = llm.generate(prompts, params, wish)
+        found = llm.generate(prompts, params, speculation=wish)
         assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
     assert llm.stats.num_drafted > 0
     assert (llm.stats.num_accepted == llm.stats.num_drafted) == (num_tokens == 256)  # else not all is judged by itself
@@ -353,7 +353,7 @@ def test_in_rejection_modes_a_cascade_of_the_target_is_always_accepted(
     spec = f"cascade[ngram,model:{draft_dir},model:{target_dir}]"
     llm = LLM(str(target_dir), spec, dtype="float32", verification=verification)
     params = SamplingParams(temperature=1.0, max_tokens=40, seed=2, ignore_eos=True)
-    llm.generate(["Once upon a time", "The"], params, Speculation(6))
+    llm.generate(["Once upon a time", "The"], params, speculation=Speculation(6))
     assert llm.stats.num_accepted == llm.stats.num_drafted > 40
 
 

@@ -28,6 +28,7 @@ from forerun.llm import LLM
 from forerun.models.decoder import Decoder, Hidden, TokenBatch
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
+from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
@@ -137,7 +138,7 @@ def texts_of(bench: Bench, engine: Engine, count: int, shapes: str, drafted: boo
         more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and shapes == "mixed" else {}
         params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True, **more)
         wish = SHAPES[shapes][i % len(SHAPES[shapes])] if drafted else Speculation(0)
-        texts += requests.sequences(story(rng.choice([1, 2, 30, 70]), i), params, wish)
+        texts += requests.sequences(Request.of(story(rng.choice([1, 2, 30, 70]), i), params, wish))
         engine.submit(texts[-1])
     return texts
 
@@ -271,7 +272,7 @@ def test_what_the_drafter_has_read_is_not_read_again(
     requests = bench.requests()
     for i, depth in enumerate((4, 2)):
         params = SamplingParams(temperature=0.0, seed=i, max_tokens=30, ignore_eos=True)
-        (text,) = requests.sequences(story(20, i), params, Speculation(depth))
+        (text,) = requests.sequences(Request.of(story(20, i), params, Speculation(depth)))
         engine.submit(text)
     engine.step()
     with watched(monkeypatch) as work:
@@ -353,7 +354,7 @@ def test_a_request_whose_code_fails_while_it_is_drafted_hurts_nobody(bench_of: B
     requests = bench.requests()
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=20, ignore_eos=True)
     each = [params, changed(params, logits_processors=(fails,)), params]
-    texts = [requests.sequences(story(20, 0), p, Speculation(4))[0] for p in each]
+    texts = [requests.sequences(Request.of(story(20, 0), p, Speculation(4)))[0] for p in each]
     for text in texts:
         engine.submit(text)
     assert len({tuple(tokens) for tokens in run(bench, engine, texts)}) == 1

@@ -25,6 +25,7 @@ from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Begun, Drawn, Read, Runner, States
+from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
@@ -270,7 +271,7 @@ def generate_each(
     llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], wishes: Sequence[Speculation]
 ) -> list[list[int]]:
     """The answers to requests with a wish each, in one batch."""
-    sequences = [llm.requests.sequences(*asked)[0] for asked in zip(prompts, params, wishes, strict=True)]
+    sequences = [llm.requests.sequences(Request.of(*asked))[0] for asked in zip(prompts, params, wishes, strict=True)]
     for sequence in sequences:
         llm.engine.submit(sequence)
     with unchecked():
@@ -298,7 +299,7 @@ def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, 
     for i in range(8):
         params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True)
         wish = Speculation(rng.randint(2, 4), drafter=rng.choice([None, "first", "third", MERGED]))
-        texts.append(requests.sequences(story(rng.choice([1, 20, 50]), i), params, wish)[0])
+        texts.append(requests.sequences(Request.of(story(rng.choice([1, 20, 50]), i), params, wish))[0])
     expected = plain_tokens(bench, [(t.tokens, t.params) for t in texts])
     num_resumed = rounds(engine, texts, bench)
     assert [text.tokens for text in texts] == expected
@@ -307,7 +308,7 @@ def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, 
 
 def plain_tokens(bench: Bench, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
     engine, requests = bench.engine(), bench.requests()
-    texts = [requests.sequences(list(prompt), params, False)[0] for prompt, params in asked]
+    texts = [requests.sequences(Request.of(list(prompt), params, False))[0] for prompt, params in asked]
     with unchecked():
         for text in texts:
             engine.submit(text)

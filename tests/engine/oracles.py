@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from forerun.draft.base import Budget, Committed, Draft, Outlook
-from forerun.llm import RequestOutput
+from forerun.output import RequestOutput
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import RowSampling

@@ -12,6 +12,7 @@ from forerun.engine.request import Requests
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from unchecked import unchecked
 
@@ -22,11 +23,11 @@ ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, seed=0)
 
 def test_an_engine_lets_go_of_thousands_at_once() -> None:
     """The last first, which a search from the front would find latest; some are running, most wait."""
-    runner = Runner.of(Blueprint.of(str(TARGET), "float32").load(64).decoder, 1024)
+    runner = Runner.of(Blueprint.of(str(TARGET), dtype="float32").load(64).decoder, 1024)
     engine = Engine(runner, NgramDrafter(), options=EngineOptions(max_num_seqs=4))
     maker = Requests(None, 512, 256, eos_ids=(), default=Speculation(0))
     with unchecked():
-        texts = [maker.sequences([1, 5, 6], ENDLESS)[0] for _ in range(MANY)]
+        texts = [maker.sequences(Request.of([1, 5, 6], ENDLESS))[0] for _ in range(MANY)]
         for text in texts:
             engine.submit(text)
         engine.step()

@@ -10,6 +10,7 @@ from forerun.config import Speculation
 from forerun.engine.delta import commit, run_origins
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text import Tokenizer
 
@@ -18,7 +19,7 @@ STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories
 
 def sequence(params: SamplingParams, max_length: int = 99) -> Sequence:
     maker = Requests(STORIES, 512, max_length, eos_ids=(2,), default=Speculation())
-    (made,) = maker.sequences([1, 403], params)
+    (made,) = maker.sequences(Request.of([1, 403], params))
     return made
 
 

@@ -17,6 +17,7 @@ from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence, Status
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
@@ -60,7 +61,7 @@ def taught(asked: Seq[tuple[list[int], SamplingParams]]) -> tuple[Oracle, list[l
     """The answers of plain decoding one by one, and an oracle that knows them."""
     oracle, answers, maker = Oracle(errs=lambda place: place % 6 == 5), [], requests()
     for prompt, params in asked:
-        (tokens,) = finish(engine_of(LONGEST), maker.sequences(prompt, params))
+        (tokens,) = finish(engine_of(LONGEST), maker.sequences(Request.of(prompt, params)))
         answers.append(tokens)
         oracle.asked.append(params)
         oracle.answers[id(params), tuple(prompt), 0] = tuple(tokens[len(prompt) :])
@@ -79,7 +80,7 @@ def test_guesses_take_what_is_left_over(seed: int) -> None:
     for num_tokens in (LONGEST, LONGEST + rng.randint(8, 60), 900):
         engine = engine_of(num_tokens, oracle, block_size=rng.choice([2, 8]), max_num_seqs=4, chunk_tokens=17)
         maker = requests()
-        texts = [s for i, (p, q) in enumerate(asked) for s in maker.sequences(p, q, WISHES[(i + seed) % 5])]
+        texts = [s for i, (p, q) in enumerate(asked) for s in maker.sequences(Request.of(p, q, WISHES[(i + seed) % 5]))]
         assert finish(engine, texts) == answers
         assert engine.runner.cache.num_rows == 0
         engine.runner.cache.check()
@@ -96,7 +97,7 @@ def test_a_cache_planned_for_a_full_batch_drafts_in_a_full_batch(block_size: int
     (oracle, answers), maker = taught(asked), requests()
     engine = engine_of(8 * LONGEST, oracle, block_size=block_size, max_num_seqs=8, chunk_tokens=512)
     engine.controller = watched = Watched()
-    assert finish(engine, [s for p, q in asked for s in maker.sequences(p, q, Speculation(4))]) == answers
+    assert finish(engine, [s for p, q in asked for s in maker.sequences(Request.of(p, q, Speculation(4)))]) == answers
     assert len(watched.wished[0]) == 8, "some had to wait"
     assert watched.given == watched.wished
 
@@ -121,7 +122,7 @@ def test_a_full_cache_has_no_room_for_guesses_but_goes_on() -> None:
     oracle, answers = taught(asked)
     engine = engine_of(LONGEST, oracle, block_size=4)
     engine.controller = watched = Watched()
-    assert finish(engine, requests().sequences(*asked[0], Speculation(7, 2, 12))) == answers
+    assert finish(engine, requests().sequences(Request.of(*asked[0], Speculation(7, 2, 12)))) == answers
     refused = [given == [0] and wished != [0] for given, wished in zip(watched.given, watched.wished, strict=True)]
     assert [7] in watched.given
     assert any(refused), "it never got tight"
@@ -132,7 +133,7 @@ def test_leaving_between_rounds() -> None:
     asked = some(7, 3)
     oracle, answers = taught(asked)
     engine, maker = engine_of(600, oracle, max_num_seqs=4, chunk_tokens=9), requests()
-    texts = [s for p, q in asked for s in maker.sequences(p, q)]
+    texts = [s for p, q in asked for s in maker.sequences(Request.of(p, q))]
     for sequence in texts:
         engine.submit(sequence)
     gone = []
@@ -161,7 +162,7 @@ def test_counters_add_up() -> None:
     asked = some(5, 8)
     oracle, answers = taught(asked)
     engine, maker = engine_of(900, oracle, max_num_seqs=3), requests()
-    finish(engine, [s for i, (p, q) in enumerate(asked) for s in maker.sequences(p, q, WISHES[i])])
+    finish(engine, [s for i, (p, q) in enumerate(asked) for s in maker.sequences(Request.of(p, q, WISHES[i]))])
     stats = engine.stats
     said = sum(len(answer) - len(prompt) for answer, (prompt, _) in zip(answers, asked, strict=True))
     assert stats.num_emitted == said <= stats.num_accepted + stats.num_rounds

@@ -14,8 +14,9 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import CPU, Placement
 from forerun.draft.model import ModelDrafter
-from forerun.llm import RequestOutput
 from forerun.models.graphs import GraphRunner
+from forerun.output import RequestOutput
+from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import gumbel
 from forerun.sampling.params import LogitsProcessor
@@ -145,7 +146,7 @@ def test_one_synchronisation_per_round(
     draft = f"model:{draft_dir}" if drafter == "model" else drafter
     llm = make(target_dir, draft, speculation=4, verification=rule)
     for prompt in PROMPTS:
-        for sequence in llm.requests.sequences(prompt, params):
+        for sequence in llm.requests.sequences(Request.of(prompt, params)):
             llm.engine.submit(sequence)
     rounds = 0
     while llm.engine.has_work:

@@ -5,6 +5,7 @@ import pytest
 from forerun.config import Speculation
 from forerun.engine.request import Requests
 from forerun.errors import InvalidRequest, PromptTooLong
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 
@@ -14,8 +15,8 @@ def maker(arms: tuple[str, ...] = ()) -> Requests:
 
 def test_samples_share_all_but_their_number() -> None:
     made = maker()
-    first = made.sequences([1, 5], SamplingParams(n=3, max_tokens=None))
-    second = made.sequences((1, 5), SamplingParams(n=2, seed=-2, max_tokens=2), False)
+    first = made.sequences(Request.of([1, 5], SamplingParams(n=3, max_tokens=None)))
+    second = made.sequences(Request.of((1, 5), SamplingParams(n=2, seed=-2, max_tokens=2), False))
     assert [s.id for s in [*first, *second]] == [0, 1, 2, 3, 4]
     assert [s.request_id for s in [*first, *second]] == [0, 0, 0, 1, 1]
     assert [s.sample for s in [*first, *second]] == [0, 1, 2, 0, 1]
@@ -43,11 +44,11 @@ def test_samples_share_all_but_their_number() -> None:
 )
 def test_refusals(prompt: str | list[int], params: dict[str, object], wish: object, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        maker(("a",)).sequences(prompt, SamplingParams(**params), wish)
+        maker(("a",)).sequences(Request.of(prompt, SamplingParams(**params), wish))
 
 
 def test_prompts_end_before_the_context_does() -> None:
-    assert maker().sequences([1] * 5, SamplingParams(max_tokens=None))[0].room == 1
+    assert maker().sequences(Request.of([1] * 5, SamplingParams(max_tokens=None)))[0].room == 1
     for length in (6, 7):
         with pytest.raises(PromptTooLong, match=f"{length} tokens leave no room in a context of 6"):
-            maker().sequences([1] * length, SamplingParams())
+            maker().sequences(Request.of([1] * length, SamplingParams()))

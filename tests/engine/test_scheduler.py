@@ -11,6 +11,7 @@ from forerun.config import Speculation
 from forerun.engine.request import Requests
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, Status
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 
@@ -21,7 +22,7 @@ def requests(max_length: int = 10_000) -> Requests:
 def sequences(shapes: Seq[tuple[int, int]]) -> list[Sequence]:
     """One sequence per (prompt length, tokens to say)."""
     maker = requests()
-    made = [maker.sequences([1] * prompt, SamplingParams(max_tokens=say)) for prompt, say in shapes]
+    made = [maker.sequences(Request.of([1] * prompt, SamplingParams(max_tokens=say))) for prompt, say in shapes]
     return [sequence for (sequence,) in made]
 
 

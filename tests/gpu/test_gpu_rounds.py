@@ -9,10 +9,11 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
-from forerun.llm import RequestOutput
 from forerun.models.graphs import GraphRunner, Graphs
 from forerun.models.runner import Read
+from forerun.output import RequestOutput
 from forerun.prove.plain import last_logits
+from forerun.request import Request
 
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
 NEAR_TIE = 1e-3  # of logits of size 10, in float32
@@ -118,7 +119,7 @@ def test_one_synchronisation_per_round(
     llm = make(target_dir, draft, speculation=4, verification=rule)
     llm.generate(PROMPTS, params)  # captures and compiles, which waits
     for prompt in PROMPTS:
-        for sequence in llm.requests.sequences(prompt, params):
+        for sequence in llm.requests.sequences(Request.of(prompt, params)):
             llm.engine.submit(sequence)
     while llm.engine.has_work:
         with warnings.catch_warnings(record=True) as found:
@@ -134,7 +135,7 @@ def test_one_synchronisation_per_round(
 
 def test_a_gpu_and_a_cpu_say_nearly_the_same(target_dir: Path) -> None:
     on_gpu, on_cpu = make(target_dir), make(target_dir, device="cpu")
-    text = tuple(on_cpu.requests.prompt_tokens("Once upon a time, there was a little girl"))
+    text = tuple(on_cpu.requests.prompt_tokens(Request.of("Once upon a time, there was a little girl")))
     found, wanted = last_logits(on_gpu, [text]).cpu(), last_logits(on_cpu, [text])
     assert (found - wanted).abs().max() <= NEAR_TIE
     assert on_gpu.fingerprint != on_cpu.fingerprint

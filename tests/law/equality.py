@@ -16,6 +16,7 @@ from forerun.accept.outcome import Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
 from forerun.models.runner import Runner
+from forerun.request import Request
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
@@ -70,7 +71,7 @@ def decode(
     requests = bench.requests()
     engine = bench.engine(None, num_tokens, options=EngineOptions(max_num_seqs, chunk_tokens))
     engine.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else drafter(engine.runner)
-    sequences = [requests.sequences(a.prompt, a.params, wish)[0] for a in asked]
+    sequences = [requests.sequences(Request.of(a.prompt, a.params, wish))[0] for a in asked]
     logprobs: dict[int, list[TokenLogprobs]] = {s.id: [] for s in sequences}
     run(engine, sequences, lambda delta: logprobs[delta.seq_id].extend(delta.logprobs))
     answers = [Answer(s.tokens, logprobs[s.id]) for s in sequences]

@@ -16,6 +16,7 @@ from fuzz import Bench, run
 from forerun.config import EngineOptions, Speculation
 from forerun.engine.engine import Engine
 from forerun.models.runner import Read, Runner
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 NUM_TEXTS, NUM_TOKENS, TOLERANCE = 160, 200, 0.01
@@ -31,7 +32,7 @@ def texts(target_dir: Path, draft_dir: Path, depth: int) -> tuple[list[list[int]
         bench.model_drafter(16384), 16384, options=EngineOptions(max_num_seqs=32, verification="token")
     )
     wish = Speculation(depth=depth)
-    return run(engine, [requests.sequences([1], p, wish)[0] for p in params]), engine
+    return run(engine, [requests.sequences(Request.of([1], p, wish))[0] for p in params]), engine
 
 
 @pytest.mark.full

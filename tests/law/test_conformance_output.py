@@ -59,7 +59,7 @@ def answers(
 ) -> list[tuple[int, ...]]:
     """What is generated, the prompts in turn."""
     prompts = list(islice(cycle(PROMPTS), batch))
-    found = llm.generate(prompts, asked(temperatures, batch, num_tokens), speculation)
+    found = llm.generate(prompts, asked(temperatures, batch, num_tokens), speculation=speculation)
     return [result.outputs[0].token_ids for result in found]
 
 
@@ -181,7 +181,7 @@ def test_beyond_the_drafters_context_decoding_goes_on(lower: str | None) -> None
     expected = LLM(str(TARGET), dtype="float32", max_model_len=290).generate(prompt, to_the_end)[0].outputs[0]
     draft = f"cascade[{lower},model:{SMALL}]" if lower else f"model:{SMALL}"
     llm = LLM(str(TARGET), draft, dtype="float32", max_model_len=290)
-    found = llm.generate(prompt, to_the_end, Speculation(4))[0].outputs[0]
+    found = llm.generate(prompt, to_the_end, speculation=Speculation(4))[0].outputs[0]
     assert found.token_ids == expected.token_ids
     assert len(prompt) + len(found.token_ids) == 290
     assert llm.stats.num_drafted > 0

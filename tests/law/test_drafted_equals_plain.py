@@ -23,6 +23,7 @@ from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
 from forerun.models.native import find_kernels
 from forerun.models.runner import Runner
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 NUM_PROMPTS = 200
@@ -39,7 +40,7 @@ def texts(target_dir: Path, draft_dir: Path) -> list[list[int]]:
     bench = Bench.of(target_dir, draft_dir)
     requests, engine = bench.requests(), bench.engine(options=EngineOptions(max_num_seqs=8))
     params = [SamplingParams(seed=i, max_tokens=520, ignore_eos=True) for i in range(8)]
-    return run(engine, [requests.sequences([1], p)[0] for p in params])
+    return run(engine, [requests.sequences(Request.of([1], p))[0] for p in params])
 
 
 def prompts(texts: list[list[int]], count: int) -> list[list[int]]:

@@ -22,7 +22,8 @@ from engine.oracles import Oracle, never, seen
 from forerun.config import Speculation
 from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest, PromptTooLong
-from forerun.llm import LLM, RequestOutput
+from forerun.llm import LLM
+from forerun.output import RequestOutput
 from forerun.sampling.params import SamplingParams
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -77,7 +78,7 @@ def drafted(
     oracle = Oracle(errs=errs)
     oracle.learn(plain().generate(prompts, [past(q) for q in params]), params)
     llm = LLM(str(TARGET), oracle, dtype="float32", max_num_seqs=32)
-    found = [result for shape in shapes for result in llm.generate(prompts, params, shape)]
+    found = [result for shape in shapes for result in llm.generate(prompts, params, speculation=shape)]
     for one, other in zip(found, [*expected] * len(shapes), strict=True):
         assert seen(one) == seen(other)
     assert llm.engine.runner.cache.num_rows == 0
@@ -205,7 +206,7 @@ def test_no_draft_is_plain_decoding() -> None:
     params = [asking(t, seed) for t in (0.0, 1.0) for seed in range(2)]
     expected = list(map(seen, plain().generate([PROMPT] * 4, params)))
     for nothing in (0, False, Speculation(0), Speculation(0, 4, 9)):
-        found = llm.generate([PROMPT] * 4, params, nothing)
+        found = llm.generate([PROMPT] * 4, params, speculation=nothing)
         assert list(map(seen, found)) == expected
     assert llm.stats.num_drafted == 0
     assert {origin for result in found for origin in result.outputs[0].origins} == {Origin.TARGET}
@@ -218,7 +219,7 @@ def test_drafts_deeper_than_what_may_still_be_said() -> None:
     oracle, six = Oracle(), asking(max_tokens=6)
     oracle.learn(plain().generate([PROMPT], six), [six])
     llm = LLM(str(TARGET), oracle, dtype="float32")
-    llm.generate([PROMPT], six, Speculation(64))
+    llm.generate([PROMPT], six, speculation=Speculation(64))
     assert (llm.stats.num_rounds, llm.stats.num_drafted, llm.stats.num_accepted) == (2, 4, 4)
 
 
@@ -251,7 +252,7 @@ def test_the_context_limit(draft: str, temperature: float) -> None:
     oracle.learn(expected, params)
     llm = LLM(str(TARGET), oracle if draft == "oracle" else draft, dtype="float32")
     for speculation in (*SHAPES, Speculation(9, 2, 20)):
-        found = llm.generate(prompts, params, speculation)
+        found = llm.generate(prompts, params, speculation=speculation)
         assert list(map(seen, found)) == list(map(seen, expected))
     for result in expected:
         assert len(result.prompt_token_ids) + len(result.outputs[0].token_ids) == CONTEXT
@@ -368,7 +369,7 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
     oracle.learn(expected, params)
     for draft, shape in ((oracle, 1), (f"model:{wide_small}", 1), (f"model:{SMALL}", 0), (Padding(), 0)):
         llm = LLM(str(wide), draft, dtype="float32", max_num_seqs=32)
-        found = llm.generate([PROMPT] * len(params), params, SHAPES[shape])
+        found = llm.generate([PROMPT] * len(params), params, speculation=SHAPES[shape])
         assert list(map(seen, found)) == list(map(seen, expected))
         assert llm.stats.num_drafted > 0
     narrow_drafted = LLM(str(TARGET), f"model:{wide_small}", dtype="float32", max_num_seqs=32)
@@ -381,7 +382,7 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
 def test_padding_is_never_said_by_rejection_rules(wide: Path, wide_small: Path, verification: str) -> None:
     for draft, shape in ((f"model:{wide_small}", 0), (f"model:{wide_small}", 1), (Padding(), 0)):
         llm = LLM(str(wide), draft, dtype="float32", max_num_seqs=32, verification=verification)
-        for result in llm.generate([PROMPT] * len(padding_params()), padding_params(), SHAPES[shape]):
+        for result in llm.generate([PROMPT] * len(padding_params()), padding_params(), speculation=SHAPES[shape]):
             assert max(result.outputs[0].token_ids) < CONTEXT
 
 

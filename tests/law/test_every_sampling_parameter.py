@@ -22,9 +22,10 @@ from torch import Tensor
 
 from engine.oracles import Oracle, seen
 from forerun.config import Speculation, Verification
-from forerun.llm import LLM, RequestOutput
+from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
+from forerun.output import RequestOutput
 from forerun.sampling.noise import gumbel, mix, signed
 from forerun.sampling.params import SamplingParams
 from unchecked import unchecked
@@ -242,7 +243,7 @@ def check_drafted(
     llm = LLM(str(TARGET), oracle if draft == "oracle" else as_draft(draft), dtype=dtype, max_num_seqs=BATCH)
     for shape in (CHAIN,) if draft == "ngram" else (CHAIN, TREE):  # n-grams are chains in any case
         with unchecked():
-            found = llm.generate(prompts_for(params), params, shape)
+            found = llm.generate(prompts_for(params), params, speculation=shape)
         for asked, one, other in zip(params, found, expected, strict=True):
             assert seen(one) == seen(other), (shape, asked)
     assert llm.stats.num_drafted > 0
@@ -299,7 +300,7 @@ def test_greedy_transforms_under_rejection_rules(verification: Verification) -> 
     for draft in (f"model:{SMALL}", oracle):
         llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=BATCH, verification=verification)
         for shape in (CHAIN, TREE):
-            assert list(map(seen, llm.generate(prompts, params, shape))) == list(map(seen, expected))
+            assert list(map(seen, llm.generate(prompts, params, speculation=shape))) == list(map(seen, expected))
         assert llm.stats.num_accepted > 0
 
 

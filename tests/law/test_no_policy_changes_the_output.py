@@ -30,6 +30,7 @@ from forerun.draft.judge import Judge
 from forerun.draft.lengths import FixedLength
 from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.models.runner import Read, Runner
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 
@@ -97,7 +98,7 @@ def texts(
     options = EngineOptions(max_num_seqs=64, verification=verification)
     engine = bench.engine(None, 16384, controller=controller, options=options)
     engine.drafter = bench.model_drafter(16384) if drafter is None else drafter(engine.runner)
-    return run(engine, [requests.sequences(ROOT_TEXT, p, wish)[0] for p in params])
+    return run(engine, [requests.sequences(Request.of(ROOT_TEXT, p, wish))[0] for p in params])
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -30,6 +30,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Text
 from forerun.engine.sequence import Status
 from forerun.models.runner import Runner
+from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
@@ -77,7 +78,7 @@ class Traffic:
             max_tokens=self.rng.randrange(1, 90),
             seed=i,
         )
-        (text,) = self.requests.sequences(prompt, params)
+        (text,) = self.requests.sequences(Request.of(prompt, params))
         self.plain.submit(text)
         while self.plain.has_work:
             self.plain.step()
@@ -91,7 +92,7 @@ class Traffic:
         prompt, params, answer = self.rng.choice(self.pool)
         width = self.rng.choice([1, 1, 3])
         wish = Speculation(depth=self.rng.randrange(0, 8), width=width, nodes=self.rng.randrange(1, 12))
-        (text,) = self.requests.sequences(prompt, params, wish)
+        (text,) = self.requests.sequences(Request.of(prompt, params, wish))
         self.answers[text.id] = answer
         self.live[text.id] = (text, answer)
         self.engine.submit(text)

@@ -21,6 +21,7 @@ from forerun.config import EngineOptions, Speculation
 from forerun.draft.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from unchecked import unchecked
 
@@ -44,7 +45,7 @@ def plain() -> LLM:
 
 def ask(llm: LLM, prompt: str, params: SamplingParams, tenant: str = "", wish: object = DEEP) -> tuple[int, ...]:
     with unchecked():
-        return llm.generate(prompt, params, wish, tenant=tenant)[0].outputs[0].token_ids
+        return llm.generate(prompt, params, speculation=wish, tenant=tenant)[0].outputs[0].token_ids
 
 
 def past_of(llm: LLM) -> list[tuple[str, tuple[int, ...]]]:
@@ -107,7 +108,7 @@ def test_an_answer_is_kept_to_its_last_token_however_it_ended(wish: bool | Specu
 
 def test_a_cancelled_answer_is_kept_as_far_as_it_went() -> None:
     llm, said = suffix(), []
-    for delta in llm.stream(PROMPTS[0], asking(), DEEP, tenant="a"):
+    for delta in llm.stream(PROMPTS[0], asking(), speculation=DEEP, tenant="a"):
         said += delta.token_ids
         if len(said) > 9:
             break
@@ -125,9 +126,9 @@ def test_preempted_answers_are_kept_once_and_whole(bench: Bench) -> None:
     asked = [([1, *dice.choices(range(3, 512), k=20)], asking(i, temperature=i % 2, max_tokens=60)) for i in range(8)]
     options = EngineOptions(max_num_seqs=8, chunk_tokens=32)
     engine = bench.engine(drafter, num_tokens=400, options=options)
-    texts = [requests.sequences(p, q, DEEP, "ab"[i % 2])[0] for i, (p, q) in enumerate(asked)]
+    texts = [requests.sequences(Request.of(p, q, DEEP, "ab"[i % 2]))[0] for i, (p, q) in enumerate(asked)]
     found = run(engine, texts)
-    assert found == run(bench.engine(), [requests.sequences(p, q)[0] for p, q in asked])
+    assert found == run(bench.engine(), [requests.sequences(Request.of(p, q))[0] for p, q in asked])
     assert sum(text.num_preempted for text in texts) > 1
     assert engine.stats.num_accepted > 0
     kept = sorted((k.tenant, tuple(k.tokens)) for k in drafter.past.answers.values())
@@ -177,7 +178,7 @@ def test_what_is_no_tenant_is_refused(tenant: object) -> None:
 def test_no_draw_depends_on_the_tenant() -> None:
     """Nor does anything that a round makes once for equal rows."""
     params = asking(5, temperature=1.0, repetition_penalty=1.2, top_k=20)
-    (one,), (other,) = (plain().requests.sequences([1, 5, 6], params, tenant=tenant) for tenant in "ab")
+    (one,), (other,) = (plain().requests.sequences(Request.of([1, 5, 6], params, tenant=tenant)) for tenant in "ab")
     assert one.sampling() != other.sampling()
     assert astuple(one.sampling())[1:-1] == astuple(other.sampling())[1:-1]
     assert ask(plain(), PROMPTS[0], params, "a") == ask(plain(), PROMPTS[0], params, "b")
@@ -187,7 +188,8 @@ def shared(prompts: Sequence[str]) -> LLM:
     """An LLM that answers all prompts side by side, each for a tenant of its own."""
     llm = suffix(max_num_seqs=len(prompts))
     sequences = [
-        llm.requests.sequences(prompt, asking(), DEEP, str(tenant))[0] for tenant, prompt in enumerate(prompts)
+        llm.requests.sequences(Request.of(prompt, asking(), DEEP, str(tenant)))[0]
+        for tenant, prompt in enumerate(prompts)
     ]
     assert len(list(llm.rounds(sequences))) > 3
     return llm

@@ -35,7 +35,7 @@ def common(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(llm: LLM, speculation: Speculation | bool) -> list[tuple[int, ...]]:
     with unchecked():
-        return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, PARAMS, speculation)]
+        return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, PARAMS, speculation=speculation)]
 
 
 @cache

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from forerun.config import Speculation
-from forerun.llm import LLM, CompletionOutput
-from forerun.prove.difference import Difference, Request, compare, find_difference
+from forerun.llm import LLM
+from forerun.output import CompletionOutput
+from forerun.prove.difference import Difference, ProofRequest, compare, find_difference
 from forerun.prove.equality import PLAIN, answers
 from forerun.prove.plain import last_logits, read_in_chunks, rounding_noise, row_of, scores_after
 from forerun.sampling.params import SamplingParams
@@ -19,16 +20,16 @@ def llm(target_dir: Path, draft_dir: Path) -> LLM:
     return LLM(str(target_dir), f"model:{draft_dir}")
 
 
-def request(temperature: float) -> Request:
-    return Request(0, (1, 403, 407), SamplingParams(temperature=temperature, seed=5, max_tokens=12, logprobs=0))
+def request(temperature: float) -> ProofRequest:
+    return ProofRequest(0, (1, 403, 407), SamplingParams(temperature=temperature, seed=5, max_tokens=12, logprobs=0))
 
 
-def plain(llm: LLM, asked: Request) -> CompletionOutput:
+def plain(llm: LLM, asked: ProofRequest) -> CompletionOutput:
     return answers(llm, [asked], 1, PLAIN, lambda what, done: None)[0]
 
 
 def found(
-    llm: LLM, asked: Request, one: CompletionOutput, other: CompletionOutput, tolerance: float = 0.0
+    llm: LLM, asked: ProofRequest, one: CompletionOutput, other: CompletionOutput, tolerance: float = 0.0
 ) -> Difference | None:
     return find_difference(llm, asked, 8, Speculation(3), one, other, tolerance)
 

@@ -1,7 +1,7 @@
-"""Outcome and Stats: what rounds gave, counted by depth.
+"""Outcome, Counts and Stats: what rounds gave, counted by depth.
 
-Decides what is counted and how the three numbers that are never mixed up are formed. Knows nothing of how guesses
-were made or judged.
+The file decides what is counted and how the three numbers that are never mixed up are formed. One engine is counted in
+Stats and one request in its metrics, by the same Counts.
 """
 
 from __future__ import annotations
@@ -56,44 +56,33 @@ class ArmStats:
 
 
 @dataclass(slots=True)
-class Stats:
-    """Counters over rounds. Only sequences that drew tokens count; a round of pure prefill is none."""
+class Counts:
+    """What became of guesses, over rounds. Only rounds in which a sequence drew tokens count, once per sequence."""
 
-    num_rounds: int = 0  # sequences x rounds
-    num_passes: int = 0
+    num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
-    num_prompt_tokens: int = 0
-    draft_s: float = 0.0
-    pass_s: float = 0.0
-    draft_pass_s: float = 0.0
     offered_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
     arms: dict[int, ArmStats] = field(default_factory=dict)  # of a mix's, by number
 
-    def record(self, outcome: Outcome) -> None:
-        """Add one round."""
-        self.num_passes += 1
-        self.num_prompt_tokens += outcome.num_prompt_tokens
-        self.draft_s += outcome.draft_s
-        self.pass_s += outcome.pass_s
-        self.draft_pass_s += outcome.draft_pass_s
-        for row in outcome.rows:
-            self.num_rounds += 1
-            self.num_drafted += row.num_drafted
-            self.num_accepted += row.accepted
-            self.num_emitted += row.num_emitted
-            missing = row.offered - len(self.offered_at_depth)
-            self.offered_at_depth += [0] * missing
-            self.accepted_at_depth += [0] * missing
-            for depth in range(row.offered):
-                self.offered_at_depth[depth] += 1
-                self.accepted_at_depth[depth] += depth < row.accepted
-            if row.arm >= 0:
-                self.record_arms(row)
+    def count(self, row: RowOutcome) -> None:
+        """Add one sequence's round."""
+        self.num_rounds += 1
+        self.num_drafted += row.num_drafted
+        self.num_accepted += row.accepted
+        self.num_emitted += row.num_emitted
+        missing = row.offered - len(self.offered_at_depth)
+        self.offered_at_depth += [0] * missing
+        self.accepted_at_depth += [0] * missing
+        for depth in range(row.offered):
+            self.offered_at_depth[depth] += 1
+            self.accepted_at_depth[depth] += depth < row.accepted
+        if row.arm >= 0:
+            self.count_arms(row)
 
-    def record_arms(self, row: RowOutcome) -> None:
+    def count_arms(self, row: RowOutcome) -> None:
         """Add what the arms of a mix did for one sequence."""
         self.arms.setdefault(row.arm, ArmStats()).num_rounds += 1
         for arm, (num_drafted, num_accepted) in row.by_arm.items():
@@ -115,3 +104,24 @@ class Stats:
     def tokens_per_round(self) -> float | None:
         """Accepted + 1, on average over sequences and rounds, as verified: before a stop cuts the run."""
         return (self.num_accepted + self.num_rounds) / self.num_rounds if self.num_rounds else None
+
+
+@dataclass(slots=True)
+class Stats(Counts):
+    """Counters of an engine since its start; a round of pure prefill is none."""
+
+    num_passes: int = 0
+    num_prompt_tokens: int = 0
+    draft_s: float = 0.0
+    pass_s: float = 0.0
+    draft_pass_s: float = 0.0
+
+    def record(self, outcome: Outcome) -> None:
+        """Add one round."""
+        self.num_passes += 1
+        self.num_prompt_tokens += outcome.num_prompt_tokens
+        self.draft_s += outcome.draft_s
+        self.pass_s += outcome.pass_s
+        self.draft_pass_s += outcome.draft_pass_s
+        for row in outcome.rows:
+            self.count(row)

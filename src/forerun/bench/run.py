@@ -22,6 +22,7 @@ from forerun.draft.base import Budget
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import forget_peak_rss, peak_rss_bytes
+from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.recorded import Recording
@@ -174,7 +175,7 @@ class Stage:
         for number in numbers:
             item = items[number % len(items)]
             params = self.params(item, group, number, most)
-            (sequence,) = self.llm.requests.sequences(item.prompt, params, wish, tenant)
+            (sequence,) = self.llm.requests.sequences(Request.of(item.prompt, params, wish, tenant))
             if item.answer is not None:
                 recording.texts[sequence.id] = [*item.prompt, *item.answer]
             sequences.append(sequence)

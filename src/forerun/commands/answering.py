@@ -15,11 +15,12 @@ from typing import cast
 import torch
 from rich.console import Console
 
-from forerun.card import LoadingBar, Setting, Timing
+from forerun.card import Setting, Timing
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Origin
 from forerun.llm import LLM
 from forerun.options import ModelOptions
+from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
 
 

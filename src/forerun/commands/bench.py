@@ -24,7 +24,6 @@ from forerun.bench.report import Bandwidth, Report
 from forerun.bench.setup import Models, about, set_up
 from forerun.bench.show import bench_card
 from forerun.bench.state import State, default_path, key_of
-from forerun.card import LoadingBar
 from forerun.demo.material import DRAFT, DRAFT_PARAMETERS, TARGET, TARGET_PARAMETERS, widen
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
@@ -41,6 +40,7 @@ from forerun.options import (
     adapted,
     with_options,
 )
+from forerun.progress import LoadingBar
 from forerun.shape import StaticTree
 
 Number = TypeVar("Number", int, float)

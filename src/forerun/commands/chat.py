@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from forerun.card import LoadingBar, Painter, show_error, speed_line
+from forerun.card import Painter, show_error, speed_line
 from forerun.commands.answering import Answer, answer, build_llm
 from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, ModelOptions, with_options
+from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
 
 

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from forerun.cache.plan import size
-from forerun.card import LoadingBar
 from forerun.config import DEFAULT_DEPTH
 from forerun.demo.material import Pair, load_prompts
 from forerun.demo.meet import Meet
@@ -20,6 +19,7 @@ from forerun.demo.score import verdict
 from forerun.demo.screen import card, view_of
 from forerun.machine import peak_rss_bytes
 from forerun.options import with_options
+from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
 
 LIMIT_S = 105.0  # from the command's start: the rest of two minutes is for Python itself to start

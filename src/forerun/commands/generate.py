@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 
 from forerun.accept.outcome import Stats
-from forerun.card import LoadingBar, Painter, Setting, Timing, run_card
+from forerun.card import Painter, Setting, Timing, run_card
 from forerun.commands.answering import Answer, answer, build_llm, setting_of
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, ModelOptions, with_options
+from forerun.progress import LoadingBar
 
 Prompt = Annotated[str | None, typer.Argument(help="Text to go on from; - or nothing reads standard input.")]
 

@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from forerun.card import LoadingBar
 from forerun.config import DEFAULT_DEPTH, Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -30,11 +29,13 @@ from forerun.options import (
     adapted,
     with_options,
 )
+from forerun.progress import LoadingBar
 from forerun.prove.prompts import FilePrompt, read_prompts
 from forerun.prove.proof import largest_shape
 from forerun.prove.proof import prove as run
 from forerun.prove.show import proof_card
 from forerun.prove.workload import Workload
+from forerun.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,6 @@ def check_lengths(llm: LLM, prompts: list[FilePrompt]) -> None:
     """Raise InvalidRequest, with file and line, for a prompt that the model cannot be given."""
     for prompt in prompts:
         try:
-            llm.requests.prompt_tokens(prompt.text)
+            llm.requests.prompt_tokens(Request.of(prompt.text))
         except InvalidRequest as error:
             raise InvalidRequest("prompts", f"{prompt.place}: {error}") from error

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.card import LoadingBar
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import BUNDLED_NAMES
 from forerun.models.config import UNITS, WIDENED, ModelConfig, amount, read_fields
@@ -19,6 +18,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.widen import Wider, count_parameters
 from forerun.models.widen import widen as write_widened
 from forerun.options import with_options
+from forerun.progress import LoadingBar
 
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMB]?)", re.IGNORECASE)
 

@@ -16,6 +16,7 @@ from forerun.demo.material import Prompt
 from forerun.demo.race import Step, Track
 from forerun.demo.score import Score, affordable_tokens
 from forerun.models.loading import Progress
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 WARMUP_READ, WARMUP_TOKENS = 32, 8  # tokens of the prompt, tokens of the answer
@@ -83,4 +84,4 @@ class Meet:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as tokens."""
-        return self.track.llm.requests.prompt_tokens(prompt.text)
+        return self.track.llm.requests.prompt_tokens(Request.of(prompt.text))

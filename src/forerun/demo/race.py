@@ -19,6 +19,7 @@ from forerun.draft.ngram import NgramDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 
@@ -63,8 +64,8 @@ class Track:
         self, prompt: str | Sequence[int], params: SamplingParams, drafter: str, clock: Clock = time.perf_counter
     ) -> Iterator[Step]:
         """Answer a prompt plain and with `drafter`, "model" (the LLM's own) or "ngram"."""
-        plain = Lane(self.plain, self.llm.requests.sequences(prompt, params, wish=False))
-        drafted = Lane(self.drafted[drafter], self.llm.requests.sequences(prompt, params))
+        plain = Lane(self.plain, self.llm.requests.sequences(Request.of(prompt, params, speculation=False)))
+        drafted = Lane(self.drafted[drafter], self.llm.requests.sequences(Request.of(prompt, params)))
         yield from race({Side.PLAIN: plain, Side.SPECULATIVE: drafted}, clock)
 
 

@@ -1,7 +1,6 @@
 """Delta: what a round adds to one sequence, as its reader sees it.
 
-Decides how an accepted run becomes tokens, text and log-probabilities of a sequence. Knows nothing of caches and
-batches.
+The file decides how an accepted run becomes tokens, text and log-probabilities of a sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from forerun.accept.commit import Accepted
+from forerun.accept.outcome import RowOutcome
 from forerun.annotations import Float
 from forerun.engine.reading import Part
 from forerun.engine.sequence import Origin, Sequence
@@ -33,6 +33,7 @@ class Delta:
     """What one round adds to one sample of a request.
 
     Text may lag behind tokens: half a character, or what may be the beginning of a stop string, is held back.
+    `outcome` counts the round's guesses.
     """
 
     request_id: int
@@ -44,12 +45,13 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    outcome: RowOutcome | None = None  # what became of the guesses
     error: BaseException | None = None  # what ended it, where code of the request's own failed
 
     @classmethod
     def failure(cls, sequence: Sequence, error: BaseException) -> Delta:
         """The last that is heard of a sequence whose request's own code failed."""
-        return cls(sequence.request_id, sequence.sample, sequence.id, (), (), (), (), "error", None, error)
+        return cls(sequence.request_id, sequence.sample, sequence.id, (), (), (), (), "error", None, error=error)
 
     @property
     def text(self) -> str:
@@ -78,6 +80,7 @@ def commit(sequence: Sequence, run: Accepted, logits: Float[Tensor, "rows vocab"
         logprobs=tuple(logprobs),
         finish_reason=stop.finish_reason,
         stop_reason=stop.stop_reason,
+        outcome=run.outcome(sequence.id, len(tokens)),
     )
 
 

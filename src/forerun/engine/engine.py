@@ -215,7 +215,8 @@ class Engine:
                 continue
             run = next(runs)
             delta = commit(sequence, run, logits, first + part.num_scored)
-            outcomes.append(run.outcome(sequence.id, len(delta.token_ids)))
+            assert delta.outcome is not None, "a committed run has an outcome"
+            outcomes.append(delta.outcome)
             deltas.append(delta)
             kept.append(Kept(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
         ended = [self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None]

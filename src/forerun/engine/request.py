@@ -1,19 +1,19 @@
-"""Request: a prompt and its parameters, checked against one model before anything runs.
+"""Requests: what is asked of one engine, checked against its model before anything runs.
 
-Decides whether a request can be served and turns it into sequences, one per sample. Knows nothing of rounds.
+The file decides whether a request can be served and turns it into sequences, one per sample.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest, PromptTooLong
+from forerun.request import Request, shown
 from forerun.sampling.params import SamplingParams
 from forerun.text import Tokenizer
 
@@ -32,6 +32,7 @@ class Requests:
     eos_ids: tuple[int, ...]
     default: Speculation
     arms: tuple[str, ...] = ()
+    default_params: SamplingParams = field(default_factory=SamplingParams)
     request_ids: Iterator[int] = field(default_factory=itertools.count)
     seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -40,23 +41,18 @@ class Requests:
         """Real token ids; a padded vocabulary has more."""
         return self.vocab_size if self.tokenizer is None else min(self.vocab_size, self.tokenizer.num_ids)
 
-    def sequences(
-        self,
-        prompt: str | Seq[int],
-        params: SamplingParams,
-        wish: bool | int | Speculation | None = None,
-        tenant: str = "",
-    ) -> list[Sequence]:
+    def sequences(self, request: Request) -> list[Sequence]:
         """The request's samples, or InvalidRequest saying which field cannot be served and why."""
-        tokens = self.prompt_tokens(prompt)
+        params = self.default_params if request.sampling_params is None else request.sampling_params
         if not isinstance(params, SamplingParams):
-            raise InvalidRequest("sampling_params", f"{params!r} must be SamplingParams.")
-        if not isinstance(tenant, str):
-            raise InvalidRequest("tenant", f"{tenant!r} must be a string that names whose request it is.")
+            raise InvalidRequest("sampling_params", f"{shown(params)} must be SamplingParams.")
+        if not isinstance(request.tenant, str):
+            raise InvalidRequest("tenant", f"{shown(request.tenant)} must be a string that names whose request it is.")
+        tokens = self.prompt_tokens(request)
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "stop strings need a tokenizer; use stop_token_ids.")
-        speculation = Speculation.of(wish, self.default)
+        speculation = Speculation.of(request.speculation, self.default)
         if speculation.drafter is not None and speculation.drafter not in self.arms:
             known = ", ".join(self.arms) or "none"
             raise InvalidRequest(
@@ -82,26 +78,26 @@ class Requests:
                     tokenizer=self.tokenizer,
                     prompt=tokens,
                 ),
-                tenant=tenant,
+                tenant=request.tenant,
             )
             for sample in range(params.n)
         ]
 
-    def prompt_tokens(self, prompt: str | Seq[int]) -> list[int]:
+    def prompt_tokens(self, request: Request) -> list[int]:
         """The prompt's token ids: at least one, all known, with room behind them."""
-        if isinstance(prompt, bytes) or not isinstance(prompt, Seq):
-            raise InvalidRequest("prompt", f"{prompt!r} must be text or a list of token ids.")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("prompt", "text needs a tokenizer; give token ids.")
-            tokens = self.tokenizer.encode(prompt)
+        if request.prompt_token_ids is not None:
+            tokens = list(request.prompt_token_ids)
+        elif request.prompt is None:
+            raise InvalidRequest("prompt", "there is none: give text or token ids.")
+        elif self.tokenizer is None:
+            raise InvalidRequest("prompt", "text needs a tokenizer; give token ids.")
         else:
-            tokens = list(prompt)
+            tokens = self.tokenizer.encode(request.prompt)
         if not tokens:
             raise InvalidRequest("prompt", "it is empty, and the tokenizer adds no first token: give at least one.")
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.num_ids:
-                raise InvalidRequest("prompt", f"{token!r} is not a token id from 0 to {self.num_ids - 1}.")
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self.num_ids:
+                raise InvalidRequest("prompt", f"{shown(token)} is not a token id from 0 to {self.num_ids - 1}.")
         if len(tokens) >= self.max_length:
             raise PromptTooLong(
                 "prompt", f"{len(tokens)} tokens leave no room in a context of {self.max_length}: shorten it."

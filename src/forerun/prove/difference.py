@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from forerun.config import Speculation
-from forerun.llm import LLM, CompletionOutput
+from forerun.llm import LLM
+from forerun.output import CompletionOutput
 from forerun.prove.plain import Text, last_logits, row_of, scores_after
 from forerun.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ProofRequest:
     """One prompt with its parameters, as it is asked plain and drafted; `number` counts from 0."""
 
     number: int
@@ -78,7 +79,7 @@ def compare(plain: CompletionOutput, drafted: CompletionOutput) -> Clash:
 
 def find_difference(
     llm: LLM,
-    request: Request,
+    request: ProofRequest,
     batch: int,
     shape: Speculation,
     plain: CompletionOutput,

@@ -12,9 +12,10 @@ from itertools import product
 
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest
-from forerun.llm import LLM, CompletionOutput
+from forerun.llm import LLM
 from forerun.models.loading import Progress
-from forerun.prove.difference import Difference, Request, find_difference
+from forerun.output import CompletionOutput
+from forerun.prove.difference import Difference, ProofRequest, find_difference
 from forerun.prove.plain import Text, rounding_noise
 from forerun.prove.workload import Workload, engine_as
 from forerun.sampling.params import SamplingParams
@@ -55,7 +56,7 @@ class Equality:
 class Run:
     """One drafted run beside its plain one, answer by answer."""
 
-    requests: Sequence[Request]
+    requests: Sequence[ProofRequest]
     batch: int
     shape: Speculation
     plain: Sequence[CompletionOutput]
@@ -107,7 +108,7 @@ def runs(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progre
         progress("equality", (step + done) / num_steps)
 
     for temperature in workload.temperatures:
-        requests = [Request(i, prompt, params(workload, temperature, i)) for i, prompt in enumerate(prompts)]
+        requests = [ProofRequest(i, prompt, params(workload, temperature, i)) for i, prompt in enumerate(prompts)]
         plain = answers(llm, requests, 1, PLAIN, report)
         step += 1
         for batch, shape in ways:
@@ -124,10 +125,10 @@ def params(workload: Workload, temperature: float, number: int) -> SamplingParam
 
 
 def answers(
-    llm: LLM, requests: Sequence[Request], batch: int, shape: Speculation, progress: Progress
+    llm: LLM, requests: Sequence[ProofRequest], batch: int, shape: Speculation, progress: Progress
 ) -> list[CompletionOutput]:
     """Every request's answer, `batch` of them generated at once."""
     with engine_as(llm.engine, "coupled", batch):
         prompts = [list(request.prompt) for request in requests]
-        results = llm.generate(prompts, [request.params for request in requests], shape, progress)
+        results = llm.generate(prompts, [request.params for request in requests], speculation=shape, progress=progress)
     return [result.outputs[0] for result in results]

@@ -122,7 +122,7 @@ def prove_law(
     """Draw the texts through the engine and count them."""
     before = llm.stats.num_drafted, llm.stats.num_accepted
     with engine_as(llm.engine, rule, llm.engine.scheduler.max_num_seqs):
-        (answer,) = llm.generate(list(opening.prompt), params, shape, progress)
+        (answer,) = llm.generate(list(opening.prompt), params, speculation=shape, progress=progress)
     said = [completion.token_ids for completion in answer.outputs]
     cells, texts = opening.cells, [text[1:] for text in said]
     num_impossible = sum(text[0] != opening.token or cells.impossible(text[1:]) for text in said)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest
-from forerun.llm import LLM, Prompt
+from forerun.llm import LLM
 from forerun.models.loading import Progress
 from forerun.prove.equality import prove_equality
 from forerun.prove.law import prove_laws
 from forerun.prove.report import Place, Report
 from forerun.prove.workload import Workload
+from forerun.request import Prompt, Request
 
 
 def prove(
@@ -32,7 +33,7 @@ def prove(
         raise InvalidRequest("draft", "there is none, so there is nothing to compare: name a drafter, such as 'ngram'")
     if not prompts:
         raise InvalidRequest("prompts", "there are none: give at least one")
-    given = [tuple(llm.requests.prompt_tokens(prompt)) for prompt in prompts[: workload.num_prompts]]
+    given = [tuple(llm.requests.prompt_tokens(Request.of(prompt))) for prompt in prompts[: workload.num_prompts]]
     asked = [given[i % len(given)] for i in range(workload.num_prompts)]
     report = progress or (lambda _what, _done: None)
     equality = prove_equality(llm, asked, workload, report)

@@ -23,6 +23,7 @@ from forerun.engine.reading import Reading
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
+from forerun.request import Request
 from forerun.sampling.draws import Children, Draws, PathState
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import Logits
@@ -44,7 +45,7 @@ def trace(
     if params.n != 1:
         raise InvalidRequest("n", f"{params.n} must be 1: a trace tells one answer.")
     assert not llm.engine.has_work, "a trace needs an LLM that does nothing else"
-    sequence = llm.requests.sequences(prompt, params, speculation)[0]
+    sequence = llm.requests.sequences(Request.of(prompt, params, speculation))[0]
     watched = WatchedEngine(llm.engine, llm.tokenizer)
     last = run(watched, sequence)
     prompt_ids, token_ids = sequence.tokens[: sequence.num_prompt], sequence.tokens[sequence.num_prompt :]

@@ -1,0 +1,156 @@
+"""Results: what a finished request answers, and how it went.
+
+The file decides how the deltas of a request's samples are put together. Both front doors hand their deltas to it, so
+that an answer is the same whichever door it came through.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.accept.outcome import Counts
+from forerun.engine.delta import Delta, FinishReason
+from forerun.engine.sequence import Origin, Sequence
+from forerun.request import Request
+from forerun.sampling.logprobs import TokenLogprobs
+
+
+@dataclass(slots=True)
+class RequestMetrics(Counts):
+    """How one request was answered, all of its samples taken together.
+
+    `first_token_s` and `total_s` are the seconds from the request's arrival until its reader was given the first and
+    the last token; time spent waiting for a place in the batch counts.
+    """
+
+    first_token_s: float = math.nan
+    total_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all samples over the whole time, the reading of the prompt included."""
+        return self.num_emitted / self.total_s if self.total_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample's answer. `finish_reason` is "stop" (eos, a stop id or string: `stop_reason`) or "length".
+
+    `logprobs` and their sum, `cumulative_logprob`, are there if they were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    cumulative_logprob: float | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's answer. The same prompt, parameters, `seed` and `fingerprint` give it again, drafted or not.
+
+    `prompt` is None where token ids alone were given. Two outputs are equal if the tokens asked and answered are: which
+    request it was, how its prompt was spelled and how it went (`metrics`) do not count.
+    """
+
+    request_id: str = field(compare=False)
+    prompt: str | None = field(compare=False)
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    seed: int
+    fingerprint: str
+    metrics: RequestMetrics = field(compare=False)
+    finished: bool = True
+
+
+class Answer:
+    """One sample's deltas, put together."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.deltas: list[Delta] = []
+        self.first_s = self.last_s = 0.0
+
+    def add(self, delta: Delta) -> None:
+        """Take a delta, and note when."""
+        self.last_s = time.perf_counter()
+        self.first_s = self.first_s or self.last_s
+        self.deltas.append(delta)
+
+    def completion(self) -> CompletionOutput:
+        """The sample's answer, once it is finished."""
+        assert self.deltas, "a sample without a single round has no answer"
+        last, sequence = self.deltas[-1], self.sequence
+        assert last.finish_reason is not None, "an unfinished sample has no answer"
+        logprobs = tuple(each for delta in self.deltas for each in delta.logprobs)
+        scored = sequence.params.logprobs is not None
+        return CompletionOutput(
+            index=sequence.sample,
+            text="".join(delta.text for delta in self.deltas),
+            token_ids=tuple(sequence.tokens[sequence.num_prompt :]),
+            origins=tuple(sequence.origins),
+            logprobs=logprobs,
+            cumulative_logprob=math.fsum(each.logprob for each in logprobs) if scored else None,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+        )
+
+
+class Answers:
+    """The answers of requests under way, in the order of the requests. Time counts from when it is made."""
+
+    def __init__(self, requests: Seq[tuple[Request, Seq[Sequence]]], fingerprint: str) -> None:
+        self.requests = requests
+        self.fingerprint = fingerprint
+        self.sequences = [sequence for _, samples in requests for sequence in samples]
+        self.answers = {sequence.id: Answer(sequence) for sequence in self.sequences}
+        self.num_finished = 0
+        self.started_s = time.perf_counter()
+
+    @property
+    def share_finished(self) -> float:
+        """The fraction of samples that are finished."""
+        return self.num_finished / len(self.sequences)
+
+    def add(self, delta: Delta) -> None:
+        """Take what a round gave one of the samples."""
+        self.answers[delta.seq_id].add(delta)
+        self.num_finished += delta.finish_reason is not None
+
+    def outputs(self) -> list[RequestOutput]:
+        """What the requests answer, once all are finished."""
+        return [self.output(request, samples) for request, samples in self.requests]
+
+    def output(self, request: Request, samples: Seq[Sequence]) -> RequestOutput:
+        """What one of them answers."""
+        first, answers = samples[0], [self.answers[sequence.id] for sequence in samples]
+        return RequestOutput(
+            request_id=str(first.request_id),
+            prompt=request.prompt,
+            prompt_token_ids=tuple(first.tokens[: first.num_prompt]),
+            outputs=tuple(answer.completion() for answer in answers),
+            prompt_logprobs=tuple(first.prompt_logprobs),
+            seed=first.seed,
+            fingerprint=self.fingerprint,
+            metrics=self.metrics(answers),
+        )
+
+    def metrics(self, answers: Seq[Answer]) -> RequestMetrics:
+        """How a request went."""
+        metrics = RequestMetrics(
+            first_token_s=min(answer.first_s for answer in answers) - self.started_s,
+            total_s=max(answer.last_s for answer in answers) - self.started_s,
+        )
+        for answer in answers:
+            for delta in answer.deltas:
+                if delta.outcome is not None:
+                    metrics.count(delta.outcome)
+        return metrics

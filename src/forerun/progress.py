@@ -1,0 +1,75 @@
+"""Progress: a bar on the terminal for work that takes long, where a person watches.
+
+The file decides when a bar is shown and how often it is drawn. Callers only report what they do and how much of it is
+done; the same report can go to a callback of the user's instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+Report = Callable[[str, float], None]  # (what is going on, fraction done)
+PATIENCE_S = 2.0  # work that is over before that shows no bar
+REDRAW_S = 0.1  # drawing takes tens of microseconds, which every token of a batch would feel
+
+
+class LoadingBar:
+    """A progress callback that shows a bar once the work has taken two seconds, if a person is looking."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started_s = time.monotonic()
+        self._drawn_s = 0.0
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> LoadingBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar, self._tasks = None, {}
+
+    def __call__(self, what: str, done: float, detail: str = "") -> None:
+        """`done` is the fraction of `what` that is finished; `detail` says what of it runs now."""
+        now_s = time.monotonic()
+        if not self._console.is_terminal or now_s - self._started_s < PATIENCE_S:
+            return
+        if done < 1 and now_s - self._drawn_s < REDRAW_S and not detail:
+            return
+        self._drawn_s = now_s
+        if self._bar is None:
+            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %")
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+            self._bar.start()
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=1.0)
+        self._bar.update(self._tasks[what], completed=done, description=f"{what} {detail}".rstrip())
+
+
+@contextmanager
+def reporting(report: Report | None, bar: bool) -> Iterator[Report]:
+    """Where to report progress: `report` if there is one, else a bar on a terminal if one is wanted, else nowhere."""
+    if report is not None or not bar or not sys.stderr.isatty():
+        yield report or _silent
+        return
+    with LoadingBar(Console(stderr=True)) as shown:
+        yield shown
+
+
+def _silent(_what: str, _done: float) -> None:
+    """Work that nobody watches."""

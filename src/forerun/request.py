@@ -1,0 +1,145 @@
+"""Request: what is asked of a model, as one frozen value.
+
+The file decides which forms a prompt may come in and turns each into text or token ids. Whether a model can serve the
+request is decided where the two meet, in `engine.request`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from forerun.config import Speculation
+from forerun.errors import InvalidRequest
+from forerun.sampling.params import SamplingParams
+
+Wish = bool | int | Speculation | None
+"""How far to draft: None or True for the engine's default, False for not at all, a depth, or a Speculation."""
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+FORMS = 'use text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+SHOWN = 60  # characters of a value that an error repeats
+
+
+@runtime_checkable
+class Array(Protocol):
+    """A numpy array or a tensor."""
+
+    def tolist(self) -> Any:
+        """The array's values as plain Python objects."""
+        ...
+
+
+Prompt = str | Seq[int] | Array | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, how its answer is drawn, how far it is drafted, and whose it is.
+
+    `prompt` is text and `prompt_token_ids` are tokens; where both are there the tokens count, and the text is what they
+    were made from. `sampling_params` None stands for the model's defaults, `speculation` None for the engine's. What
+    requests of one `tenant` are answered may draft for that tenant alone.
+    """
+
+    prompt: str | None = None
+    sampling_params: SamplingParams | None = None
+    speculation: Wish = None
+    tenant: str = ""
+    prompt_token_ids: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        speculation: Wish = None,
+        tenant: str = "",
+    ) -> Request:
+        """The request for a prompt in any of its forms. Raises InvalidRequest for what is no prompt."""
+        text, ids = parsed(prompt)
+        return cls(text, sampling_params, speculation, tenant, ids)
+
+
+def requests_of(
+    prompts: Prompt | Seq[Prompt],
+    sampling_params: SamplingParams | Seq[SamplingParams] | None,
+    speculation: Wish = None,
+    tenant: str = "",
+) -> list[Request]:
+    """One request for each prompt, with one set of parameters for all of them or one for each."""
+    batch = as_batch(prompts)
+    if isinstance(sampling_params, Seq) and not isinstance(sampling_params, str | bytes):
+        each = list(sampling_params)
+    else:
+        each = [sampling_params] * len(batch)  # type: ignore[list-item]
+    if len(each) != len(batch):
+        raise InvalidRequest(
+            "sampling_params", f"{len(each)} sets of parameters for {len(batch)} prompts: give one, or one for each."
+        )
+    return [Request.of(prompt, params, speculation, tenant) for prompt, params in zip(batch, each, strict=True)]
+
+
+def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
+    """One prompt or many, as many. What is no prompt at all is one that will be refused by name."""
+    given = plain(prompts)
+    many = isinstance(given, Seq) and not isinstance(given, str | bytes)
+    if not many or (given and all(is_number(item) for item in given)):
+        return [given]
+    return given  # type: ignore[no-any-return]
+
+
+def parsed(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None]:
+    """A prompt's text and its token ids, one of them None unless both were given."""
+    if isinstance(prompt, Mapping):
+        return parsed_mapping(prompt)
+    value = plain(prompt)
+    if isinstance(value, str):
+        return value, None
+    return None, token_ids(value)
+
+
+def parsed_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, tuple[int, ...] | None]:
+    """The same for a prompt with its parts named."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    for key in given:
+        if key not in PROMPT_KEYS:
+            raise InvalidRequest("prompt", f"the key {shown(key)} is not served here; {FORMS}.")
+    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+    if not isinstance(text, str | None) or not given:
+        raise InvalidRequest("prompt", f"{shown(prompt)} holds no prompt; {FORMS}.")
+    return text, None if ids is None else token_ids(plain(ids))
+
+
+def token_ids(values: object) -> tuple[int, ...]:
+    """Whole numbers of any kind as plain ints."""
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Seq):
+        raise InvalidRequest("prompt", f"{shown(values)} is not a prompt; {FORMS}.")
+    if set(map(type, values)) <= {int}:
+        return tuple(values)
+    for value in values:
+        if isinstance(value, bool) or not is_number(value):
+            raise InvalidRequest("prompt", f"{shown(value)} is not a token id: ids are whole numbers.")
+    return tuple(map(operator.index, values))
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a whole number of Python's, numpy's or torch's."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def plain(value: Any) -> Any:
+    """Arrays as lists, anything else as it is."""
+    return value.tolist() if isinstance(value, Array) else value
+
+
+def shown(value: object) -> str:
+    """A value as an error repeats it, cut short."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
