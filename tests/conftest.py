@@ -15,7 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, barriers
 os.environ.setdefault("FORERUN_DEVICE", "cpu")  # what is promised to the bit is promised there; tests/gpu says cuda
 
 import pytest
-from jaxtyping import install_import_hook
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import shape_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
@@ -24,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # for recipes: only `python -m pytest` puts the w
 if find_spec("forerun") is None:
     sys.path.insert(0, str(ROOT / "src"))
 if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
-    install_import_hook("forerun", "beartype.beartype")
+    shape_checks.install("forerun")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,6 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_runtest_setup() -> None:
+    """Shapes are checked in the first calls of every test."""
+    shape_checks.next_test()
 
 
 @pytest.fixture(scope="session")

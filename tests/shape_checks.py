@@ -1,0 +1,72 @@
+"""Shape annotations are checked at run time, in the first calls that a test makes of a function and in some later ones.
+
+A check costs more than most of the functions that are checked: with a check of every call the suite takes three times
+as long. So what a test does thousands of times is checked now and then, and what it does a few times always.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+import jaxtyping
+from beartype import beartype
+
+FIRST = 4  # calls of a function in each test that are all checked
+EVERY = 61  # of the later calls one in so many: a prime, so that no pattern of calls hides one of its kinds for long
+
+check_all = jaxtyping.jaxtyped
+
+
+class Current:
+    """The number of the test that runs; below 0 where nothing is to be checked."""
+
+    test = 0
+
+
+def install(package: str) -> None:
+    """Have the functions and dataclasses of a package that is not imported yet checked."""
+    assert jaxtyping.jaxtyped is check_all, "the checks are installed twice"
+    jaxtyping.jaxtyped = lambda *, typechecker: checked_now_and_then
+    jaxtyping.install_import_hook(package, "beartype.beartype")
+
+
+def next_test() -> None:
+    """Count the first calls anew."""
+    Current.test += 1
+
+
+def checked_now_and_then(subject: Any) -> Any:
+    """The function, or the dataclass with its `__init__`, checked in some of its calls.
+
+    A function inside another one is left alone: it would be compiled anew whenever the outer one runs.
+    """
+    if not inspect.isclass(subject):
+        return subject if "<locals>" in subject.__qualname__ else sampled(subject)
+    if is_dataclass(subject) and "__init__" in vars(subject):
+        subject.__init__ = sampled(subject.__init__)
+    return subject
+
+
+def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, checked in its first calls of each test and in one of EVERY later ones."""
+    num_calls, test, check = 0, 0, None
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_calls, test, check
+        if Current.test < 0:
+            return function(*arguments, **named)
+        if test != Current.test:
+            num_calls, test = 0, Current.test
+        num_calls += 1
+        if num_calls > FIRST and num_calls % EVERY:
+            return function(*arguments, **named)
+        if check is None:
+            check = check_all(function, typechecker=beartype)  # not before it is needed: it takes a millisecond
+        return check(*arguments, **named)
+
+    return call

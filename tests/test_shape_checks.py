@@ -1,0 +1,55 @@
+"""Wrong shapes are noticed at the first calls of every test, and among many calls before long."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from jaxtyping import Float, TypeCheckError
+from torch import Tensor
+
+from forerun.sampling.noise import uniform
+from shape_checks import EVERY, FIRST, checked_now_and_then, next_test
+from unchecked import unchecked
+
+FLAT, SQUARE = torch.zeros(2, 3), torch.zeros(2, 2)
+
+
+@checked_now_and_then
+def square(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    return matrix
+
+
+@checked_now_and_then
+@dataclass(frozen=True, slots=True)
+class Pair:
+    left: Float[Tensor, " n"]
+    right: Float[Tensor, " n"]
+
+
+def test_the_package_is_checked() -> None:
+    with pytest.raises(TypeCheckError):
+        uniform(torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    with unchecked(), pytest.raises(RuntimeError):
+        uniform(torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+
+
+def test_dataclasses_are_checked_where_they_are_made() -> None:
+    Pair(FLAT[0], FLAT[1])
+    with pytest.raises(TypeCheckError):
+        Pair(FLAT[0], SQUARE[0])
+
+
+def test_the_first_calls_are_all_checked_and_later_ones_now_and_then() -> None:
+    for _ in range(2):
+        next_test()
+        assert [noticed(FLAT) for _ in range(FIRST)] == [True] * FIRST
+        assert sum(noticed(FLAT) for _ in range(10 * EVERY)) == 10
+
+
+def noticed(matrix: Tensor) -> bool:
+    """Whether the next call of `square` with this is checked."""
+    try:
+        square(matrix)
+    except TypeCheckError:
+        return True
+    return False
