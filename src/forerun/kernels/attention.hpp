@@ -69,7 +69,7 @@ __attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64
   const Floats most = all(largest(top));
   for (int64_t k = 0; k < end; k += LANES) {
     const Floats score = load(scores + k), weight = exponential(score - most);
-    const Floats kept = score == all(never) ? Floats{} : weight;
+    const Floats kept = choose(score == all(never), Floats{}, weight);
     store(scores + k, kept);
     total += kept;
   }

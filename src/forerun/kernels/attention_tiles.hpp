@@ -13,18 +13,18 @@ namespace forerun {
 constexpr int PAIRED = 32;  // keys in a tile of weights, and numbers of a head in a tile of keys
 constexpr int QUERY_TILES = CHUNK_QUERIES / TILE;
 
-struct alignas(64) Words {  // a tile of pairs of bfloat16
+struct alignas(64) PairTile {  // a tile of pairs of bfloat16
   Ints row[TILE];
 };
 
 struct TileScratch {  // a thread's own; grows with the longest text
-  std::vector<Words> memory;
-  Words *values, *weights;
+  std::vector<PairTile> memory;
+  PairTile *values, *weights;
   float* scores;  // [tile of queries, key, query]
 
   void room(int64_t num_blocks, int64_t value_tiles) {
-    const size_t words = num_blocks * (value_tiles + 3 * QUERY_TILES);
-    if (memory.size() < words) memory.resize(words);
+    const size_t num_tiles = num_blocks * (value_tiles + 3 * QUERY_TILES);
+    if (memory.size() < num_tiles) memory.resize(num_tiles);
     values = memory.data(), weights = values + num_blocks * value_tiles;
     scores = reinterpret_cast<float*>(weights + num_blocks * QUERY_TILES);
   }
@@ -36,15 +36,15 @@ inline Ints paired(const bfloat16* low, const bfloat16* high) {
   return a | (b << 16);
 }
 
-inline void transpose(Words& words) {  // halves, quarters, ... change places across the diagonal
+inline void transpose(PairTile& tile) {  // halves, quarters, ... change places across the diagonal
   for (int step = TILE / 2; step; step /= 2) {
     Ints low, high;
     for (int i = 0; i < LANES; i++) low[i] = i & step ? LANES + i - step : i, high[i] = i & step ? LANES + i : i + step;
     for (int i = 0; i < TILE; i++) {
       if (i & step) continue;
-      const __m512i a = (__m512i)words.row[i], b = (__m512i)words.row[i + step];
-      words.row[i] = (Ints)_mm512_permutex2var_epi32(a, (__m512i)low, b);
-      words.row[i + step] = (Ints)_mm512_permutex2var_epi32(a, (__m512i)high, b);
+      const __m512i a = (__m512i)tile.row[i], b = (__m512i)tile.row[i + step];
+      tile.row[i] = (Ints)_mm512_permutex2var_epi32(a, (__m512i)low, b);
+      tile.row[i + step] = (Ints)_mm512_permutex2var_epi32(a, (__m512i)high, b);
     }
   }
 }
@@ -61,7 +61,7 @@ inline const bfloat16* rows_of(const bfloat16* cache, const Path& path, int64_t 
 }
 
 // Scores to pairs of weights, as rows of queries; `last` and `from` are each lane's own keys. Returns the lanes' totals.
-inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints last, Ints from, float scale, Words* weights) {
+inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints last, Ints from, float scale, PairTile* weights) {
   const Floats never = all(-INFINITY);
   const auto score_of = [&](int64_t k) {
     const Ints key = static_cast<int32_t>(first + k) - Ints{};
@@ -71,7 +71,7 @@ inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints l
   for (int64_t k = 0; k < num_keys; k++) top = larger(score_of(k), top);
   top = top == never ? Floats{} : top;
   for (int64_t block = 0; block < num_keys; block += PAIRED) {
-    Words& words = weights[block / PAIRED];
+    PairTile& tile = weights[block / PAIRED];
     for (int pair = 0; pair < TILE; pair++) {
       bfloat16 rounded[2][LANES];
       for (int i = 0; i < 2; i++) {
@@ -80,9 +80,9 @@ inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints l
         total += kept;
         narrow(rounded[i], kept);
       }
-      words.row[pair] = paired(rounded[0], rounded[1]);
+      tile.row[pair] = paired(rounded[0], rounded[1]);
     }
-    transpose(words);
+    transpose(tile);
   }
   return total;
 }
@@ -96,20 +96,20 @@ inline void attend_tiles(const std::vector<Query>& queries, const Path& path, co
   const int64_t num_blocks = (end - first + PAIRED - 1) / PAIRED, num_keys = num_blocks * PAIRED;
   alignas(64) bfloat16 copy[PAIRED * MAX_HEAD];
   alignas(64) float sums[TILE][LANES];
-  Words q[QUERY_TILES][MAX_HEAD / PAIRED];
+  PairTile q[QUERY_TILES][MAX_HEAD / PAIRED];
   s.room(num_blocks, value_tiles);
   for (int t = 0; t < num_tiles; t++)
     for (int64_t d = 0; d < width; d += PAIRED) {
-      Words& words = q[t][d / PAIRED];
+      PairTile& tile = q[t][d / PAIRED];
       for (int i = 0; i < TILE; i++) {
         float wide[PAIRED] = {};
         bfloat16 rounded[PAIRED];
         const size_t n = t * TILE + i;
         if (n < queries.size()) memcpy(wide, queries[n].q + d, std::min<int64_t>(PAIRED, head_dim - d) * sizeof(float));
         narrow(rounded, load(wide)), narrow(rounded + LANES, load(wide + LANES));
-        memcpy(&words.row[i], rounded, sizeof rounded);
+        memcpy(&tile.row[i], rounded, sizeof rounded);
       }
-      transpose(words);
+      transpose(tile);
     }
   configure_tiles();
   for (int64_t b = 0; b < num_blocks; b++) {
@@ -139,7 +139,7 @@ inline void attend_tiles(const std::vector<Query>& queries, const Path& path, co
     Ints last = Ints{} - 1, from{};
     const int count = std::min<int>(TILE, queries.size() - t * TILE);
     for (int i = 0; i < count; i++) last[i] = queries[t * TILE + i].position, from[i] = seen_from(queries[t * TILE + i]);
-    Words* const weights = s.weights + t * num_blocks;
+    PairTile* const weights = s.weights + t * num_blocks;
     const Floats totals = weigh_lanes(s.scores + t * num_keys * LANES, first, num_keys, last, from, scale, weights);
     for (int64_t d = 0; d < value_tiles; d += 2) {  // two tiles of sums; a head's width is an even number of them
       _tile_zero(0);

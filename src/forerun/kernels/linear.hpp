@@ -108,10 +108,8 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
     memcpy(to, x, l.row_bytes());
   } else if (l.format == BFLOAT16) {
     for (int64_t i = 0; i < l.depth; i += LANES) {
-      bfloat16 rounded[LANES];
-      narrow(rounded, load(x + i));
-      if (PAIRS) memcpy(to + 2 * i, rounded, sizeof rounded);
-      else store(reinterpret_cast<float*>(to) + i, widened(rounded));
+      if (PAIRS) narrow(reinterpret_cast<bfloat16*>(to) + i, load(x + i));
+      else store(reinterpret_cast<float*>(to) + i, floats(rounded(load(x + i)) << 16));
     }
   } else {
     Floats top{}, finite{};
@@ -137,7 +135,7 @@ inline void finish(const Linear& l, float* out, int64_t output, Floats sums, flo
   store(out, sums + load(l.bias + output));
 }
 inline void finish(const Linear& l, float* out, int64_t output, Ints sums, float scale) {
-  const Floats whole = __builtin_convertvector(sums, Floats);
+  const Floats whole = converted(sums);
   store(out, (whole * load(l.scales + output)) * scale + load(l.bias + output));
 }
 

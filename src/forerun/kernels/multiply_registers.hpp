@@ -9,34 +9,8 @@
 
 namespace forerun {
 
-#if defined(__AVX512F__)
-constexpr int REGISTER_BYTES = 64, NUM_REGISTERS = 32;
-#elif defined(__AVX2__)
-constexpr int REGISTER_BYTES = 32, NUM_REGISTERS = 16;
-#else
-constexpr int REGISTER_BYTES = 16, NUM_REGISTERS = 32;  // NEON; on others the compiler does what it can
-#endif
-
-constexpr int LINE_BYTES = 64;  // of a panel: some inputs of its 16 outputs
-constexpr int PARTS = LINE_BYTES / REGISTER_BYTES;
+constexpr int LINE_BYTES = 4 * LANES;  // of a panel: some inputs of its 16 outputs
 constexpr int STRETCH_BYTES = 16 << 10;  // of weights that several blocks of rows share: half of the nearest cache
-
-typedef float FloatRegister __attribute__((vector_size(REGISTER_BYTES)));
-typedef int32_t IntRegister __attribute__((vector_size(REGISTER_BYTES)));
-typedef FloatRegister FloatRegisterAnywhere __attribute__((aligned(4), may_alias));
-typedef IntRegister IntRegisterAnywhere __attribute__((aligned(4), may_alias));
-
-inline FloatRegister multiply_add(FloatRegister a, FloatRegister b, FloatRegister c) {
-#if defined(__AVX512F__)
-  return (FloatRegister)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (FloatRegister)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_FEATURE_FMA)
-  return (FloatRegister)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
-}
 
 inline IntRegister weights_at(const char* line, int part) {
   return *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
@@ -63,7 +37,7 @@ struct Dot<FLOAT32> {
   static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
     for (int r = 0; r < R; r++)
       for (int part = 0; part < PARTS; part++)
-        sums[r][part] = multiply_add((FloatRegister)weights_at(line, part), number_at<float>(x + r * stride) - Sums{}, sums[r][part]);
+        sums[r][part] = fma((FloatRegister)weights_at(line, part), number_at<float>(x + r * stride) - Sums{}, sums[r][part]);
   }
 };
 
@@ -92,7 +66,7 @@ struct Dot<BFLOAT16> {  // two inputs of each output
       }
       for (int r = 0; r < R; r++)
         for (int part = 0; part < PARTS; part++)
-          sums[r][part] = multiply_add(weights[part], number_at<float>(x + r * stride + 4 * odd) - Sums{}, sums[r][part]);
+          sums[r][part] = fma(weights[part], number_at<float>(x + r * stride + 4 * odd) - Sums{}, sums[r][part]);
     }
   }
 #endif
@@ -128,7 +102,7 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
   // What is in the sums of 16 outputs beside the products.
   static Ints excess([[maybe_unused]] const Linear& l, [[maybe_unused]] int64_t output) {
 #if defined(__AVX512VNNI__)
-    return *reinterpret_cast<const IntsAnywhere*>(l.offsets + output);
+    return load(l.offsets + output);
 #else
     return Ints{};
 #endif

@@ -20,7 +20,7 @@ inline void configure_tiles() {
 template <Format F>
 inline void finish_tile(const Linear& l, int64_t column, const int32_t (*sums)[LANES], Rows rows, int64_t row, int64_t end, float* out) {
   for (int r = 0; r < TILE && row + r < end; r++) {
-    const Ints line = *reinterpret_cast<const IntsAnywhere*>(sums[r]);
+    const Ints line = load(sums[r]);
     const float scale = rows.scales ? rows.scales[row + r] : 0;
     float* const result = out + (row + r) * l.width + column;
     if (F == INT8) finish(l, result, column, line, scale);

@@ -15,8 +15,6 @@
 
 namespace forerun {
 
-typedef uint32_t Words __attribute__((vector_size(64)));
-
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr float ROUNDING = 0x1p-21f;  // more than the rounding of two scores, in parts of them
 constexpr uint32_t LOUD = 1 << 23;    // hashes below this have the loudest noise, all others
@@ -40,8 +38,8 @@ inline uint64_t absorbed(uint64_t key, uint64_t word) {
 
 // The Gumbel noise of 16 hashes, to a few units in the last place; the uniform below it has the very bits.
 inline Floats gumbel(Words hash) {
-  Floats minus = __builtin_convertvector((Ints)hash, Floats) * -0x1p-32f;
-  minus = minus - (minus > 0.0f ? all(1.0f) : Floats{}) - 0x1p-33f;
+  Floats minus = converted(bits(hash)) * -0x1p-32f;
+  minus = minus - choose(minus > Floats{}, all(1.0f), Floats{}) - 0x1p-33f;
   minus = larger(minus, all(-(1.0f - 0x1p-24f)));
   const Floats rest = minus + 1.0f;  // what rounding took from it counts where w is tiny
   return -logarithm(-(logarithm(rest) + (minus - (rest - 1.0f)) / rest));
@@ -65,15 +63,15 @@ struct Best {
   Ints at = {}, bad = {};
 
   void take(Floats x, Ints ids) {
-    second = larger(second, x < score ? x : score);
-    at = x > score ? ids : at;
+    second = larger(second, choose(x < score, x, score));
+    at = choose(x > score, ids, at);
     score = larger(x, score);
   }
 
   // Joins those of later ids.
   void join(const Best& later) {
-    second = larger(larger(second, later.second), later.score < score ? later.score : score);
-    at = later.score > score ? later.at : at;
+    second = larger(larger(second, later.second), choose(later.score < score, later.score, score));
+    at = choose(later.score > score, later.at, at);
     score = larger(later.score, score);
     bad |= later.bad;
   }
@@ -100,16 +98,16 @@ struct Best {
 // as far without, the sixteen are passed over: nothing of theirs could win, or come close.
 Best best_from(int64_t first, int64_t count, const float* logits, const Law& law) {
   const uint32_t low = static_cast<uint32_t>(law.key), high = static_cast<uint32_t>(law.key >> 32);
-  const Words loud = Words{} + LOUD;
+  const Words loud = words(Ints{} + int32_t{LOUD});
   Best best;
   Floats least = all(LOWEST);
-  Ints ids = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + static_cast<int32_t>(first);
+  Ints ids = counted(static_cast<int32_t>(first));
   const auto take = [&](Floats x) {
     best.bad |= x != x;
     if (law.noisy()) {
       x = x / law.temperature;
-      const Words hash = keyed_round(keyed_round((Words)ids, 0) ^ low, high);
-      if (any((Ints)(hash < loud) | (x >= least))) {
+      const Words hash = keyed_round(keyed_round(words(ids), 0) ^ low, high);
+      if (any((hash < loud) | (x >= least))) {
         best.take(x + gumbel(hash), ids);
         const float reached = largest(best.score);
         least = all(reached - QUIET - 2 * law.margin(reached));
@@ -158,7 +156,7 @@ void share(int64_t num_tasks, int64_t size, int64_t count, int64_t num_threads, 
 bool offer(const float* logits, int64_t count, const Law& law, int64_t width, float* scores, int64_t* tokens,
            float* survival) {
   const uint32_t low = static_cast<uint32_t>(law.key), high = static_cast<uint32_t>(law.key >> 32);
-  Ints ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, bad = {};
+  Ints ids = counted(0), bad = {};
   std::vector<std::pair<float, int64_t>> best(width + 1, {LOWEST, -1});  // one more, to tell it from the last
   const auto insert = [&](float score, int64_t id) {
     int64_t i = width;
@@ -166,13 +164,11 @@ bool offer(const float* logits, int64_t count, const Law& law, int64_t width, fl
     best[i] = {score, id};
   };
   for (int64_t i = 0; i < count; i += LANES, ids += LANES) {
-    Floats x = all(LOWEST);
-    if (i + LANES <= count)
-      x = load(logits + i);
-    else
-      for (int64_t j = i; j < count; j++) x[j - i] = logits[j];
+    float rest[LANES];
+    for (int64_t j = i; j < i + LANES && i + LANES > count; j++) rest[j - i] = j < count ? logits[j] : LOWEST;
+    Floats x = load(i + LANES <= count ? logits + i : rest);
     bad |= x != x;
-    if (law.noisy()) x = x / law.temperature + gumbel(keyed_round(keyed_round((Words)ids, 0) ^ low, high));
+    if (law.noisy()) x = x / law.temperature + gumbel(keyed_round(keyed_round(words(ids), 0) ^ low, high));
     store(scores + i, x);
     if (any(x > all(best[width].first)))
       for (int j = 0; j < LANES; j++)

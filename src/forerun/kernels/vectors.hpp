@@ -1,12 +1,15 @@
-// Vectors of 16 floats, lane by lane the same arithmetic on every processor; the compiler cuts them to what it has.
+// Vectors of 16 numbers in the registers that the processor has, lane by lane the same arithmetic on every one.
 //
 // Nothing here adds lanes in an order that depends on how much else is computed, and products are only fused with
 // additions where `fma` says so: a row's bits are its own. Compile with -ffp-contract=off.
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace forerun {
@@ -14,42 +17,31 @@ namespace forerun {
 constexpr int LANES = 16;
 constexpr int WIDTH = 64;  // rows are padded with zeros to a multiple of this, so that no loop has a tail
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef Floats FloatsAnywhere __attribute__((aligned(4), may_alias));
-typedef Ints IntsAnywhere __attribute__((aligned(4), may_alias));
+#if defined(__AVX512F__)
+constexpr int REGISTER_BYTES = 64, NUM_REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int REGISTER_BYTES = 32, NUM_REGISTERS = 16;
+#else
+constexpr int REGISTER_BYTES = 16, NUM_REGISTERS = 32;  // NEON; on others the compiler does what it can
+#endif
+constexpr int PARTS = 4 * LANES / REGISTER_BYTES;  // registers that 16 numbers take
+
+typedef float FloatRegister __attribute__((vector_size(REGISTER_BYTES)));
+typedef int32_t IntRegister __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint32_t WordRegister __attribute__((vector_size(REGISTER_BYTES)));
+typedef FloatRegister FloatRegisterAnywhere __attribute__((aligned(4), may_alias));
+typedef IntRegister IntRegisterAnywhere __attribute__((aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(REGISTER_BYTES / 2)));
 typedef Halves HalvesAnywhere __attribute__((aligned(2), may_alias));
 typedef uint16_t bfloat16;  // the upper half of a float
 
-inline int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
-inline Floats load(const float* p) { return *reinterpret_cast<const FloatsAnywhere*>(p); }
-inline void store(float* p, Floats x) { *reinterpret_cast<FloatsAnywhere*>(p) = x; }
-inline Floats all(float x) { return x - Floats{}; }
-inline Ints bits(Floats x) { return (Ints)x; }  // between vectors a cast keeps the bits
-inline Floats floats(Ints x) { return (Floats)x; }
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-
-inline bool any(Ints x) {  // whether any lane is not 0
+inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {  // a * b + c, rounded once where it can be
 #if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
-#else
-  int64_t words[8], found = 0;
-  memcpy(words, &x, 64);
-  for (int64_t word : words) found |= word;
-  return found;
-#endif
-}
-
-inline Floats fma(Floats a, Floats b, Floats c) {  // a * b + c, rounded once where the processor can
-#if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  return (FloatRegister)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
-  __m256 x[2], y[2], z[2];
-  memcpy(x, &a, 64), memcpy(y, &b, 64), memcpy(z, &c, 64);
-  for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-  memcpy(&c, z, 64);
-  return c;
+  return (FloatRegister)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+  return (FloatRegister)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -58,23 +50,159 @@ inline Floats fma(Floats a, Floats b, Floats c) {  // a * b + c, rounded once wh
 #if defined(__clang__)
 #define FORERUN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define FORERUN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#define FORERUN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntRegister{__VA_ARGS__})
 #endif
 
-// The sums of 16 vectors' lanes, in their order: every vector is added up in the same way. Halves of two vectors are
-// added at a time: one that takes lanes where they are, which is cheap, and one that takes what is left across.
+// Within a register: lane j of `a` plus the lane STEP behind it where j has no STEP in it, else of `b` and STEP before.
+template <int STEP, size_t... J>
+inline FloatRegister folded(FloatRegister a, FloatRegister b, std::index_sequence<J...>) {
+  return FORERUN_SHUFFLE(a, b, int(J & STEP ? J + sizeof...(J) : J)...) +
+         FORERUN_SHUFFLE(a, b, int(J & STEP ? J - STEP + sizeof...(J) : J + STEP)...);
+}
+
+#if defined(__AVX512F__)
+
+// 16 numbers: a register.
+typedef FloatRegister Floats;
+typedef IntRegister Ints;
+typedef WordRegister Words;
+typedef IntRegisterAnywhere IntsAnywhere;
+
+inline Floats load(const float* p) { return *reinterpret_cast<const FloatRegisterAnywhere*>(p); }
+inline void store(float* p, Floats x) { *reinterpret_cast<FloatRegisterAnywhere*>(p) = x; }
+inline Ints load(const int32_t* p) { return *reinterpret_cast<const IntRegisterAnywhere*>(p); }
+inline void store(int32_t* p, Ints x) { *reinterpret_cast<IntRegisterAnywhere*>(p) = x; }
+inline Floats all(float x) { return x - Floats{}; }
+inline Ints bits(Floats x) { return (Ints)x; }  // between vectors a cast keeps the bits
+inline Ints bits(Words x) { return (Ints)x; }
+inline Floats floats(Ints x) { return (Floats)x; }
+inline Words words(Ints x) { return (Words)x; }
+inline Floats converted(Ints x) { return __builtin_convertvector(x, Floats); }
+inline Floats choose(Ints which, Floats a, Floats b) { return which ? a : b; }  // lane by lane; of `which` all bits or none
+inline Ints choose(Ints which, Ints a, Ints b) { return which ? a : b; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline bool any(Ints x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x); }  // whether any lane is not 0
+
+template <int STEP>
+inline Floats folded(Floats a, Floats b) {
+  return folded<STEP>(a, b, std::make_index_sequence<LANES>());
+}
+
+#else
+
+// 16 numbers in as many registers as they take. A vector that is larger than a register would live in memory.
+template <typename R>
+struct Registers {
+  R part[PARTS];
+  auto operator[](int lane) const { return part[lane / (LANES / PARTS)][lane % (LANES / PARTS)]; }
+};
+typedef Registers<FloatRegister> Floats;
+typedef Registers<IntRegister> Ints;
+typedef Registers<WordRegister> Words;
+
+#define FORERUN_EACH_PART(T, expression) \
+  T result;                              \
+  for (int i = 0; i < PARTS; i++) result.part[i] = expression; \
+  return result;
+#define FORERUN_OPERATOR(op)                                                     \
+  template <typename R>                                                          \
+  inline Registers<R> operator op(Registers<R> a, Registers<R> b) {              \
+    FORERUN_EACH_PART(Registers<R>, a.part[i] op b.part[i])                      \
+  }                                                                              \
+  template <typename R>                                                          \
+  inline Registers<R> operator op(Registers<R> a, decltype(R{}[0] + 0) b) {      \
+    FORERUN_EACH_PART(Registers<R>, a.part[i] op b)                              \
+  }                                                                              \
+  template <typename R, typename B>                                              \
+  inline Registers<R>& operator op##=(Registers<R>& a, B b) {                    \
+    return a = a op b;                                                           \
+  }
+#define FORERUN_COMPARISON(op)                                                   \
+  template <typename R>                                                          \
+  inline Ints operator op(Registers<R> a, Registers<R> b) {                      \
+    FORERUN_EACH_PART(Ints, (IntRegister)(a.part[i] op b.part[i]))               \
+  }
+FORERUN_OPERATOR(+)
+FORERUN_OPERATOR(-)
+FORERUN_OPERATOR(*)
+FORERUN_OPERATOR(/)
+FORERUN_OPERATOR(&)
+FORERUN_OPERATOR(|)
+FORERUN_OPERATOR(^)
+FORERUN_OPERATOR(<<)
+FORERUN_OPERATOR(>>)
+FORERUN_COMPARISON(<)
+FORERUN_COMPARISON(>)
+FORERUN_COMPARISON(>=)
+FORERUN_COMPARISON(==)
+FORERUN_COMPARISON(!=)
+
+inline Floats load(const float* p) {
+  FORERUN_EACH_PART(Floats, (*reinterpret_cast<const FloatRegisterAnywhere*>(p + i * (LANES / PARTS))))
+}
+inline void store(float* p, Floats x) {
+  for (int i = 0; i < PARTS; i++) *reinterpret_cast<FloatRegisterAnywhere*>(p + i * (LANES / PARTS)) = x.part[i];
+}
+inline Ints load(const int32_t* p) {
+  FORERUN_EACH_PART(Ints, (*reinterpret_cast<const IntRegisterAnywhere*>(p + i * (LANES / PARTS))))
+}
+inline void store(int32_t* p, Ints x) {
+  for (int i = 0; i < PARTS; i++) *reinterpret_cast<IntRegisterAnywhere*>(p + i * (LANES / PARTS)) = x.part[i];
+}
+inline Floats all(float x) { FORERUN_EACH_PART(Floats, x - FloatRegister{}) }
+inline Floats operator-(Floats x) { FORERUN_EACH_PART(Floats, -x.part[i]) }
+inline Ints bits(Floats x) { FORERUN_EACH_PART(Ints, (IntRegister)x.part[i]) }  // between vectors a cast keeps the bits
+inline Ints bits(Words x) { FORERUN_EACH_PART(Ints, (IntRegister)x.part[i]) }
+inline Floats floats(Ints x) { FORERUN_EACH_PART(Floats, (FloatRegister)x.part[i]) }
+inline Words words(Ints x) { FORERUN_EACH_PART(Words, (WordRegister)x.part[i]) }
+inline Floats converted(Ints x) { FORERUN_EACH_PART(Floats, __builtin_convertvector(x.part[i], FloatRegister)) }
+inline Floats choose(Ints which, Floats a, Floats b) {  // lane by lane; of `which` all bits or none
+  FORERUN_EACH_PART(Floats, (which.part[i] ? a.part[i] : b.part[i]))
+}
+inline Ints choose(Ints which, Ints a, Ints b) { FORERUN_EACH_PART(Ints, (which.part[i] ? a.part[i] : b.part[i])) }
+inline Floats larger(Floats a, Floats b) { FORERUN_EACH_PART(Floats, (a.part[i] > b.part[i] ? a.part[i] : b.part[i])) }
+inline Floats fma(Floats a, Floats b, Floats c) { FORERUN_EACH_PART(Floats, fma(a.part[i], b.part[i], c.part[i])) }
+
+inline bool any(Ints x) {  // whether any lane is not 0
+  IntRegister found = x.part[0];
+  for (int i = 1; i < PARTS; i++) found |= x.part[i];
+#if defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)found, (__m256i)found);
+#else
+  int64_t words[REGISTER_BYTES / 8], all = 0;
+  memcpy(words, &found, sizeof words);
+  for (int64_t word : words) all |= word;
+  return all;
+#endif
+}
+
+template <int STEP>
+inline Floats folded(Floats a, Floats b) {
+  constexpr int IN_PART = LANES / PARTS, BETWEEN = STEP / IN_PART;
+  Floats result;
+  for (int i = 0; i < PARTS; i++) {
+    if constexpr (BETWEEN > 0) result.part[i] = i & BETWEEN ? b.part[i] + b.part[i - BETWEEN] : a.part[i] + a.part[i + BETWEEN];
+    else result.part[i] = folded<STEP>(a.part[i], b.part[i], std::make_index_sequence<IN_PART>());
+  }
+  return result;
+}
+
+#endif
+
+inline int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+
+inline Ints counted(int32_t first) {  // first, first + 1, ...
+  int32_t lanes[LANES];
+  for (int j = 0; j < LANES; j++) lanes[j] = first + j;
+  return load(lanes);
+}
+
+// The sums of 16 vectors' lanes, in their order: every vector is added up in the same way, halves of two at a time.
 inline Floats sums(Floats v[16]) {
-  for (int i = 0; i < 8; i++)
-    v[i] = FORERUN_SHUFFLE(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31) +
-           FORERUN_SHUFFLE(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
-  for (int i = 0; i < 4; i++)
-    v[i] = FORERUN_SHUFFLE(v[i], v[i + 4], 0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31) +
-           FORERUN_SHUFFLE(v[i], v[i + 4], 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
-  for (int i = 0; i < 2; i++)
-    v[i] = FORERUN_SHUFFLE(v[i], v[i + 2], 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) +
-           FORERUN_SHUFFLE(v[i], v[i + 2], 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
-  return FORERUN_SHUFFLE(v[0], v[1], 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31) +
-         FORERUN_SHUFFLE(v[0], v[1], 1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30);
+  for (int i = 0; i < 8; i++) v[i] = folded<8>(v[i], v[i + 8]);
+  for (int i = 0; i < 4; i++) v[i] = folded<4>(v[i], v[i + 4]);
+  for (int i = 0; i < 2; i++) v[i] = folded<2>(v[i], v[i + 2]);
+  return folded<1>(v[0], v[1]);
 }
 
 inline float sum(Floats x) {
@@ -96,10 +224,10 @@ inline float largest(Floats x) {
 // e^x to about one unit in the last place; below -87 it is 0. Polynomial of the Cephes library (S. Moshier), expf.
 inline Floats exponential(Floats x) {
   const Floats lowest = all(-87.0f), highest = all(88.0f);
-  Floats y = x < lowest ? lowest : (x > highest ? highest : x);
+  const Floats y0 = choose(x < lowest, lowest, choose(x > highest, highest, x));
   const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const Floats n = (y * 1.44269504088896341f + shift) - shift;
-  y = fma(n, all(-0.693359375f), y);
+  const Floats n = (y0 * 1.44269504088896341f + shift) - shift;
+  Floats y = fma(n, all(-0.693359375f), y0);
   y = fma(n, all(2.12194440e-4f), y);
   Floats p = all(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
@@ -107,13 +235,13 @@ inline Floats exponential(Floats x) {
   p = fma(p, y * y, y + 1.0f);
   const Floats power = floats(bits(n + shift) << 23);  // the low bits of n + shift are n itself
   const Floats result = floats(bits(p) + bits(power));
-  return x < lowest ? Floats{} : (x != x ? x : result);
+  return choose(x < lowest, Floats{}, choose(x != x, x, result));
 }
 
 // The logarithm of normal numbers above 0, to about one unit in the last place. Polynomial of Cephes, logf.
 inline Floats logarithm(Floats x) {
   const Ints raw = bits(x) - 0x3f3504f3;  // what lies between two powers of 2 is cut at the square root of a half
-  const Floats power = __builtin_convertvector(raw >> 23, Floats);
+  const Floats power = converted(raw >> 23);
   const Floats y = floats((raw & 0x007fffff) + 0x3f3504f3) - 1.0f, z = y * y;
   Floats p = all(7.0376836292e-2f);
   for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
@@ -123,19 +251,42 @@ inline Floats logarithm(Floats x) {
   return fma(power, all(0.693359375f), y + p);
 }
 
-inline Floats widened(const bfloat16* p) {
-  Halves h = *reinterpret_cast<const HalvesAnywhere*>(p);
-  Ints w;
-  w = __builtin_convertvector(h, Ints);
-  return floats(w << 16);
+inline FloatRegister widened_register(const bfloat16* p) {
+  const Halves h = *reinterpret_cast<const HalvesAnywhere*>(p);
+#if defined(__AVX2__) && !defined(__AVX512F__)  // the compiler's own conversion goes through memory
+  return (FloatRegister)(IntRegister)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
+#else
+  return (FloatRegister)(__builtin_convertvector(h, IntRegister) << 16);
+#endif
 }
-inline Floats widened(const float* p) { return load(p); }
 
-inline void narrow(bfloat16* p, Floats x) {  // to the nearest, ties to even
-  const Ints b = bits(x), rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
-  const Ints kept = x == x ? rounded : (b >> 16) | 0x40;
-  *reinterpret_cast<HalvesAnywhere*>(p) = __builtin_convertvector(kept, Halves);
+inline void narrow_register(bfloat16* p, IntRegister x) {  // keeps the lower halves
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+#else
+  *reinterpret_cast<HalvesAnywhere*>(p) = __builtin_convertvector(x, Halves);
+#endif
 }
+
+inline Floats widened(const float* p) { return load(p); }
 inline void narrow(float* p, Floats x) { store(p, x); }
+
+inline Ints rounded(Floats x) {  // to the nearest bfloat16, ties to even, in the lower half
+  const Ints b = bits(x), near = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+  return choose(x == x, near, (b >> 16) | 0x40);
+}
+
+#if defined(__AVX512F__)
+inline Floats widened(const bfloat16* p) { return widened_register(p); }
+inline void narrow(bfloat16* p, Floats x) { narrow_register(p, rounded(x)); }
+#else
+inline Floats widened(const bfloat16* p) { FORERUN_EACH_PART(Floats, widened_register(p + i * (LANES / PARTS))) }
+inline void narrow(bfloat16* p, Floats x) {
+  const Ints kept = rounded(x);
+  for (int i = 0; i < PARTS; i++) narrow_register(p + i * (LANES / PARTS), kept.part[i]);
+}
+#endif
 
 }  // namespace forerun
