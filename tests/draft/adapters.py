@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.models.config import config_of, read_fields
+from forerun.fields import read_fields
+from forerun.models.config import config_of
 from forerun.models.weights import tensor_shapes
 
 STRANGE = {  # another family, and other heads, widths and positions than any target of the tests

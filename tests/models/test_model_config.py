@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +195,18 @@ def test_generation_config_names_the_eos_tokens_first(
 
 
 @pytest.mark.parametrize("eos", [None, []])
-def test_a_missing_eos_warns_of_what_follows(tmp_path: Path, eos: list[int] | None) -> None:
-    with pytest.warns(UserWarning, match="names no eos_token_id: generation ends only at max_tokens"):
-        config = read_config(write(tmp_path, BASE | {"eos_token_id": eos}))
-    assert config.eos_ids == ()
+def test_a_missing_eos_warns_of_what_follows(
+    tmp_path: Path, eos: list[int] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_config(write(tmp_path, BASE | {"eos_token_id": eos})).eos_ids == ()
+    assert "names no eos_token_id: generation ends only at max_tokens" in caplog.text
+
+
+def test_an_eos_that_the_model_cannot_say_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_config(write(tmp_path, BASE | {"eos_token_id": [199, 200, 2**31 - 1]})).eos_ids == (199,)
+    assert not caplog.records
+    assert read_config(write(tmp_path, BASE | {"eos_token_id": 200})).eos_ids == ()
+    assert "gives eos_token_id (200,) for a vocabulary of 200: generation ends only" in caplog.text
 
 
 def test_a_model_without_named_architecture_is_known_by_its_type(tmp_path: Path) -> None:
@@ -261,9 +268,9 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
             read_config(tmp_path)
 
 
-def test_the_models_in_the_repository(target_dir: Path, draft_dir: Path) -> None:
-    with warnings.catch_warnings(action="error"):
-        target, draft = read_config(target_dir), read_config(draft_dir)
+def test_the_models_in_the_repository(target_dir: Path, draft_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = read_config(target_dir), read_config(draft_dir)
+    assert not caplog.records
     assert (target.heads, target.kv_heads, target.group, target.head_dim) == (8, 4, 2, 8)
     assert (target.max_positions, draft.max_positions) == (512, 256)
     assert (target.intermediate, draft.intermediate) == (172, 192)

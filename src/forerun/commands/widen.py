@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun.errors import InvalidRequest
+from forerun.fields import read_fields
 from forerun.models.bundled import BUNDLED_NAMES
-from forerun.models.config import UNITS, WIDENED, ModelConfig, amount, read_fields
+from forerun.models.config import UNITS, WIDENED, ModelConfig, amount
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Wider, count_parameters
 from forerun.models.widen import widen as write_widened

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from forerun.models.config import config_of, read_fields
+from forerun.fields import read_fields
+from forerun.models.config import config_of
 from forerun.models.loading import FINAL_NORM, Blueprint
 from forerun.models.source import find_checkpoint
-from forerun.models.weights import Checkpoint, check_tensors, tensor_shapes
+from forerun.models.weights import Checkpoint, check_tensors, promised_tensors, tensor_shapes
+
+HOSTS = ("model.embed_tokens.weight", "lm_head.weight")  # the host's own are used
 
 
 def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
@@ -38,9 +41,13 @@ def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
         wanted = f"{target.name} has {of.hidden}: name an adapter that was trained for it"
         raise fields.refuse("hidden_size", wanted)
     checkpoint = Checkpoint(folder, target.dtype)
-    kept = {n: s for n, s in tensor_shapes(config).items() if n.startswith("model.layers.") or n == FINAL_NORM}
-    shapes = {n: s for n, s in kept.items() if n != FINAL_NORM or n in checkpoint}
-    check_tensors(shapes, checkpoint)
+    own = (
+        (name, shape)
+        for name, shape in promised_tensors(config)
+        if name not in HOSTS and (name != FINAL_NORM or name in checkpoint)
+    )
+    check_tensors(own, checkpoint, config.layers, idle=HOSTS)
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name in checkpoint and name not in HOSTS}
     return Blueprint(
         spec=target.spec.beside(model),
         name=model,

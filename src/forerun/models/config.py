@@ -1,22 +1,19 @@
 """ModelConfig: what a checkpoint's config.json says, in one spelling.
 
-Decides which checkpoints the decoder can compute and refuses the others by name. Reads both spellings of Hugging
-Face configurations: `rope_theta`, `rope_scaling` and `torch_dtype`, or `rope_parameters` and `dtype`. Absent keys
-mean what they mean to Hugging Face. Knows nothing of tensors beyond their number format.
+The file decides which checkpoints the decoder can compute, and refuses the others by name. It reads both spellings of
+Hugging Face configurations: `rope_theta`, `rope_scaling` and `torch_dtype`, or `rope_parameters` and `dtype`. Absent
+keys mean what they mean to Hugging Face. Whether the tensors are as the configuration says is checked elsewhere.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from forerun.errors import ModelError, ModelNotFound, UnsupportedModel
+from forerun.fields import AGAIN, INT32, Fields, read_fields, shown
 from forerun.models.families import FAMILIES, Family, Windows
 
 DTYPES = {
@@ -34,6 +31,9 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
 UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
 WIDENED = "forerun_widened"  # the key of config.json by which a widened checkpoint says what it is
 SILU = ("silu", "swish")  # two names of one function
+MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,51 +95,11 @@ class ModelConfig:
         return self.heads // self.kv_heads
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """A JSON object of a checkpoint, with errors that name the file, the key and the value. null is absent."""
-
-    path: Path
-    values: Mapping[str, Any]
-
-    def refuse(self, key: str, wanted: str) -> UnsupportedModel:
-        """The error for a value that cannot be used; `wanted` says what could, and what to do."""
-        return UnsupportedModel(f"{self.path}: {key} is {self.values.get(key)!r}; {wanted}")
-
-    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number, at least `least`."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            wanted = f"it must be a whole number, at least {least}"
-            raise self.refuse(key, f"{wanted}: correct it or download the file again")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.refuse(key, "it must be a number above 0: correct it or download the file again")
-        return float(value)
-
-    def optional(self, key: str) -> float | None:
-        """A number above 0, or None where the key is absent or 0."""
-        return self.number(key) if self.values.get(key) else None
-
-    def flag(self, key: str) -> bool:
-        """True or false; absent is false."""
-        value = self.values.get(key) or False
-        if not isinstance(value, bool):
-            raise self.refuse(key, "it must be true or false: correct it or download the file again")
-        return value
-
-
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the checkpoint in `folder`.
 
     Raises ModelNotFound without config.json, UnsupportedModel for what the decoder does not compute, ModelError for
-    damaged JSON. Warns where no end-of-sequence token is named.
+    damaged JSON. Warns of end-of-sequence tokens that are missing or that the model cannot say.
     """
     fields = read_fields(folder / "config.json")
     return config_of(fields, *read_special_ids(folder, fields))
@@ -150,14 +110,14 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
     family = find_family(fields)
     refuse_options(fields)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    layers = fields.whole("num_hidden_layers")
+    layers, vocab_size = fields.whole("num_hidden_layers", most=MOST_LAYERS), fields.whole("vocab_size")
     kv_heads = fields.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads, {heads}: correct it")
     positions = fields.whole("max_position_embeddings")
     return ModelConfig(
         family=family.name,
-        vocab_size=fields.whole("vocab_size"),
+        vocab_size=vocab_size,
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -175,27 +135,14 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         windows=read_windows(fields, family, layers),
         dtype=read_dtype(fields),
         bos_id=bos,
-        eos_ids=eos,
+        eos_ids=tuple(i for i in eos if i < vocab_size),
         widened=read_widened(fields),
     )
 
 
-def read_fields(path: Path) -> Fields:
-    """A JSON file of a checkpoint as Fields."""
-    if not path.is_file():
-        raise ModelNotFound(f"{path} is not there: name the folder that holds the model's {path.name}")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is damaged ({error}): download it again") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} is damaged (not a JSON object): download it again")
-    return Fields(path, values)
-
-
 def find_family(fields: Fields) -> Family:
     """The row of the table for this architecture; model_type decides where no architecture is named."""
-    names = fields.values.get("architectures") or []
+    names = fields.names("architectures")
     found = [FAMILIES[name] for name in names if name in FAMILIES]
     if not names:
         found = [family for family in FAMILIES.values() if family.name == fields.values.get("model_type")]
@@ -234,12 +181,14 @@ def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> in
 def read_rope(fields: Fields, positions: int) -> RopeConfig:
     """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type."""
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    values = fields.values.get(key) or {}
-    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-        raise fields.refuse(key, "one set of parameters for all layers is supported: choose another checkpoint")
-    rope = Fields(Path(f"{fields.path}, {key}"), values)
+    rope = fields.inside(key) if fields.values.get(key) else replace(fields, values={})
+    values = rope.values
+    sets = [name for name, value in values.items() if isinstance(value, dict)]
+    if sets:
+        wanted = "one set of parameters for all layers is supported: choose another checkpoint"
+        raise fields.refuse(key, f"it has objects under {shown(sets)}, and {wanted}")
     kind_key = "rope_type" if "rope_type" in values else "type"
-    kind = values.get(kind_key) or "default"
+    kind = rope.text(kind_key) or "default"
     if kind not in ROPE_KEYS:
         supported = ", ".join(ROPE_KEYS)
         raise rope.refuse(kind_key, f"supported are {supported}: choose another checkpoint or remove the scaling")
@@ -248,6 +197,8 @@ def read_rope(fields: Fields, positions: int) -> RopeConfig:
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if kind == "default":
         return RopeConfig(theta)
+    if theta <= 1:  # scaled kinds tell slow rotations from fast ones by its logarithm
+        raise (rope if "rope_theta" in values else fields).refuse("rope_theta", f"it must exceed 1: {AGAIN}")
     return read_scaling(kind, theta, rope, fields, positions)
 
 
@@ -287,7 +238,7 @@ def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | Non
     if on and family.windows is Windows.LISTED:
         first = fields.whole("max_window_layers", 28, least=0)
     full = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    types = fields.values.get("layer_types") or full
+    types = fields.names("layer_types") or full
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise fields.refuse("layer_types", f"it must give full_attention or sliding_attention for {layers} layers")
     if types != full and (family.windows is not Windows.LISTED or window is None):
@@ -303,8 +254,8 @@ def read_widened(fields: Fields) -> str | None:
         return None
     if not isinstance(made, dict) or not isinstance(made.get("from"), str):
         raise fields.refuse(WIDENED, 'it must be an object that says what it was made "from": widen again')
-    numbers = Fields(Path(f"{fields.path}, {WIDENED}"), made)
-    before, after = (amount(numbers.whole(key)) for key in ("parameters_before", "parameters"))
+    numbers = fields.inside(WIDENED)
+    before, after = (amount(numbers.whole(key, most=2**63)) for key in ("parameters_before", "parameters"))
     return f"{made['from']} (widened from {before} to {after} parameters)"
 
 
@@ -318,7 +269,7 @@ def amount(count: int) -> str:
 def read_dtype(fields: Fields) -> torch.dtype:
     """The checkpoint's number format; float32 where it is not said."""
     key = "dtype" if fields.values.get("dtype") else "torch_dtype"
-    name = str(fields.values.get(key) or "float32").removeprefix("torch.")
+    name = (fields.text(key) or "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise fields.refuse(key, f"supported are {', '.join(DTYPES)}: choose a checkpoint stored in one of these")
     return DTYPES[name]
@@ -327,15 +278,13 @@ def read_dtype(fields: Fields) -> torch.dtype:
 def read_special_ids(folder: Path, fields: Fields) -> tuple[int | None, tuple[int, ...]]:
     """bos and all eos ids; generation_config.json, which may name several, counts before config.json."""
     path = folder / "generation_config.json"
-    sources = [read_fields(path), fields] if path.is_file() else [fields]
+    sources = [read_fields(path), fields] if path.exists() else [fields]
     bos = next((ids[0] for ids in (token_ids(s, "bos_token_id") for s in sources) if ids), None)
     eos = next((ids for ids in (token_ids(s, "eos_token_id") for s in sources) if ids), ())
-    if not eos:
-        warnings.warn(
-            f"{folder} names no eos_token_id: generation ends only at max_tokens or a stop string",
-            UserWarning,
-            stacklevel=3,
-        )
+    size = fields.whole("vocab_size")
+    if not any(i < size for i in eos):
+        said = f"gives eos_token_id {shown(eos)} for a vocabulary of {size}" if eos else "names no eos_token_id"
+        log.warning("%s %s: generation ends only at max_tokens or a stop string", folder, said)
     return bos, eos
 
 
@@ -343,6 +292,6 @@ def token_ids(fields: Fields, key: str) -> tuple[int, ...]:
     """The ids under `key`, one or several; () where absent."""
     value = fields.values.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= INT32 for i in ids):
         raise fields.refuse(key, "it must be a token id or a list of them: correct it")
     return tuple(ids)

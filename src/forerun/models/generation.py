@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import InvalidRequest
-from forerun.models.config import read_fields
+from forerun.fields import read_fields, short
 from forerun.sampling.params import SamplingParams
 
 FILE = "generation_config.json"
@@ -26,7 +26,6 @@ KEYS = {  # of the file, and the parameter that each one sets
     "max_new_tokens": "max_tokens",
 }
 COUNTS = ("top_k", "max_tokens")
-SHOWN = 200  # characters of an error that a problem repeats
 UNSERVED: dict[str, tuple[Any, ...]] = {  # keys that would change answers, and the values that change nothing
     "num_beams": (1,),
     "typical_p": (1,),
@@ -78,7 +77,7 @@ class GenerationDefaults:
                 SamplingParams(**{name: value})
                 found[name] = value if name in COUNTS else float(value)
             except (InvalidRequest, OverflowError) as error:
-                problems.append(f"{path}: {key} is not used as a default ({str(error)[:SHOWN]}).")
+                problems.append(f"{path}: {key} is not used as a default ({short(error)}).")
         if values.get("do_sample") is False:
             found = {name: found[name] for name in ("repetition_penalty", "max_tokens") if name in found}
             found["temperature"] = 0.0

@@ -19,8 +19,9 @@ from forerun.cache.paged import PagedCache
 from forerun.config import KernelChoice, Quantization
 from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
+from forerun.fields import read_fields
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
-from forerun.models.config import ModelConfig, read_config, read_fields, read_widened
+from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
 from forerun.models.generation import GenerationDefaults
@@ -175,13 +176,15 @@ class Blueprint:
     def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
 
-        Weights enter by size and by the first and last MiB of each file: headers, and a sample of the values.
+        Weights enter by size and by the first and last MiB of each file that is loaded: headers, and a sample of the
+        values.
         """
         digest = sha256(f"{torch.__version__} {self.dtype}".encode())
         digest.update(self.computed_by.encode())
         if self.quantize is not None:
             digest.update(self.quantize.encode())
-        for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"]):
+        files = {entry.file for entry in Checkpoint(self.folder, self.dtype).stored.values()}
+        for path in sorted([*files, self.folder / "config.json"]):
             size = path.stat().st_size
             with path.open("rb") as file:
                 digest.update(f"{path.name} {size}".encode() + file.read(SAMPLE_BYTES))

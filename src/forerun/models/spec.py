@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, no_type_check
 
 from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import InvalidRequest
+from forerun.fields import shown
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,6 @@ DTYPE_NAMES = {  # every spelling of a number format, and the one that is kept
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-SHOWN = 60  # characters of a value that an error repeats
 
 
 @no_type_check  # run-time type checks in tests would forestall its own, which users meet
@@ -87,5 +87,4 @@ def dtype_name(dtype: object) -> str:
 
 
 def _unusable(name: str, value: object, fix: str) -> InvalidRequest:
-    shown = repr(value)
-    return InvalidRequest(name, f"{shown if len(shown) <= SHOWN else shown[:SHOWN] + '…'} {fix}.")
+    return InvalidRequest(name, f"{shown(value)} {fix}.")

@@ -6,11 +6,13 @@ there before any is loaded. What the tensors are for is the decoder's business.
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,12 +20,16 @@ from torch import Tensor
 
 from forerun.device import CPU
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
+from forerun.fields import read_fields, short
 from forerun.models.config import ModelConfig
 from forerun.models.spec import dtype_name
 
 STORED = ("F64", "F32", "F16", "BF16")  # number formats that mean what they say, without scales beside them
 HELD = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
+
+log = logging.getLogger(__name__)
 
 
 def resolve_dtype(requested: str | torch.dtype, config: ModelConfig, device: torch.device = CPU.device) -> torch.dtype:
@@ -82,7 +88,7 @@ class Checkpoint:
         it is stored in a quantised format.
         """
         entry = self.find(name, shape)
-        with safe_open(entry.file, framework="pt") as file:
+        with opened(entry.file) as file:
             return torch.empty(shape, dtype=self.dtype).copy_(file.get_tensor(name))
 
     def find(self, name: str, shape: tuple[int, ...]) -> Stored:
@@ -109,15 +115,22 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         return read_header(single)
     if not index.exists():
         raise no_weights(folder)
-    try:
-        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise MissingWeights(f"{index} is damaged ({error!r}): download it again") from error
+    fields = read_fields(index, MissingWeights, MissingWeights)
+    places = fields.inside("weight_map").values
+    if not places or not all(is_file_name(shard) for shard in places.values()):
+        raise fields.refuse("weight_map", f"it must give the name of a file in the folder for every tensor: {AGAIN}")
     shards = {name: read_header(folder / name) for name in sorted(set(places.values()))}
     for name, shard in places.items():
         if name not in shards[shard]:
-            raise MissingWeights(f"{folder / shard} has no tensor {name}, which {index.name} says it has: {AGAIN}")
+            raise MissingWeights(
+                f"{folder / shard} has no tensor {short(name)}, which {index.name} says it has: {AGAIN}"
+            )
     return {name: shards[shard][name] for name, shard in places.items()}
+
+
+def is_file_name(value: object) -> bool:
+    """Whether an index names a file in its own folder; a file elsewhere is none of the checkpoint's."""
+    return isinstance(value, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", value) is not None
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -125,15 +138,26 @@ def read_header(file: Path) -> dict[str, Stored]:
     if not file.exists():
         raise MissingWeights(f"{file} is missing: {AGAIN}")
     found = {}
+    with opened(file) as shard:
+        for name in shard.keys():  # noqa: SIM118 (the handle is no mapping)
+            part = shard.get_slice(name)
+            found[name] = Stored(file, tuple(part.get_shape()), part.get_dtype())
+    return found
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """A safetensors file, open. Raises MissingWeights, now or within, where it is no such file or damaged."""
     try:
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (the handle is no mapping)
-                part = shard.get_slice(name)
-                found[name] = Stored(file, tuple(part.get_shape()), part.get_dtype())
+        if not file.is_file():
+            raise MissingWeights(f"{file} is not a file: {AGAIN}")
+        with safe_open(file, framework="pt") as handle:
+            yield handle
     except SafetensorError as error:
         size = file.stat().st_size
-        raise MissingWeights(f"{file} is damaged or incomplete ({size} bytes; {error}): {AGAIN}") from error
-    return found
+        raise MissingWeights(f"{file} is damaged or incomplete ({size} bytes; {short(error)}): {AGAIN}") from error
+    except OSError as error:
+        raise MissingWeights(f"{file} cannot be read ({short(error)}): make it a readable file") from error
 
 
 def no_weights(folder: Path) -> MissingWeights:
@@ -155,45 +179,82 @@ def no_weights(folder: Path) -> MissingWeights:
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """Judge all tensors by their headers before any is loaded; `config` with `tied` as the tensors have it.
 
-    A head stored beside an embedding it should be tied to counts where it differs from it. Raises as `take` does.
-    Warns of layers' tensors that nothing reads.
+    A head stored beside an embedding it should be tied to counts where it differs from it. Raises as `check_tensors`.
     """
-    if config.tied and "lm_head.weight" in checkpoint:
-        size = (config.vocab_size, config.hidden)
-        head, embedding = (checkpoint.take(n, size) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+    head_name, size = "lm_head.weight", (config.vocab_size, config.hidden)
+    if config.tied and head_name in checkpoint:
+        head, embedding = (checkpoint.take(n, size) for n in (head_name, "model.embed_tokens.weight"))
         if not torch.equal(head, embedding):
-            warnings.warn(
-                f"{checkpoint.folder}: lm_head.weight differs from the embedding though config.json ties them; it is "
-                "used as stored (set tie_word_embeddings to false to say so)",
-                UserWarning,
-                stacklevel=2,
+            log.warning(
+                "%s: %s differs from the embedding though config.json ties them; it is used as stored "
+                "(set tie_word_embeddings to false to say so)",
+                checkpoint.folder,
+                head_name,
             )
             config = replace(config, tied=False)
-    check_tensors(tensor_shapes(config), checkpoint)
+    check_tensors(promised_tensors(config), checkpoint, layers=config.layers, idle=[head_name])
     return config
 
 
-def check_tensors(shapes: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:
-    """Judge tensors by their headers, and warn of layers' tensors that are not among them. Raises as `take` does."""
-    for name, shape in shapes.items():
+def check_tensors(
+    promised: Iterable[tuple[str, tuple[int, ...]]], checkpoint: Checkpoint, layers: int, idle: Collection[str] = ()
+) -> None:
+    """Judge tensors by their headers, and those that are stored beside them by what they would do.
+
+    Raises as `take` does, and stops at the first tensor that is missing, however many are promised. What is stored
+    inside the layers or beside the embedding, norm and head, and is not read, would change what the model computes:
+    it raises UnsupportedModel, unless it is a bias of zeros or a table that can be computed. Other tensors, such as
+    heads for other tasks and layers behind the last one, are logged. `idle` are names that need not be read.
+    """
+    read = set(idle)
+    for name, shape in promised:
         checkpoint.find(name, shape)
-    unread = [n for n in checkpoint.stored if n.startswith("model.layers.") and n not in shapes]
-    unread = [n for n in unread if not n.endswith("rotary_emb.inv_freq")]  # tables that old checkpoints carry
+        read.add(name)
+    others = [n for n in checkpoint.stored if n not in read and not n.endswith(BUFFERS)]
+    for name in others:
+        if changes_logits(name, layers) and not is_idle_bias(name, checkpoint):
+            raise UnsupportedModel(
+                f"{checkpoint.stored[name].file}: the tensor {short(name)} would change what the model computes, and "
+                "the model of config.json does not have it: use the config.json that came with the weights, or another "
+                "checkpoint"
+            )
+    unread = [n for n in others if not changes_logits(n, layers)]
     if unread:
-        some = ", ".join(unread[:3])
-        message = f"{checkpoint.folder}: {len(unread)} tensors are not read, among them {some}: is config.json right?"
-        warnings.warn(message, UserWarning, stacklevel=3)
+        log.warning(
+            "%s: %d tensors are not read, among them %s",
+            checkpoint.folder,
+            len(unread),
+            ", ".join(map(short, unread[:3])),
+        )
+
+
+def changes_logits(name: str, layers: int) -> bool:
+    """Whether a tensor of this name has a part in the logits of a decoder with so many layers."""
+    parts = name.split(".")
+    if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal():
+        return int(parts[2][:9]) < layers
+    return parts[0] in ("model", "lm_head")
+
+
+def is_idle_bias(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a tensor is a bias of zeros, as conversions between families leave them."""
+    entry = checkpoint.stored[name]
+    return name.endswith(".bias") and entry.format in STORED and not checkpoint.take(name, entry.shape).any()
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The checkpoint's name and shape of every tensor of the model, in the order of computation."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden)}
+    return dict(promised_tensors(config))
+
+
+def promised_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The same one by one, for a configuration that may promise more than there can be."""
+    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden)
     for layer in range(config.layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config).items()}
-    shapes["model.norm.weight"] = (config.hidden,)
+        yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in layer_shapes(config).items())
+    yield "model.norm.weight", (config.hidden,)
     if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden)
-    return shapes
+        yield "lm_head.weight", (config.vocab_size, config.hidden)
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

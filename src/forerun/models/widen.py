@@ -32,8 +32,9 @@ from torch import Tensor
 
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
+from forerun.fields import read_fields
 from forerun.models.agreement import Agreement, agreement
-from forerun.models.config import WIDENED, ModelConfig, amount, read_config, read_fields
+from forerun.models.config import WIDENED, ModelConfig, amount, read_config
 from forerun.models.loading import Blueprint, Progress
 from forerun.models.weights import Checkpoint, tensor_shapes
 

@@ -1,0 +1,120 @@
+"""Fields: a JSON file of a checkpoint, read with errors that name the file, the key and the value.
+
+Checkpoints come from strangers and over networks, so a file may be missing, cut short, a folder, or hold anything under
+any key. The file decides how that is told; which keys there are is the business of those who read them. null counts as
+absent throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ModelError, ModelNotFound, UnsupportedModel
+
+INT32 = 2**31 - 1
+SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: these and their reciprocals fit into a float32
+AGAIN = "correct it or download the file again"
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 60, 40, 60
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 5
+
+
+def shown(value: object) -> str:
+    """A value for a message: its beginning, however long or deep it is."""
+    return short(_SHORT.repr(value))
+
+
+def short(text: object) -> str:
+    """A text for a message, such as another library's error: its beginning."""
+    found = str(text)
+    return found if len(found) <= 200 else found[:200] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The object in a JSON file, or an object inside it. `error` is what an unusable value raises."""
+
+    path: Path
+    values: Mapping[str, Any]
+    error: type[ModelError] = UnsupportedModel
+
+    def refuse(self, key: str, wanted: str) -> ModelError:
+        """The error for a value that cannot be used; `wanted` says what could, and what to do."""
+        return self.error(f"{self.path}: {key} is {shown(self.values.get(key))}; {wanted}")
+
+    def whole(self, key: str, default: int | None = None, least: int = 1, most: int = INT32) -> int:
+        """A whole number from `least` to `most`."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.refuse(key, f"it must be a whole number, at least {least} and at most {most}: {AGAIN}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0 that a float32 can hold."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not SMALLEST <= value <= LARGEST:
+            raise self.refuse(key, f"it must be a number above 0, from {SMALLEST} to {LARGEST}: {AGAIN}")
+        return float(value)
+
+    def optional(self, key: str) -> float | None:
+        """A number above 0, or None where the key is absent or 0."""
+        value = self.values.get(key)
+        return None if value is None or value == 0 else self.number(key)
+
+    def flag(self, key: str) -> bool:
+        """True or false; absent is false."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(key, f"it must be true or false: {AGAIN}")
+        return bool(value)
+
+    def text(self, key: str) -> str | None:
+        """Text; None where it is absent."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.refuse(key, f"it must be text: {AGAIN}")
+        return value
+
+    def names(self, key: str) -> list[str]:
+        """A list of texts; empty where it is absent."""
+        value = self.values.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.refuse(key, f"it must be a list of texts: {AGAIN}")
+        return value
+
+    def inside(self, key: str) -> Fields:
+        """The object under a key; an empty one where it is absent."""
+        value = self.values.get(key)
+        value = {} if value is None else value
+        if not isinstance(value, dict):
+            raise self.refuse(key, f"it must be an object: {AGAIN}")
+        return Fields(Path(f"{self.path}, {key}"), value, self.error)
+
+
+def read_fields(
+    path: Path, damaged: type[ModelError] = ModelError, error: type[ModelError] = UnsupportedModel
+) -> Fields:
+    """The object in a JSON file. Raises ModelNotFound where there is no such file, `damaged` where it cannot be read.
+
+    `error` is what its unusable values will raise.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as missing:
+        raise ModelNotFound(f"{path} is not there: name the folder that holds the model's {path.name}") from missing
+    except OSError as unreadable:
+        raise damaged(f"{path} cannot be read ({unreadable.strerror}): make it a readable file") from unreadable
+    except (ValueError, RecursionError) as broken:
+        raise damaged(f"{path} is damaged ({short(broken)}): download it again") from broken
+    if not isinstance(values, dict):
+        raise damaged(f"{path} is damaged (not a JSON object): download it again")
+    return Fields(path, values, error)

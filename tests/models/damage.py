@@ -1,0 +1,101 @@
+"""Damage to the files of a checkpoint: any key of any type, files cut short, folders in their place, strange bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NESTED: Any = "deep"
+for _ in range(60):
+    NESTED = [NESTED]
+ABSENT = object()
+VALUES: dict[str, Any] = {  # what may stand under a key, by a name for the test
+    "absent": ABSENT,
+    "null": None,
+    "true": True,
+    "zero": 0,
+    "one": 1,
+    "negative": -1,
+    "billion": 10**9,
+    "2**31": 2**31,
+    "2**64": 2**64,
+    "digits": 10**400,
+    "small": 1e-300,
+    "large": 1e300,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "empty": "",
+    "text": "strange",
+    "surrogate": "\ud800",
+    "nul": "a\0b",
+    "long": "x" * 5000,
+    "list": [],
+    "number list": [3, -4, 2**70],
+    "mixed list": ["full_attention", 5, None],
+    "nested": NESTED,
+    "object": {},
+    "text object": {"content": 5, "type": "strange", "0": {"content": []}},
+}
+TEXTS: dict[str, bytes] = {  # what may stand in the place of a JSON file
+    "empty": b"",
+    "cut": b'{"a": [1, 2',
+    "utf-8": b'{"a": "\xff\xfe"}',
+    "list": b"[]",
+    "number": b"5",
+    "null": b"null",
+    "deep": b"[" * 200_000,
+    "deep object": b'{"a":' * 100_000,
+    "deep and whole": b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "nul": b"\0" * 100,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value inside a JSON file: the keys and indices that lead to it."""
+
+    path: tuple[str | int, ...]
+
+    def replaced(self, document: Any, value: Any) -> Any:
+        """A copy of the document with another value here, or with none."""
+        result = copy.deepcopy(document)
+        inside = result
+        for key in self.path[:-1]:
+            inside = inside[key]
+        if value is ABSENT:
+            del inside[self.path[-1]]
+        else:
+            inside[self.path[-1]] = value
+        return result
+
+
+def places(document: Any, depth: int, path: tuple[str | int, ...] = ()) -> Iterator[Place]:
+    """Every value of a document down to some depth; of lists the first and the last."""
+    if not depth:
+        return
+    if isinstance(document, dict):
+        keys: list[Any] = list(document)
+        keys = keys if len(keys) < 40 else [*keys[:2], keys[-1]]
+    elif isinstance(document, list):
+        keys = sorted({0, len(document) - 1}) if document else []
+    else:
+        return
+    for key in keys:
+        yield Place((*path, key))
+        yield from places(document[key], depth - 1, (*path, key))
+
+
+def copied(source: Path, folder: Path) -> Path:
+    """The checkpoint's files in another folder."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    return folder
+
+
+def write(path: Path, document: Any) -> None:
+    path.write_text(json.dumps(document), encoding="utf-8", errors="surrogatepass")
