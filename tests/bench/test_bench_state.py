@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.synthetic import GROUP, random_rounds, taped
+from forerun.bench import state as module
 from forerun.bench.bench import bench
 from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group, Selection, Turn
@@ -89,6 +90,21 @@ def test_the_default_place_differs_with_all_that_decides(tmp_path: Path, monkeyp
     assert len(places) == 1 + len(others)
     assert all(place.is_relative_to(tmp_path) for place in places)
     assert key_of(ABOUT) == key_of(json.loads(json.dumps(ABOUT)))
+
+
+def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "below", tmp_path):
+        with pytest.raises(InvalidRequest, match=f"state: {path} cannot be used .*: name another file with --state"):
+            State.open(path, ABOUT)
+    state = State.open(tmp_path / "state", ABOUT)
+    (tmp_path / "state").unlink()
+    (tmp_path / "state").mkdir()
+    with pytest.raises(InvalidRequest, match=f"state: {tmp_path}/state cannot be used"):
+        state.add(some_runs()[0])
+    monkeypatch.setattr(module, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
+    with pytest.raises(InvalidRequest, match="state: no home: set HOME, or name a file with --state"):
+        default_path("key")
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,11 @@ WAYS: dict[str, Grow] = {
 
 
 @torch.inference_mode()
+def made_in(folder: Path) -> list[str]:
+    """The names there, but for those of locks."""
+    return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
+
+
 def transformers_logits(folder: Path) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto").eval()
     logits: Tensor = model(TOKENS[None]).logits[0].float()
@@ -251,7 +256,7 @@ def test_a_wrong_recipe_is_caught_and_leaves_nothing(
         patch.setattr(f"forerun.models.widen.{target}", change)
         with pytest.raises(WidenedDiffers, match="has logits that differ by up to"):
             widen(str(source), tmp_path / "out" / "wide", Wider(256, 5))
-        assert not list((tmp_path / "out").iterdir())
+        assert not made_in(tmp_path / "out")
     assert widen(str(source), tmp_path / "out" / "wide", Wider(256, 5)).is_dir()
 
 
@@ -259,7 +264,7 @@ def test_nan_is_no_agreement(tmp_path: Path, draft_dir: Path, monkeypatch: pytes
     monkeypatch.setattr(module, "agreement", lambda *_: Agreement(float("nan"), 1.0, 1.0))
     with pytest.raises(WidenedDiffers):
         widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
-    assert not list(tmp_path.iterdir())
+    assert not made_in(tmp_path)
 
 
 def test_what_is_there_is_never_overwritten(tmp_path: Path, draft_dir: Path) -> None:
@@ -272,8 +277,8 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path, draft_dir: Path) -> 
         with pytest.raises(InvalidRequest, match=f"{name} exists and is not this widening: choose another"):
             widen(str(draft_dir), path, wider)
     assert (tmp_path / "file").read_text() == "mine"
-    assert [p.name for p in (tmp_path / "full").iterdir()] == ["config.json"]
-    assert not list((tmp_path / "empty").iterdir())
+    assert made_in(tmp_path / "full") == ["config.json"]
+    assert not made_in(tmp_path / "empty")
     assert not list(tmp_path.glob(".*"))
 
 
@@ -309,7 +314,7 @@ def test_the_cache_knows_weights_and_shape(tmp_path: Path, monkeypatch: pytest.M
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert cached_widened(str(source), Wider(256, 4)) != first
-    assert len(list(first.parent.iterdir())) == 3
+    assert len(made_in(first.parent)) == 3
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cached_widened(str(source), Wider(64, 4)).is_relative_to(tmp_path / "home" / ".cache" / "forerun")
@@ -327,7 +332,21 @@ def test_two_at_once_make_one(tmp_path: Path, draft_dir: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(map(bool, seen.values())) == [False, True]
-    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+    assert made_in(tmp_path) == ["wide"]
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequest, match=r"destination: .*file/wide cannot be written .*choose another"):
+        widen(str(draft_dir), tmp_path / "file" / "wide", Wider(128, 6))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(InvalidRequest, match=r"destination: .*file/forerun/widened/.* cannot be written"):
+        cached_widened(str(draft_dir), Wider(128, 6))
+    monkeypatch.setattr(module, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
+    with pytest.raises(InvalidRequest, match="destination: no home: set HOME"):
+        cached_widened(str(draft_dir), Wider(128, 6))
 
 
 KILLED = """
@@ -358,7 +377,7 @@ def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, 
     started = time.monotonic()
     widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
     assert time.monotonic() - started < 60, "the dead process still holds the lock"
-    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+    assert made_in(tmp_path) == ["wide"]
 
 
 def test_shards_are_as_small_as_asked_and_progress_is_told(
@@ -385,7 +404,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage)
     with pytest.raises(InvalidRequest, match=r"destination: .* are needed there, 0\.0 GB are free: choose another"):
         widen(str(draft_dir), tmp_path / "wide", Wider(256, 6))
-    assert not list(tmp_path.iterdir())
+    assert not made_in(tmp_path)
 
 
 def test_files_beside_the_weights_come_along(tmp_path: Path, target_dir: Path) -> None:
@@ -427,7 +446,7 @@ def test_files_beside_the_weights_come_along(tmp_path: Path, target_dir: Path) -
 def test_shapes_that_do_not_fit_are_named(wider: Wider, message: str, tmp_path: Path, target_dir: Path) -> None:
     with pytest.raises(InvalidRequest, match=message):
         widen(str(target_dir), tmp_path / "wide", wider)
-    assert not list(tmp_path.iterdir())
+    assert not made_in(tmp_path)
 
 
 def test_a_widened_checkpoint_is_not_widened_again(tmp_path: Path, draft_dir: Path) -> None:

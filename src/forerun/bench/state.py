@@ -1,7 +1,7 @@
 """The state file: finished runs, a JSON line each, so that an interrupted benchmark goes on where it was.
 
-Decides what belongs to one benchmark: its first line holds a key made of all that decides the result, and a file with
-another key is refused. A last line that was cut off is dropped. Knows nothing of how runs are made.
+This file decides what belongs to one benchmark: the first line holds a key made of all that decides the result, and a
+file with another key is refused. A last line that was cut off is dropped.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from forerun.bench.plan import Group, Turn
 from forerun.bench.run import Run
 from forerun.errors import InvalidRequest
+from forerun.folders import cache_folder
 
 FORM = 1  # of the file
 
@@ -27,9 +29,23 @@ def key_of(about: Mapping[str, Any]) -> str:
 
 
 def default_path(key: str) -> Path:
-    """Where the state of a benchmark lies unless a place is given: in the user's cache folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "forerun" / "bench" / f"{key}.jsonl"
+    """Where the state of a benchmark lies unless a place is given: in the user's cache folder.
+
+    Raises InvalidRequest where the user has none.
+    """
+    try:
+        return cache_folder("bench") / f"{key}.jsonl"
+    except OSError as error:
+        raise InvalidRequest("state", f"{error}, or name a file with --state") from error
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Within it, a system that refuses the file raises InvalidRequest."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidRequest("state", f"{path} cannot be used ({error}): name another file with --state") from error
 
 
 @dataclass(slots=True)
@@ -43,8 +59,14 @@ class State:
     def open(cls, path: Path, about: Mapping[str, Any], fresh: bool = False) -> State:
         """What is there of this benchmark, and the file made ready to go on. `fresh` begins anew.
 
-        Raises InvalidRequest, with the file as it was, for one that holds something else.
+        Raises InvalidRequest, with the file as it was, for one that holds something else or cannot be used.
         """
+        with writable(path):
+            return cls.read(path, about, fresh)
+
+    @classmethod
+    def read(cls, path: Path, about: Mapping[str, Any], fresh: bool) -> State:
+        """The same, where the system lets us."""
         state = cls(path, {})
         head = {"forerun_bench": FORM, "key": key_of(about), "about": json.loads(json.dumps(about))}
         data = path.read_bytes() if path.exists() else b""
@@ -78,7 +100,7 @@ class State:
 
     def add(self, run: Run) -> None:
         """A finished run, on disk when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with writable(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(run)) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -1,8 +1,8 @@
 """PastFile: past answers on disk, a line of JSON each, behind a line that says which tokenizer they are of.
 
-Decides that nothing is lost when a process dies, and that nobody's file is harmed: an answer is one write at the end,
-other processes may do the same, and whatever is not understood to the last line is refused and left alone. A later
-line takes the place of an earlier one of the same name. Knows nothing of trees, or of how much is kept in memory.
+This file decides that nothing is lost when a process dies, and that nobody's file is harmed: an answer is one write at
+the end, other processes may do the same (a hidden lock file beside it keeps them apart), and whatever is not understood
+to the last line is refused and left alone. A later line takes the place of an earlier one of the same name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from forerun.errors import PastFileError, VocabularyMismatch
 
 FORM = 1
 HEAD = "forerun past answers, form"
 LARGEST_ID = 2**31
+POLL_S = 0.01  # how often a process that waits for another one looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +96,16 @@ class PastFile:
 
     @contextmanager
     def alone(self) -> Iterator[FileIO]:
-        """The file, open at its end, and no other process at it: not even one that puts a new one in its place."""
-        while True:
-            with open(self.path, "ab+", buffering=0, opener=for_its_user) as file:
-                lock(file)
-                now = os.fstat(file.fileno())
-                if not self.path.exists() or not os.path.samestat(now, self.path.stat()):
-                    continue
-                if not now.st_size:
-                    write_all(file, self.head())
-                yield file
-                return
+        """The file, open at its end, while no other process reads or writes it."""
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))  # some versions of filelock would make it
+        if self.path.exists() and not self.path.is_file():
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), mode=0o600)
+        with lock.acquire(poll_interval=POLL_S), open(self.path, "ab+", buffering=0, opener=for_its_user) as file:
+            if not os.fstat(file.fileno()).st_size:
+                write_all(file, self.head())
+            yield file
 
     def read(self, file: FileIO) -> list[PastAnswer]:
         """All answers. What a write that was cut short left behind the last one is taken away."""
@@ -169,15 +171,6 @@ def parsed(line: bytes) -> dict[str, Any]:
 def for_its_user(path: str, flags: int) -> int:
     """Open, or make, a file that others may not read."""
     return os.open(path, flags, 0o600)
-
-
-def lock(file: FileIO) -> None:
-    """Wait until no other process holds the file; the system lets go of it when it is closed."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has none
-        return
-    fcntl.flock(file.fileno(), fcntl.LOCK_EX)
 
 
 def write_all(file: FileIO, line: bytes) -> None:

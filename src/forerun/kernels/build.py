@@ -1,20 +1,16 @@
-"""Compiling the kernels: once per machine, into the user's cache folder.
+"""Compiling the kernels: the compiler, its flags, and a name for what comes out.
 
-Decides with which compiler and flags, and where the result lies: under a name made of everything that went into it,
-the processor included, so that another machine, source or compiler makes another file. Needs no headers of torch and
-takes a few seconds. Knows nothing of what the kernels compute.
+The name is made of everything that goes into a library, the processor included, so another machine, source or compiler
+makes another file. Compiling takes a few seconds and no headers of torch.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,11 +18,14 @@ Progress = Callable[[str, float], None]  # (what is going on, fraction done)
 
 SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".cpp", ".hpp"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
-TIMEOUT_S = 300
+TIMEOUT_S = 300.0
+VERSION_TIMEOUT_S = 10.0
+LONGEST_QUOTE = 1000  # characters of what a compiler says
+FIX = "install g++, or name a compiler that works in CXX"
 
 
 class NoKernels(Exception):
-    """Why there are no compiled kernels here: no compiler, or one that refused. torch's operators do the work then."""
+    """Why there are no compiled kernels here, and what would help. torch's operators do the work then."""
 
 
 def compiler() -> str:
@@ -35,28 +34,16 @@ def compiler() -> str:
     for name in names:
         if found := shutil.which(name):
             return found
-    raise NoKernels(f"no C++ compiler found (looked for {', '.join(names)}): install g++, or name one in CXX")
+    raise NoKernels(f"no C++ compiler found (looked for {', '.join(names)}): {FIX}")
 
 
-def library(progress: Progress | None = None) -> ctypes.CDLL:
-    """The compiled kernels, compiled now if they never were on this machine. Raises NoKernels."""
-    path = target(compiler())
-    if not path.exists():
-        if progress is not None:
-            progress("compiling kernels, once on this machine", 0.0)
-        compile_to(path)
-    return opened(path)
-
-
-@cache
-def target(command: str) -> Path:
-    """Where the library for these sources, this compiler and this processor belongs."""
-    version = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
-    digest = sha256(version + platform.machine().encode() + processor())
+def library_name(command: str) -> str:
+    """What the library of these sources, made by this compiler for this processor, is called: 16 hex digits."""
+    version = run([command, "--version"], VERSION_TIMEOUT_S).stdout
+    digest = sha256(version.encode() + platform.machine().encode() + processor())
     for text in (*FLAGS, *(source.read_text(encoding="utf-8") for source in SOURCES)):
         digest.update(text.encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "forerun" / "kernels" / f"{digest.hexdigest()[:16]}.so"
+    return digest.hexdigest()[:16]
 
 
 def processor() -> bytes:
@@ -68,26 +55,26 @@ def processor() -> bytes:
     return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
 
 
-def compile_to(path: Path) -> None:
-    """Compile beside `path` and move there when done, so that no other process ever finds half a library."""
+def compile_to(path: Path, command: str) -> None:
+    """Write the library to `path`, whose folder exists. Raises NoKernels."""
+    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    call = [command, *FLAGS, *sources, "-o", str(path)]
+    done = run(call, TIMEOUT_S)
+    if done.returncode or not path.exists():
+        raise NoKernels(f"{' '.join(call)} failed: {done.stderr.strip()[-LONGEST_QUOTE:]}: {FIX}")
+
+
+def run(call: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a compiler. Raises NoKernels where the system cannot run it, or it does not end."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = Path(folder) / path.name
-            sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-            command = [compiler(), *FLAGS, *sources, "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-            if done.returncode:
-                raise NoKernels(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
-            built.replace(path)
+        return subprocess.run(
+            call,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=timeout_s,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoKernels(f"the kernels could not be compiled into {path.parent}: {error}") from error
-
-
-@cache
-def opened(path: Path) -> ctypes.CDLL:
-    """Load the library into this process, once."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NoKernels(f"{path} cannot be loaded: {error}; delete it, and it is compiled anew") from error
+        raise NoKernels(f"{call[0]} cannot be run ({error}): {FIX}") from error

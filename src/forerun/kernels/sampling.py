@@ -1,7 +1,7 @@
 """The compiled parts of a round as Python sees them: draws, places in trees, verdicts, and whether a tree is clean.
 
-Decides how tensors and host numbers become pointers. Each gives exactly what the tensor code gives that defines it, or
-says that it cannot, so that nothing depends on whether they are there. Knows nothing of laws, sequences or models.
+This file decides how tensors and host numbers become pointers. Each function gives exactly what the tensor code gives
+that defines it, or says that it cannot, so tokens do not depend on whether the kernels are there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
-from forerun.kernels.build import NoKernels, library
+from forerun.kernels.build import NoKernels
+from forerun.kernels.library import library, warn_of_torch
 
 SLACK = 2.0**-14  # more than the kernels' noise can differ from torch's
 
@@ -221,10 +222,11 @@ def opened(lib: ctypes.CDLL) -> SamplingKernels:
 
 
 def find_sampling_kernels() -> SamplingKernels | None:
-    """The kernels, compiled if need be; None where that is not possible."""
+    """The kernels, compiled if need be; None, with a warning, where that is not possible."""
     try:
         return opened(library())
-    except NoKernels:
+    except NoKernels as error:
+        warn_of_torch(str(error))
         return None
 
 

@@ -1,8 +1,7 @@
 """The compiled kernels as Python sees them: linear layers, and a decoder's layers in one call.
 
-Decides how tensors become pointers and who keeps what alive. Results are those of `models/decoder.py` up to rounding:
-the residual stream stays in float32, and each row has bits of its own in any company, by construction. Knows nothing
-of sequences, and of checkpoints only their shape.
+This file decides how tensors become pointers and who keeps what alive. Results are those of `models/decoder.py` up to
+rounding: the residual stream stays in float32, and each row has bits of its own in any company, by construction.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.config import KernelChoice
 from forerun.errors import UnsupportedModel
-from forerun.kernels.build import NoKernels, Progress, library
+from forerun.kernels.build import NoKernels, Progress
+from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.sampling import PlainLaws, address, as_array
 from forerun.models.invariance import cancelling_product
 from forerun.models.quantized import quantize_rows
@@ -115,21 +115,22 @@ class Kernels:
 
 
 def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: Progress | None = None) -> Kernels | None:
-    """The kernels, compiled if need be; None where torch's operators are to be used, or are all there is.
+    """The kernels, compiled if need be; None where torch's operators are asked for or, with a warning, all there is.
 
     Raises UnsupportedModel where kernels are insisted on and there are none.
     """
-    if choice == "torch" or (choice == "auto" and dtype not in FORMATS):
+    if choice == "torch":
         return None
     try:
         if dtype not in FORMATS:
-            raise NoKernels(f"they know float32 and bfloat16, not {dtype}")
+            raise NoKernels(f"they compute in float32 and bfloat16, not in {dtype}: set dtype to one of these")
         return checked(library(progress))
     except NoKernels as error:
         if choice == "native":
             raise UnsupportedModel(
                 f"kernels: 'native' is not possible here: {error}. Use 'auto' or 'torch'."
             ) from error
+        warn_of_torch(str(error))
         return None
 
 
@@ -151,7 +152,8 @@ def checked(lib: ctypes.CDLL) -> Kernels:
         exact = torch.eye(inputs)[:rows] * 64
         close = torch.allclose(layer(exact).double(), exact.double() @ weight.double().T, rtol=0.02, atol=1.0)
         if not (close and torch.equal(layer(x), alone)):
-            raise NoKernels(f"compiled for {kernels.instructions}, they compute wrong results on this machine")
+            wrong = f"compiled for {kernels.instructions}, they compute wrong results on this machine"
+            raise NoKernels(f"{wrong}: name another compiler in CXX, and please report this")
     return kernels
 
 

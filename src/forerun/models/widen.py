@@ -17,22 +17,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
 from forerun.fields import read_fields
+from forerun.folders import cache_folder
 from forerun.models.agreement import Agreement, agreement
 from forerun.models.config import WIDENED, ModelConfig, amount, read_config
 from forerun.models.loading import Blueprint, Progress
@@ -142,8 +141,12 @@ def widen(source: str, destination: Path, wider: Wider, progress: Progress | Non
     """
     plan = Plan.of(source, wider, seed)
     destination = Path(destination)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with alone(destination.parent):
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        alone = FileLock(destination.with_name(f".{destination.name}.lock")).acquire()
+    except OSError as error:
+        raise InvalidRequest("destination", f"{destination} cannot be written ({error}): choose another.") from error
+    with alone:
         if not plan.is_at(destination):
             make(plan, destination, progress)
     return destination
@@ -151,8 +154,11 @@ def widen(source: str, destination: Path, wider: Wider, progress: Progress | Non
 
 def cached_widened(source: str, wider: Wider, progress: Progress | None = None) -> Path:
     """The same in the user's cache folder, made at first use: a later call with equal weights and shape finds it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return widen(source, cache / "forerun" / "widened" / Plan.of(source, wider, 0).recipe, wider, progress)
+    try:
+        folder = cache_folder("widened")
+    except OSError as error:
+        raise InvalidRequest("destination", str(error)) from error
+    return widen(source, folder / Plan.of(source, wider, 0).recipe, wider, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,19 +202,6 @@ def refuse_emitted_padding(source: Blueprint) -> None:
     if num_ids > vocab_size:
         wanted = f"the tokenizer has {num_ids} ids, more than the model's {vocab_size}: leave the vocabulary as it is"
         raise InvalidRequest("vocab_size", wanted)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Within it no other process widens into `folder`; one that wants to waits. The system ends it with the process."""
-    import fcntl  # Windows has none
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def make(plan: Plan, destination: Path, progress: Progress | None) -> None:

@@ -1,0 +1,187 @@
+"""The library of compiled kernels in this process: loaded from the user's cache folder, or compiled and kept there.
+
+A library runs with all rights of whoever loads it, and a truncated one kills the process at the first page that is
+missing. So no file is loaded for its name alone: it and its folders must belong to this user and be writable by nobody
+else, and its bytes must have the digest that was written beside them. A file that fails is compiled anew. Where the
+cache folder cannot be used, every process compiles into a temporary folder of its own, and says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import stat
+import tempfile
+import threading
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from filelock import FileLock
+
+from forerun.folders import cache_folder
+from forerun.kernels.build import TIMEOUT_S, NoKernels, Progress, compile_to, compiler, library_name
+
+HAS_OWNERS = hasattr(os, "geteuid")
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+logger = logging.getLogger("forerun")
+
+
+class Library:
+    """The kernels of one process. What comes of the first call, a library or a reason, is what all others get."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.found: ctypes.CDLL | None = None
+        self.missing: str | None = None
+
+    def get(self, progress: Progress | None) -> ctypes.CDLL:
+        """The library. Raises NoKernels."""
+        with self.lock:
+            if self.found is None and self.missing is None:
+                try:
+                    self.found = find_or_compile(progress)
+                except NoKernels as error:
+                    self.missing = str(error)
+        if self.found is None:
+            raise NoKernels(self.missing)
+        return self.found
+
+
+@cache
+def of_this_process() -> Library:
+    """The one there is."""
+    return Library()
+
+
+def library(progress: Progress | None = None) -> ctypes.CDLL:
+    """The compiled kernels, compiled now if they never were on this machine. Raises NoKernels."""
+    return of_this_process().get(progress)
+
+
+@cache
+def warn_of_torch(reason: str) -> None:
+    """Warn, once for each reason, that torch's operators take the kernels' place."""
+    logger.warning(
+        "The compiled kernels are not used: %s. torch's operators compute instead. They take two to four times as long "
+        "for a token (with int8 weights more), and their results differ in the last bits, so the fingerprint is another"
+        " one. kernels='torch' (--kernels torch) asks for them without this warning.",
+        reason,
+    )
+
+
+def find_or_compile(progress: Progress | None) -> ctypes.CDLL:
+    """Load the library that is kept, or compile it and keep it. Raises NoKernels."""
+    command = compiler()
+    name = library_name(command)
+    with suppress(OSError):  # which the second look meets again, and reports
+        if (found := Shelf.open(name).load()) is not None:
+            return found
+    if progress is not None:
+        progress("compiling kernels, once on this machine", 0.0)
+    try:
+        with tempfile.TemporaryDirectory(prefix="forerun-", ignore_cleanup_errors=True) as folder:
+            return compiled(name, command, Path(folder) / f"{name}.so")
+    except OSError as error:
+        raise NoKernels(
+            f"the compiled library cannot be loaded ({error}): set TMPDIR to a folder for programs"
+        ) from error
+
+
+def compiled(name: str, command: str, path: Path) -> ctypes.CDLL:
+    """Compile to `path`, keep a copy, and load that; where it cannot be kept, load `path` itself, with a warning."""
+    try:
+        shelf = Shelf.open(name)
+        with FileLock(shelf.folder / f"{name}.lock", timeout=TIMEOUT_S):
+            if (found := shelf.load()) is not None:  # another process compiled it while this one waited
+                return found
+            if os.path.lexists(shelf.path):
+                logger.warning("%s is damaged, or another user could have written it: it is made anew.", shelf.path)
+            compile_to(path, command)
+            shelf.keep(path.read_bytes())
+            return ctypes.CDLL(str(shelf.path))
+    except OSError as error:
+        if not path.exists():
+            compile_to(path, command)
+        logger.warning(
+            "The compiled kernels cannot be kept (%s), so every start compiles them anew, which takes seconds. Set "
+            "XDG_CACHE_HOME to a folder of your own that you can write to.",
+            error,
+        )
+        return ctypes.CDLL(str(path))
+
+
+class Shelf:
+    """Where the library of one name is kept, in a folder that only this user can write to; beside it, its digest."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.path = folder / f"{name}.so"
+        self.digest = folder / f"{name}.sha256"
+
+    @classmethod
+    def open(cls, name: str) -> Shelf:
+        """The shelf in the user's cache folder, which is made. Raises OSError where there can be none, with why."""
+        folder = cache_folder("kernels")
+        for each in (folder.parent, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (is_ours(each.lstat()) and is_ours(each.stat())):
+                raise PermissionError(f"{each} belongs to another user")
+            if others_write(each.stat()):  # what they may have left there is found out file by file
+                each.chmod(stat.S_IMODE(each.stat().st_mode) & ~OTHERS_WRITE)
+        return cls(folder, name)
+
+    def load(self) -> ctypes.CDLL | None:
+        """The library; None where there is none, or none that can be trusted."""
+        data, digest = own_bytes(self.path), own_bytes(self.digest)
+        if data is not None and digest == digest_of(data):
+            with suppress(OSError):
+                return ctypes.CDLL(str(self.path))
+        return None
+
+    def keep(self, data: bytes) -> None:
+        """Write a library and its digest. A process that dies in between leaves what `load` does not take."""
+        replace_file(self.path, data)
+        replace_file(self.digest, digest_of(data))
+
+
+def digest_of(data: bytes) -> bytes:
+    """The SHA-256 of a library, in hex."""
+    return sha256(data).hexdigest().encode()
+
+
+def is_ours(about: os.stat_result) -> bool:
+    """Whether a file or folder belongs to this user. Windows does not say, and keeps the folder to its user."""
+    return not HAS_OWNERS or about.st_uid == os.geteuid()
+
+
+def others_write(about: os.stat_result) -> bool:
+    """Whether any other user may write to a file or folder."""
+    return HAS_OWNERS and bool(about.st_mode & OTHERS_WRITE)
+
+
+def own_bytes(path: Path) -> bytes | None:
+    """What a file of this user's says; None where there is none, or where others could have written it."""
+    try:
+        about = path.lstat()
+        trusted = stat.S_ISREG(about.st_mode) and is_ours(about) and not others_write(about)
+        return path.read_bytes() if trusted else None
+    except OSError:
+        return None
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put a file in its place, whole and on disk, readable by this user alone."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

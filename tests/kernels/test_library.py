@@ -1,0 +1,413 @@
+"""The kernels' library: compiled once, kept where nobody else can write, never loaded unchecked, never in the way."""
+
+from __future__ import annotations
+
+import _ctypes
+import logging
+import os
+import pwd
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from compiled import require_compiler
+from forerun.cli import app
+from forerun.errors import UnsupportedModel
+from forerun.folders import cache_folder
+from forerun.kernels import build, library
+from forerun.kernels.build import NoKernels, compiler
+from forerun.kernels.sampling import find_sampling_kernels
+from forerun.models.loading import Blueprint
+from forerun.models.native import find_kernels, kernels_name
+
+NOBODY = 65534
+
+
+@dataclass(frozen=True)
+class Computer:
+    """A machine with a compiler of our own, that copies `library` where it is asked to and counts its calls."""
+
+    folder: Path
+    library: Path
+    real_compiler: str
+
+    @property
+    def num_compiled(self) -> int:
+        return (self.folder / "calls").read_text().count("compile") if (self.folder / "calls").exists() else 0
+
+    @property
+    def kept(self) -> Path:
+        """Where the library is kept."""
+        return self.folder / "cache" / "forerun" / "kernels"
+
+    def file(self, suffix: str) -> Path:
+        """The one file there with this ending."""
+        (found,) = self.kept.glob(f"*{suffix}")
+        return found
+
+
+def forget() -> None:
+    """The next call finds nothing known, as in a new process."""
+    library.of_this_process.cache_clear()
+    library.warn_of_torch.cache_clear()
+
+
+def restart() -> None:
+    """The same, and the library is closed: the system would not look at the file of an open one again."""
+    if (found := library.of_this_process().found) is not None:
+        _ctypes.dlclose(found._handle)
+    forget()
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def shared_library(command: str, path: Path, source: str) -> Path:
+    """A real one."""
+    call = [command, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+    subprocess.run(call, input=source, text=True, check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def real_compiler() -> str:
+    require_compiler()
+    return compiler()
+
+
+@pytest.fixture(scope="module")
+def tiny_library(real_compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "tiny.so"
+    return shared_library(real_compiler, path, 'extern "C" int answer() { return 42; }')
+
+
+@pytest.fixture
+def computer(
+    tmp_path: Path, real_compiler: str, tiny_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Computer]:
+    here = Computer(tmp_path, tiny_library, real_compiler)
+    work = f"""case "$1" in --version) echo "one of our own";; *)
+        echo compile >> {tmp_path}/calls; for last; do :; done; cp {tiny_library} "$last";; esac"""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("CXX", str(script(tmp_path / "cxx", work)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    forget()
+    yield here
+    restart()
+
+
+def works() -> bool:
+    found: int = library.library().answer()
+    return found == 42
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the package said to its users."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if (record.name, record.levelno) == ("forerun", logging.WARNING)
+    ]
+
+
+def test_the_library_is_compiled_once_and_kept_for_its_user_alone(
+    computer: Computer, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    for _ in range(3):
+        assert library.library(lambda what, _: told.append(what)) is library.library()
+        assert works()
+        restart()
+    assert computer.num_compiled == 1
+    assert told == ["compiling kernels, once on this machine"]
+    assert sorted(path.suffix for path in computer.kept.iterdir()) == [".lock", ".sha256", ".so"]
+    for path in (computer.kept, computer.kept.parent, computer.file(".so"), computer.file(".sha256")):
+        assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
+    assert not warnings_of(caplog)
+    assert not list((computer.folder / "tmp").iterdir())
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+DAMAGES: dict[str, Callable[[Computer], object]] = {
+    "truncated": lambda c: cut(c.file(".so"), 0.5),
+    "empty": lambda c: cut(c.file(".so"), 0),
+    "one bit": lambda c: flip(c.file(".so")),
+    "another library": lambda c: c.file(".so").write_bytes(b"not a library"),
+    "no digest": lambda c: c.file(".sha256").unlink(),
+    "empty digest": lambda c: cut(c.file(".sha256"), 0),
+    "wrong digest": lambda c: flip(c.file(".sha256")),
+    "not a library, with its digest": lambda c: library.Shelf.open(c.file(".so").stem).keep(b"not a library"),
+    "others may write": lambda c: c.file(".so").chmod(0o666),
+    "others may write the digest": lambda c: c.file(".sha256").chmod(0o620),
+    "a link": lambda c: link(c.file(".so")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_made_anew(computer: Computer, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Were it loaded, a truncated one would kill the process (SIGBUS)."""
+    assert works()
+    restart()
+    DAMAGES[damage](computer)
+    for _ in range(2):
+        assert works()
+        assert computer.num_compiled == 2
+        restart()
+    (said,) = warnings_of(caplog)
+    assert f"{computer.file('.so')} is damaged, or another user could have written it" in said
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file or folder another user's. Only root can; for anyone else `stat` is made to say so."""
+    if os.geteuid() == 0:
+        os.lchown(path, NOBODY, NOBODY)
+        return
+    for name in ("stat", "lstat"):
+        honest = getattr(Path, name)
+
+        def lying(self: Path, honest: Callable[..., os.stat_result] = honest, **more: bool) -> os.stat_result:
+            found = honest(self, **more)
+            return os.stat_result((*found[:4], NOBODY, *found[5:])) if self == path else found
+
+        monkeypatch.setattr(Path, name, lying)
+
+
+@pytest.mark.parametrize("foreign", ["kernels/*.so", "kernels/*.sha256", "kernels", ".", "link to kernels"])
+def test_a_planted_library_is_not_run(
+    computer: Computer, foreign: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One with a sound digest beside it, in a cache folder that users share, in files or folders that are not ours."""
+    assert works()
+    restart()
+    mark = computer.folder / "planted code ran"
+    planted = shared_library(
+        computer.real_compiler,
+        computer.folder / "planted.so",
+        f'#include <cstdio>\n__attribute__((constructor)) void run() {{ fopen("{mark}", "w"); }}',
+    )
+    library.Shelf.open(computer.file(".so").stem).keep(planted.read_bytes())
+    if foreign == "link to kernels":
+        computer.kept.rename(computer.kept.with_name("elsewhere"))
+        computer.kept.symlink_to("elsewhere")
+        give_away(computer.kept, monkeypatch)
+    else:
+        (path,) = computer.kept.parent.glob(foreign) if foreign != "." else (computer.kept.parent,)
+        give_away(path, monkeypatch)
+    assert works()
+    assert not mark.exists()
+    assert computer.num_compiled == 2
+    (said,) = warnings_of(caplog)
+    assert "another user" in said
+
+
+def test_a_folder_that_others_may_write_to_is_closed_to_them(computer: Computer) -> None:
+    computer.kept.mkdir(parents=True)
+    computer.kept.chmod(0o777)
+    assert works()
+    assert stat.S_IMODE(computer.kept.stat().st_mode) == 0o755
+
+
+def nowhere(name: str) -> Callable[[Computer, pytest.MonkeyPatch], None]:
+    """A folder that cannot be had, since its name is a file's."""
+
+    def set_up(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+        (computer.folder / "file").touch()
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv(name, str(computer.folder / "file"))
+
+    return set_up
+
+
+def no_home(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> object:
+        raise KeyError(uid)
+
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+def refused(name: str) -> Callable[[Computer, pytest.MonkeyPatch], None]:
+    """A function of the system that fails in the cache folder, as it does for users who may not."""
+
+    def set_up(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+        honest = getattr(os, name)
+
+        def refusing(path: str | Path, *rest: object, **more: object) -> object:
+            if str(path).startswith(str(computer.folder / "cache")):
+                raise PermissionError(13, "Permission denied", str(path))
+            return honest(path, *rest, **more)
+
+        monkeypatch.setattr(os, name, refusing)
+
+    return set_up
+
+
+def full_disk(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+
+
+UNUSABLE = {
+    "a file as cache folder": nowhere("XDG_CACHE_HOME"),
+    "a file as home": nowhere("HOME"),
+    "no home at all": no_home,
+    "no folder may be made": refused("mkdir"),
+    "nothing may be looked at": refused("stat"),
+    "no file may be written": refused("open"),
+    "no file may be put in place": refused("replace"),
+    "the disk is full": full_disk,
+}
+
+
+@pytest.mark.parametrize("why", UNUSABLE)
+@pytest.mark.parametrize("has_platformdirs", [True, False])
+def test_without_a_cache_folder_each_start_compiles_and_says_so(
+    computer: Computer,
+    why: str,
+    has_platformdirs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not has_platformdirs:
+        monkeypatch.setitem(sys.modules, "platformdirs", None)
+    UNUSABLE[why](computer, monkeypatch)
+    assert works()
+    assert works()
+    assert computer.num_compiled == 1
+    (said,) = warnings_of(caplog)
+    assert "every start compiles them anew" in said
+    assert "Set XDG_CACHE_HOME to a folder of your own" in said
+    restart()
+    assert works()
+    assert computer.num_compiled == 2
+    assert not list((computer.folder / "tmp").iterdir())
+    assert not list(computer.folder.glob("cache/forerun/kernels/*.so"))
+
+
+def test_of_many_processes_one_compiles_and_the_others_wait(computer: Computer) -> None:
+    compiles = (computer.folder / "cxx").read_text()
+    script(computer.folder / "cxx", compiles.replace("echo compile", "sleep 0.3; echo compile"))
+    with ThreadPoolExecutor(4) as pool:  # locks of files tell apart those who open them, not processes
+        found = list(pool.map(lambda _: library.Library().get(None), range(4)))
+    assert [each.answer() for each in found] == [42] * 4
+    for each in found:
+        _ctypes.dlclose(each._handle)
+    assert computer.num_compiled == 1
+
+
+def no_program(folder: Path) -> Path:
+    (folder / "text").write_bytes(b"\0 not a program")
+    (folder / "text").chmod(0o755)
+    return folder / "text"
+
+
+BROKEN: dict[str, tuple[Callable[[Path], str | Path], str]] = {
+    "not executable": (lambda _: "/etc/passwd", "no C++ compiler found (looked for /etc/passwd)"),
+    "not there": (lambda _: "no-such-compiler", "no C++ compiler found (looked for no-such-compiler)"),
+    "a folder": (lambda folder: folder, "no C++ compiler found"),
+    "no program": (no_program, "Exec format error"),
+    "fails": (
+        lambda folder: script(folder / "false", f"echo compile >> {folder}/calls; echo sorry >&2; exit 1"),
+        "sorry",
+    ),
+    "says it went well": (lambda folder: script(folder / "true", f"echo compile >> {folder}/calls"), "failed"),
+    "hangs": (lambda folder: script(folder / "sleeper", f"echo compile >> {folder}/calls; exec sleep 60"), "timed out"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_without_a_compiler_that_works_torch_computes_and_says_so_once(
+    computer: Computer, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target_dir: Path
+) -> None:
+    monkeypatch.setattr(build, "VERSION_TIMEOUT_S", 0.3)
+    make, said = BROKEN[how]
+    monkeypatch.setenv("CXX", str(make(computer.folder)))
+    for _ in range(3):
+        assert find_kernels("auto", torch.float32) is None
+        assert kernels_name("auto", torch.float32).startswith("torch, ")
+        assert find_sampling_kernels() is None
+    assert Blueprint.of(str(target_dir)).load(64).decoder.native is None
+    (warning,) = warnings_of(caplog)
+    for part in (
+        "The compiled kernels are not used: ",
+        said,
+        "install g++",
+        "two to four times as long",
+        "fingerprint",
+    ):
+        assert part in warning
+    assert computer.num_compiled <= 2  # its version, and the one attempt
+    with pytest.raises(UnsupportedModel, match=r"'native' is not possible here: .*install g"):
+        find_kernels("native", torch.float32)
+    assert not list(computer.folder.glob("cache/forerun/kernels/*.so"))
+
+
+def test_a_library_that_nothing_can_load_is_no_library(computer: Computer, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even from the temporary folder, which may be one without programs."""
+    compiles = (computer.folder / "cxx").read_text()
+    script(computer.folder / "cxx", compiles.replace(f"cp {computer.library}", "cp /etc/passwd"))
+    with pytest.raises(NoKernels, match=r"cannot be loaded .*: set TMPDIR to a folder for programs"):
+        library.library()
+    assert find_sampling_kernels() is None
+
+
+def test_where_torch_is_asked_for_nothing_is_said(computer: Computer, caplog: pytest.LogCaptureFixture) -> None:
+    assert find_kernels("torch", torch.float32) is None
+    assert not warnings_of(caplog)
+    assert not computer.num_compiled
+
+
+def test_the_command_answers_without_home_cache_or_compiler(
+    computer: Computer, target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (("CXX", "/etc/passwd"), ("HOME", "/dev/null"), ("XDG_CACHE_HOME", "/dev/null")):
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, ["generate", "-m", str(target_dir), "Once", "-n", "4", "--seed", "1"])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout
+    assert "computed by       torch, " in done.stderr
+    (said,) = warnings_of(caplog)
+    assert "no C++ compiler found (looked for /etc/passwd)" in said
+
+
+def test_the_cache_folder_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("elsewhere platformdirs knows another folder")
+    for present in (True, False):
+        if not present:
+            monkeypatch.setitem(sys.modules, "platformdirs", None)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        assert cache_folder("bench") == tmp_path / ".cache" / "forerun" / "bench"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+        assert cache_folder("kernels") == tmp_path / "own" / "forerun" / "kernels"
