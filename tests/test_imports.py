@@ -24,7 +24,7 @@ ORDER = """
     accept
     request
     engine
-    output
+    ecosystem output
     llm
     async_llm
     train serve tune prove trace

@@ -4,6 +4,8 @@ A small drafter guesses the next tokens of a large language model, the large mod
 and the answer is exactly what it would have said alone, only sooner.
 """
 
+import logging
+
 from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
 from forerun.engine.delta import Delta
@@ -30,5 +32,7 @@ __all__ = [
     "StaticTree",
     "__version__",
 ]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless the program wants the log
 
 __version__ = "0.1.0"

@@ -14,6 +14,7 @@ Each message says the offending value and what to do about it. Broken invariants
     ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
     │   ├── PromptTooLong
     │   └── InvalidTree             a static tree that is none, or whose file cannot be read
+    ├── UnknownKeyword              a keyword that a function does not have; names the likely one
     ├── DraftError
     │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
     │   ├── VocabularyMismatch      the drafter's tokens cannot be compared with the target's
@@ -77,6 +78,15 @@ class InvalidTree(InvalidRequest):
     def __init__(self, problem: str) -> None:
         super().__init__("speculation.tree", problem)
         self.problem = problem
+
+
+class UnknownKeyword(ForerunError, TypeError):
+    """A keyword that `function` does not have; `likely` is the one that was probably meant."""
+
+    def __init__(self, function: str, name: str, likely: str | None) -> None:
+        hint = f": did you mean {likely!r}?" if likely else "; help() lists what it has."
+        super().__init__(f"{function}() has no keyword {name!r}{hint}")
+        self.likely = likely
 
 
 class DraftError(ForerunError):

@@ -5,9 +5,14 @@ The file decides how a model, its drafter, the memory plan and the engine are pu
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,104 +30,175 @@ from forerun.device import Placement
 from forerun.draft.base import MERGED, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
+from forerun.ecosystem import check_words, drafting_of, memory_of
 from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence
-from forerun.errors import UnknownDrafter
+from forerun.errors import EngineClosed, InvalidRequest, UnknownDrafter
+from forerun.models.generation import FILE as GENERATION_FILE
+from forerun.models.generation import GenerationDefaults
 from forerun.models.loading import Blueprint, Progress
+from forerun.models.spec import ModelSpec
 from forerun.output import Answers, RequestOutput
 from forerun.progress import reporting
-from forerun.request import Prompt, Request, Wish, requests_of
+from forerun.request import Prompt, Request, Wish, requests_of, shown
 from forerun.sampling.params import SamplingParams
 from forerun.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+NO_DEFAULTS = (None, "none", "vllm")  # of generation_config; the last is vLLM's word for the same
+LEAST = {"threads": 1, "max_model_len": 2, "memory_bytes": 0}
 
 
 class LLM:
     """A target model, its drafter and an engine. One thread uses it at a time; see AsyncLLM for many.
 
-    `model` is a Hugging Face folder, a hub id or a bundled name. `draft` turns speculation on: a specification such
-    as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of requests: True, a depth, False, or a
-    Speculation. `max_model_len` tokens of context and `max_num_seqs` sequences at once are planned for within
-    `memory_bytes` (by default part of what is free); the plan is `llm.plan`. `threads` sets torch's thread count, for
-    the process.
-    `quantize` "int8" holds the weights of target and draft model in 8 bits: another target than the one in 16, and all
-    promises hold against it. `kernels` are compiled at first use where there is a C++ compiler ("auto"); "native"
-    insists on them, and "torch" does without: the same model, rounded differently. They are for CPUs alone. `device`
-    is "cpu" (None too), "cuda", a torch.device, or "auto": a GPU where there is one. `one_gemm` makes matrix products
-    on a GPU the same for any number of rows, and tokens the same to the bit; on CPUs they are anyway.
+    `model` is a Hugging Face folder, a hub id, a bundled name, or a ModelSpec; `tokenizer`, `revision`, `dtype`,
+    `quantize`, `kernels`, `device` and `one_gemm` are fields of ModelSpec and described there. `draft` turns
+    speculation on: a specification such as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of
+    requests: True, a depth, False, or a Speculation. `speculative_config` says both in vLLM's form.
+    `max_model_len` tokens of context and `max_num_seqs` sequences at once are planned for within `memory_bytes`, or
+    within the share `gpu_memory_utilization` of the free memory (by default four fifths of it); the plan is `llm.plan`.
+    `threads` sets torch's thread count, for the process. `seed` settles the seeds of requests that bring none.
+    `generation_config` says where the parameters of requests come from that bring none: "auto" is the model's own
+    generation_config.json, another folder may be named, and "none" stands for SamplingParams().
+    Loading shows a bar where a person watches, unless `use_tqdm_on_load` is False or `progress` is told instead.
+    Other keywords of vLLM's LLM are accepted where their values ask for what is done here anyway; any other keyword
+    raises UnknownKeyword.
     """
 
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
 
     def __init__(
         self,
-        model: str,
+        model: str | ModelSpec,
         draft: str | Drafter | None = None,
         *,
-        dtype: str = "auto",
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        dtype: str | torch.dtype = "auto",
         quantize: Quantization | None = None,
         kernels: KernelChoice = "auto",
+        device: str | torch.device | Placement | None = None,
+        one_gemm: bool = False,
         speculation: bool | int | Speculation = True,
         verification: Verification = "coupled",
+        speculative_config: Mapping[str, Any] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         chunk_tokens: int = 512,
         memory_bytes: int | None = None,
+        gpu_memory_utilization: float | int | None = None,
         threads: int | None = None,
-        device: str | torch.device | Placement | None = None,
-        one_gemm: bool = False,
+        seed: int | None = None,
+        generation_config: str | None = "auto",
         progress: Progress | None = None,
+        use_tqdm_on_load: bool = True,
         controller: Controller | None = None,
+        **words: object,
     ) -> None:
+        check_words(words, LLM)
+        spec = spec_of(model, tokenizer, revision, dtype, quantize, kernels, device, one_gemm)
+        draft, speculation = drafting_of(draft, speculation, speculative_config)
         default = Speculation.of(speculation, Speculation(depth=DEFAULT_DEPTH))
         options = EngineOptions(max_num_seqs, chunk_tokens, verification, default)
-        limits = (("threads", threads, 1), ("max_model_len", max_model_len, 2), ("memory_bytes", memory_bytes, 0))
-        for name, value, least in limits:
-            if value is not None:
-                require_whole(name, value, least)
-        placement = Placement.of(device, one_gemm)
+        require_limits(threads=threads, max_model_len=max_model_len, memory_bytes=memory_bytes)
+        seed = SamplingParams(seed=seed).seed
         if threads is not None:
             torch.set_num_threads(threads)
-        target = Blueprint.of(str(model), dtype=dtype, quantize=quantize, kernels=kernels, device=placement)
+        target = Blueprint.of(spec)
+        memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
         self.tokenizer: Tokenizer = target.tokenizer()
+        self.generation_defaults = generation_defaults(generation_config, target.folder)
         drafter = draft_plan(draft, DraftContext(target, self.tokenizer))
         self.name, self.draft_name = target.name, draft_label(draft)
+        self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.computed_by
         self.plan = plan_engine(target, drafter, default, max_model_len, max_num_seqs, memory_bytes)
-        runner = target.load(self.plan.cache_tokens, progress, self.plan.max_model_len)
-        granted = {**drafter.remembered_bytes, **self.plan.remembered_bytes, **self.plan.drafter_cache_tokens}
-        self.drafter: Drafter | None = drafter.build(granted, progress, runner)
-        self.fingerprint, self.format = target.fingerprint(), target.format
-        self.kernels = target.computed_by
-        self.requests = Requests(
+        with reporting(progress, use_tqdm_on_load) as report:
+            runner = target.load(self.plan.cache_tokens, report, self.plan.max_model_len)
+            granted = {**drafter.remembered_bytes, **self.plan.remembered_bytes, **self.plan.drafter_cache_tokens}
+            self.drafter: Drafter | None = drafter.build(granted, report, runner)
+        self.requests = self._requests(target, default, seed)
+        num_ids, sampling = self.requests.num_ids, target.sampling_kernels()
+        self._engine: Engine | None = Engine(
+            runner, self.drafter, options=options, controller=controller, num_ids=num_ids, kernels=sampling
+        )
+        self._stats = self._engine.stats
+        self.inboxes: dict[int, deque[Delta]] = {}  # by sequence: what its reader has not taken yet
+        self._log_start()
+
+    def _requests(self, target: Blueprint, default: Speculation, seed: int | None) -> Requests:
+        """What checks this model's requests."""
+        return Requests(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,
             max_length=self.plan.max_model_len,
             eos_ids=target.config.eos_ids,
             default=default,
             arms=self.drafter.arms if self.drafter else (),
+            default_params=self.generation_defaults.params(),
+            seed=seed,
         )
-        self.engine = Engine(
-            runner,
-            self.drafter,
-            options=options,
-            controller=controller,
-            num_ids=self.requests.num_ids,
-            kernels=target.sampling_kernels(),
-        )
-        self.inboxes: dict[int, deque[Delta]] = {}  # by sequence: what its reader has not taken yet
+
+    def _log_start(self) -> None:
+        """Tell the log what was started: the plan for who wants to know, and what is not as it was asked for."""
+        logger.info("%r, fingerprint %s", self, self.fingerprint)
+        for line in self.plan.lines():
+            logger.info("%s", line)
+        if self.generation_defaults.given:
+            given = ", ".join(f"{name}={value:g}" for name, value in self.generation_defaults.given.items())
+            logger.info("defaults of requests: %s, from the model's generation_config.json", given)
+        for problem in self.generation_defaults.problems:
+            logger.warning("%s", problem)
+
+    def __repr__(self) -> str:
+        state = "" if self._engine is not None else ", closed"
+        draft = f", draft={self.draft_name!r}" if self.draft_name else ""
+        limits = f"max_model_len={self.plan.max_model_len}, max_num_seqs={self.plan.num_sequences_plain}"
+        return f"LLM({self.name!r}{draft}, format={self.format!r}, kernels={self.kernels!r}, {limits}{state})"
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the models and their caches. Requests under way, and all later ones, get EngineClosed."""
+        engine, self._engine, self.drafter = self._engine, None, None
+        if engine is not None:
+            for request_id in {sequence.request_id for sequence in engine.sequences.values()}:
+                engine.cancel(request_id)  # drafters that remember answers keep what was said so far
+            del engine
+            gc.collect()  # decoders refer to themselves, and their memory is wanted now
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises EngineClosed after `close`."""
+        if self._engine is None:
+            raise EngineClosed("this LLM was closed; build a new one.")
+        return self._engine
 
     @property
     def stats(self) -> Stats:
         """Counters since the start."""
-        return self.engine.stats
+        return self._stats
 
     @property
     def arms(self) -> Seq[str]:
         """What drafts here, by name: several of a mix."""
         return self.requests.arms
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that bring none: the model's own, unless `generation_config` says otherwise."""
+        return self.requests.default_params
 
     def generate(
         self,
@@ -192,10 +268,42 @@ class LLM:
                 if progress is not None and not sequences[0].num_output:
                     progress("reading the prompt", sequences[0].num_read / sequences[0].num_prompt)
         finally:
-            for request_id in {sequence.request_id for sequence in sequences}:
-                self.engine.cancel(request_id)
+            if self._engine is not None:
+                for request_id in {sequence.request_id for sequence in sequences}:
+                    self._engine.cancel(request_id)
             for sequence in sequences:
                 del self.inboxes[sequence.id]
+
+
+def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:
+    """The ModelSpec that a model and the other fields, in their order, spell; what is not said is the model's."""
+    said = {
+        field.name: value
+        for field, value in zip(fields(ModelSpec)[1:], load, strict=True)
+        if value is not None and value != field.default
+    }
+    return replace(model, **said) if isinstance(model, ModelSpec) else ModelSpec(model, **said)  # type: ignore[arg-type]
+
+
+def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
+    """Where the parameters of requests come from that bring none."""
+    if choice in NO_DEFAULTS:
+        return GenerationDefaults()
+    if choice != "auto":
+        folder = Path(choice) if isinstance(choice, str) else folder
+        if not isinstance(choice, str) or not (folder / GENERATION_FILE).is_file():
+            raise InvalidRequest(
+                "generation_config",
+                f"{shown(choice)} must be 'auto' for the model's own, 'none', or a folder with {GENERATION_FILE}.",
+            )
+    return GenerationDefaults.read(folder)
+
+
+def require_limits(**limits: object) -> None:
+    """Raise InvalidRequest for a limit that is given and too small, or not a whole number."""
+    for name, value in limits.items():
+        if value is not None:
+            require_whole(name, value, LEAST[name])
 
 
 def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest
@@ -32,7 +32,7 @@ class Array(Protocol):
         ...
 
 
-Prompt = str | Seq[int] | Array | Mapping[str, Any]
+Prompt = str | Seq[SupportsIndex] | Array | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
@@ -33,6 +34,7 @@ class Requests:
     default: Speculation
     arms: tuple[str, ...] = ()
     default_params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
     request_ids: Iterator[int] = field(default_factory=itertools.count)
     seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -58,7 +60,8 @@ class Requests:
             raise InvalidRequest(
                 "speculation.drafter", f"{speculation.drafter!r} is not drafting here; known: {known}."
             )
-        seed, request_id = params.resolve_seed(), next(self.request_ids)
+        request_id = next(self.request_ids)
+        seed = self.seed_of(params, request_id)
         return [
             Sequence(
                 id=next(self.seq_ids),
@@ -82,6 +85,13 @@ class Requests:
             )
             for sample in range(params.n)
         ]
+
+    def seed_of(self, params: SamplingParams, request_id: int) -> int:
+        """The seed that was asked for; else one drawn by the system or, where the engine has a seed, by number."""
+        if params.seed is not None or self.seed is None:
+            return params.resolve_seed()
+        digest = blake2b(f"{self.seed % 2**64} {request_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     def prompt_tokens(self, request: Request) -> list[int]:
         """The prompt's token ids: at least one, all known, with room behind them."""

@@ -1,0 +1,246 @@
+"""The words of other libraries: what scripts written for vLLM say, in forerun's words.
+
+The tables say of every keyword of vLLM's `LLM` and of its `speculative_config` which values ask for what forerun does
+anyway; those are accepted, and any other value is answered with what to write instead. Nothing is accepted for its name
+alone. The words that both libraries share are parameters of `LLM` itself and do not pass through here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forerun.cache.plan import available_bytes
+from forerun.config import Speculation, require_whole
+from forerun.device import free_bytes
+from forerun.draft.base import Drafter
+from forerun.draft.ngram import NgramDrafter
+from forerun.draft.spec import DraftSpec
+from forerun.errors import InvalidRequest, UnknownKeyword
+from forerun.request import shown
+
+YES_OR_NO = (True, False, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A keyword of vLLM's. `same` are the values that ask for what is done here anyway; `answer` meets the others.
+
+    With `amount` any number from 0 on is one of `same`: it only bounds what may be used, and nothing of it is.
+    """
+
+    same: tuple[object, ...]
+    answer: str
+    amount: bool = False
+
+    def accepts(self, value: object) -> bool:
+        """Whether the value asks for nothing that is not done here."""
+        if any(type(value) is type(own) and value == own for own in self.same):
+            return True
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return self.amount and number and 0 <= value < math.inf  # type: ignore[operator]
+
+
+ONE_DEVICE = "forerun runs a model on one device; leave it out"
+TEXT_ONLY = "forerun reads text only; leave it out"
+OWN_GRAPHS = "forerun captures its own graphs on a GPU; leave it out"
+NO_REMOTE_CODE = "forerun never runs code that comes with a checkpoint; leave it out"
+WORDS: Mapping[str, Word] = {
+    "async_scheduling": Word(YES_OR_NO, "it must be True or False"),
+    "attention_backend": Word((None, "auto", "AUTO"), "the device decides; leave it out"),
+    "block_size": Word((None,), "cache blocks have a fixed size here; leave it out"),
+    "code_revision": Word((None,), NO_REMOTE_CODE),
+    "compilation_config": Word((None,), OWN_GRAPHS),
+    "config_format": Word(("auto", "hf"), "forerun reads the files of Hugging Face; use 'auto'"),
+    "convert": Word(("auto", "none"), "forerun generates text; use 'auto'"),
+    "cpu_offload_gb": Word((0, 0.0, None), "weights stay on their device; lower max_model_len or use quantize='int8'"),
+    "data_parallel_size": Word((1,), ONE_DEVICE),
+    "disable_async_output_proc": Word(YES_OR_NO, "it must be True or False"),
+    "disable_custom_all_reduce": Word(YES_OR_NO, "it must be True or False"),
+    "disable_log_stats": Word(YES_OR_NO, "it must be True or False; counters are in llm.stats and in each result"),
+    "distributed_executor_backend": Word((None, "mp", "uni"), ONE_DEVICE),
+    "download_dir": Word((None,), "set the environment variable HF_HOME instead"),
+    "enable_chunked_prefill": Word((True, None), "prompts are always read in chunks; chunk_tokens says how large"),
+    "enable_expert_parallel": Word((False,), ONE_DEVICE),
+    "enable_lora": Word((False, None), "forerun has no LoRA adapters; merge the adapter into the checkpoint"),
+    "enable_prefix_caching": Word((False, None), "forerun does not share prefixes between requests; use False"),
+    "enable_sleep_mode": Word((False,), "use llm.close() to free the memory"),
+    "enforce_eager": Word(YES_OR_NO, "it must be True or False"),
+    "guided_decoding_backend": Word((None, "auto"), "forerun has no structured outputs; leave it out"),
+    "hf_overrides": Word((None,), "change config.json in a copy of the checkpoint"),
+    "hf_token": Word((None,), "set the environment variable HF_TOKEN instead"),
+    "kv_cache_dtype": Word(("auto",), "keys and values are kept in the format of the weights; use 'auto'"),
+    "kv_cache_memory_bytes": Word((None,), "use memory_bytes, which counts weights and caches together"),
+    "limit_mm_per_prompt": Word((None,), TEXT_ONLY),
+    "load_format": Word(("auto", "safetensors"), "forerun reads safetensors; use 'auto'"),
+    "logits_processors": Word((None,), "give them with a request, in SamplingParams"),
+    "logprobs_mode": Word(("raw_logprobs",), "log-probabilities are those of the raw logits; use 'raw_logprobs'"),
+    "max_logprobs": Word((None, -1), "it must be a whole number; requests say how many they want", amount=True),
+    "max_num_batched_tokens": Word((None,), "use chunk_tokens, the most prompt tokens that one pass reads"),
+    "max_seq_len_to_capture": Word((None,), OWN_GRAPHS, amount=True),
+    "mm_processor_kwargs": Word((None,), TEXT_ONLY),
+    "model_impl": Word(("auto",), "forerun has implementations of its own; use 'auto'"),
+    "ngram_prompt_lookup_max": Word((None,), 'use draft="ngram:N"'),
+    "ngram_prompt_lookup_min": Word((None,), 'use draft="ngram:N"'),
+    "num_scheduler_steps": Word((1,), "every round is scheduled anew; use 1"),
+    "num_speculative_tokens": Word((None,), "use speculation, the depth of drafts"),
+    "override_generation_config": Word((None,), "give SamplingParams with a request"),
+    "pipeline_parallel_size": Word((1,), ONE_DEVICE),
+    "pooler_config": Word((None,), "forerun generates text; leave it out"),
+    "quantization": Word((None,), 'forerun holds weights in 8 bits with quantize="int8", and reads no quantized files'),
+    "runner": Word(("auto", "generate"), "forerun generates text; use 'generate'"),
+    "scheduling_policy": Word(("fcfs",), "requests are served first come, first served; use 'fcfs'"),
+    "served_model_name": Word((None,), "a model is shown by the name that it was loaded by; leave it out"),
+    "skip_tokenizer_init": Word((False,), "prompts may be token ids all the same; use False"),
+    "speculative_model": Word((None,), 'use draft="ngram" or draft="model:DIR"'),
+    "structured_outputs_config": Word((None,), "forerun has no structured outputs; leave it out"),
+    "swap_space": Word((None,), "it must be a number; nothing is swapped out here", amount=True),
+    "task": Word(("auto", "generate"), "forerun generates text; use 'generate'"),
+    "tensor_parallel_size": Word((1,), ONE_DEVICE),
+    "tokenizer_mode": Word(("auto", "hf"), "forerun reads tokenizer.json; use 'auto'"),
+    "tokenizer_revision": Word((None,), "use tokenizer with a folder that holds that revision"),
+    "trust_remote_code": Word(YES_OR_NO, NO_REMOTE_CODE),
+    "use_v2_block_manager": Word(YES_OR_NO, "it must be True or False"),
+}
+SAME_DRAFTER = "the drafter is loaded as the target is; leave it out"
+SPECULATIVE_WORDS: Mapping[str, Word] = {
+    "disable_by_batch_size": Word((None,), "use speculation=False for requests that should not be drafted"),
+    "disable_padded_drafter_batch": Word((False,), "drafts are never padded here; leave it out"),
+    "draft_sample_method": Word((None,), "drafts are drawn with the target's own noise; leave it out"),
+    "draft_tensor_parallel_size": Word((1, None), ONE_DEVICE),
+    "enforce_eager": Word(YES_OR_NO, "it must be True or False"),
+    "max_model_len": Word((None,), "the drafter reads texts as long as the target does; leave it out"),
+    "parallel_drafting": Word((False, None), "no drafter here guesses in parallel; leave it out"),
+    "quantization": Word((None,), SAME_DRAFTER),
+    "rejection_sample_method": Word((None,), 'use verification="token" or "block"'),
+    "revision": Word((None,), "use a folder that holds that revision as the model"),
+    "suffix_decoding_max_cached_requests": Word((None,), "what is remembered is bounded by memory_bytes; leave it out"),
+    "suffix_decoding_max_spec_factor": Word((None,), "how far drafts go is decided by what they bring; leave it out"),
+    "suffix_decoding_max_tree_depth": Word((None, 24), "contexts of up to 24 tokens are kept; leave it out"),
+    "suffix_decoding_min_token_prob": Word((None,), "how far drafts go is decided by what they bring; leave it out"),
+    "tensor_parallel_size": Word((1, None), ONE_DEVICE),
+}
+METHODS = {  # of speculative_config, and the keys that each one needs or may have
+    "draft_model": ("model", "num_speculative_tokens"),
+    "ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": ("num_speculative_tokens",),
+}
+NGRAM_LENGTH = 5  # vLLM's prompt_lookup_max where nothing is said
+SUFFIX_DEPTH = 24  # and its num_speculative_tokens for suffix decoding
+SYNONYMS = {  # names that spelling alone does not lead to ours
+    "batch_size": "max_num_seqs",
+    "max_batch": "max_num_seqs",
+    "max_batch_size": "max_num_seqs",
+    "max_length": "max_model_len",
+    "max_seq_len": "max_model_len",
+    "torch_dtype": "dtype",
+    "load_in_8bit": "quantize",
+    "drafter": "draft",
+    "draft_model": "draft",
+    "assistant_model": "draft",
+    "depth": "speculation",
+}
+
+
+def check_words(words: Mapping[str, object], function: Callable[..., object]) -> None:
+    """Accept keywords of vLLM's that ask for what is done anyway; `function` is who was given them.
+
+    Raises UnknownKeyword, with the likely name, for a keyword that neither library has, and InvalidRequest, with what
+    to write instead, for a value that asks for something else.
+    """
+    for name, value in words.items():
+        word = WORDS.get(name)
+        if word is None:
+            parameters = inspect.signature(function).parameters.values()
+            own = [own.name for own in parameters if own.kind is not own.VAR_KEYWORD]
+            raise UnknownKeyword(function.__name__, name, nearest(name, [*own, *WORDS]))
+        if not word.accepts(value):
+            raise InvalidRequest(name, f"{shown(value)} is not served here: {word.answer}.")
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The name that was probably meant."""
+    if SYNONYMS.get(name) in known:
+        return SYNONYMS[name]
+    return next(iter(difflib.get_close_matches(name, known, 1)), None)
+
+
+def memory_of(memory_bytes: int | None, share: object, device: torch.device) -> int | None:
+    """The memory budget, where one was given: in bytes, or as the share of the free memory that vLLM's word names."""
+    if share is None:
+        return memory_bytes
+    if memory_bytes is not None:
+        raise InvalidRequest("gpu_memory_utilization", "memory_bytes says the same: give one of them.")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InvalidRequest("gpu_memory_utilization", f"{shown(share)} must be a share above 0 and at most 1.")
+    return int(share * (available_bytes() if device.type == "cpu" else free_bytes(device)))
+
+
+def drafting_of(
+    draft: str | Drafter | None, speculation: bool | int | Speculation, config: object
+) -> tuple[str | Drafter | None, bool | int | Speculation]:
+    """What drafts and how far, as given, or as `speculative_config` says in vLLM's form."""
+    if config is None:
+        return draft, speculation
+    if draft is not None or speculation is not True:
+        raise InvalidRequest("speculative_config", "draft and speculation say the same: give one or the other.")
+    return read_speculative_config(config)
+
+
+def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]:
+    """What a `speculative_config` asks for, as a draft and how far it goes. Raises InvalidRequest, naming the key."""
+    if not isinstance(config, Mapping):
+        raise _refused("", config, 'it must be a dict such as {"method": "ngram", "num_speculative_tokens": 4}')
+    given = {key: value for key, value in config.items() if value is not None}
+    method = given.pop("method", None) or method_of(given)
+    if not isinstance(method, str) or method not in METHODS:
+        raise _refused("method", method, f"use one of {', '.join(METHODS)}, or see `draft` for what else drafts here")
+    values = {key: given.pop(key) for key in METHODS[method] if key in given}
+    for key, value in given.items():
+        word = SPECULATIVE_WORDS.get(key)
+        if word is None or not word.accepts(value):
+            likely = nearest(key, [*METHODS[method], *SPECULATIVE_WORDS]) if word is None else None
+            own = f"did you mean {likely!r}" if likely else f"method {method!r} takes {', '.join(METHODS[method])}"
+            raise _refused(key, value, own if word is None else word.answer)
+    depth = values.get("num_speculative_tokens", SUFFIX_DEPTH if method == "suffix" else None)
+    if depth is None:
+        raise _refused("num_speculative_tokens", None, "say how many tokens to guess in a round")
+    require_whole("speculative_config.num_speculative_tokens", depth, 1)
+    return draft_of(method, values), Speculation(depth)
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """The method where none is named: a draft model where there is a model."""
+    return "draft_model" if "model" in config else ""
+
+
+def draft_of(method: str, values: Mapping[str, Any]) -> str | Drafter:
+    """The drafter of a method."""
+    if method == "suffix":
+        return "suffix"
+    if method == "draft_model":
+        model = values.get("model")
+        if not isinstance(model, str) or not model:
+            raise _refused("model", model, "name the draft model: a folder or a hub id")
+        return str(DraftSpec("model", model))
+    longest, shortest = values.get("prompt_lookup_max"), values.get("prompt_lookup_min")
+    for key, value in (("prompt_lookup_max", longest), ("prompt_lookup_min", shortest)):
+        if value is not None:
+            require_whole(f"speculative_config.{key}", value, 1)
+    longest = longest or shortest or NGRAM_LENGTH
+    if shortest is None or shortest == 1:
+        return f"ngram:{longest}"
+    if shortest > longest:
+        raise _refused("prompt_lookup_min", shortest, f"it must be at most prompt_lookup_max, {longest}")
+    return NgramDrafter(max_n=longest, min_n=shortest)
+
+
+def _refused(key: str, value: object, answer: str) -> InvalidRequest:
+    field = f"speculative_config.{key}" if key else "speculative_config"
+    return InvalidRequest(field, f"{shown(value)} is not served here: {answer}.")

@@ -1,0 +1,160 @@
+"""vLLM's keywords: what means the same is taken, anything else is answered with what to write, nothing is swallowed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM, ForerunError, InvalidRequest, Speculation
+from forerun.draft.ngram import NgramDrafter
+from forerun.ecosystem import (
+    METHODS,
+    SPECULATIVE_WORDS,
+    WORDS,
+    drafting_of,
+    memory_of,
+    nearest,
+    read_speculative_config,
+)
+from forerun.errors import UnknownKeyword
+
+TARGET = Path(__file__).resolve().parent / "data" / "stories260k"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def test_every_keyword_takes_its_own_values_and_refuses_others() -> None:
+    """Truth values are not numbers, so that a slip is not taken for what it happens to equal."""
+    for name, word in [*WORDS.items(), *SPECULATIVE_WORDS.items()]:
+        assert word.same, name
+        assert all(word.accepts(value) for value in word.same), name
+        assert not any(word.accepts(value) for value in ("no such value", [1], {"a": 1}, -2, float("nan"))), name
+        assert word.amount == word.accepts(7), name
+        assert not WORDS["tensor_parallel_size"].accepts(True)
+
+
+def test_no_parameter_of_ours_is_in_the_table() -> None:
+    """A word that both libraries have is read by LLM itself; an entry for it would never be asked."""
+    own = set(LLM.__init__.__annotations__)
+    assert own & {"max_model_len", "speculative_config"}
+    assert not own & set(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not served here: forerun runs a model on one device"),
+        ({"quantization": "awq"}, "quantization: 'awq' .*quantize=\"int8\""),
+        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens: 4096 .* use chunk_tokens"),
+        ({"swap_space": -1}, "swap_space: -1 .* must be a number"),
+        ({"swap_space": float("inf")}, "swap_space: inf .* must be a number"),
+        ({"enforce_eager": "x" * 500}, "enforce_eager: 'x{59}… is not served"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization: 0 must be a share above 0"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: 1.5 must be a share above 0"),
+        ({"gpu_memory_utilization": 0.5, "memory_bytes": 10**9}, "gpu_memory_utilization: memory_bytes says the same"),
+        ({"speculative_config": NGRAM, "draft": "ngram"}, "speculative_config: draft and speculation say the same"),
+        ({"speculative_config": NGRAM, "speculation": 3}, "speculative_config: draft and speculation say the same"),
+        ({"speculative_config": NGRAM, "tensor_parallel_size": 4}, "tensor_parallel_size: 4"),
+        ({"generation_config": "no/such/folder"}, "generation_config: 'no/such/folder' must be 'auto'"),
+        ({"seed": 2**64}, "seed: 18446744073709551616 "),
+    ],
+)
+def test_what_asks_for_something_else_is_refused_before_anything_is_loaded(
+    words: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.models.loading.Blueprint.load", None)
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        LLM(str(TARGET), **words)  # type: ignore[arg-type]
+    assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("max_len", "max_model_len"),
+        ("max_batch", "max_num_seqs"),
+        ("max_modle_len", "max_model_len"),
+        ("tensor_paralel_size", "tensor_parallel_size"),
+        ("drafter", "draft"),
+        ("torch_dtype", "dtype"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+    ],
+)
+def test_a_wrong_keyword_is_told_the_right_one(wrong: str, right: str) -> None:
+    with pytest.raises(TypeError, match=rf"LLM\(\) has no keyword '{wrong}': did you mean '{right}'\?") as refused:
+        LLM(str(TARGET), **{wrong: 64})  # type: ignore[arg-type]
+    assert isinstance(refused.value, ForerunError)
+    assert isinstance(refused.value, UnknownKeyword)
+    assert refused.value.likely == right
+
+
+def test_a_keyword_that_resembles_nothing_is_refused_all_the_same() -> None:
+    with pytest.raises(UnknownKeyword, match=r"no keyword 'zzzz'; help\(\) lists"):
+        LLM(str(TARGET), zzzz=1)
+    assert nearest("zzzz", ["max_model_len"]) is None
+
+
+CONFIGS: list[tuple[dict[str, object], object, int]] = [
+    (NGRAM, "ngram:5", 3),
+    ({**NGRAM, "prompt_lookup_max": 4}, "ngram:4", 3),
+    ({**NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1, "draft_tensor_parallel_size": 1}, "ngram:4", 3),
+    ({"model": "some/model", "num_speculative_tokens": 5}, "model:some/model", 5),
+    ({"model": "a,b", "num_speculative_tokens": 5, "method": "draft_model"}, 'model:"a,b"', 5),
+    ({"method": "suffix"}, "suffix", 24),
+    ({"method": "suffix", "num_speculative_tokens": 6, "quantization": None}, "suffix", 6),
+]
+
+
+@pytest.mark.parametrize(("config", "draft", "depth"), CONFIGS)
+def test_a_speculative_config_is_a_draft_and_a_depth(config: dict[str, object], draft: object, depth: int) -> None:
+    assert read_speculative_config(config) == (draft, Speculation(depth))
+    assert drafting_of(None, True, config) == (draft, Speculation(depth))
+
+
+def test_the_shortest_match_is_kept() -> None:
+    drafter, depth = read_speculative_config({**NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 2})
+    assert isinstance(drafter, NgramDrafter)
+    assert (drafter.min_n, drafter.max_n, depth) == (2, 4, Speculation(3))
+    same, _ = read_speculative_config({**NGRAM, "prompt_lookup_min": 2})
+    assert isinstance(same, NgramDrafter)
+    assert (same.min_n, same.max_n) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("ngram", "speculative_config: 'ngram' .* must be a dict"),
+        ({}, "speculative_config.method: '' .* use one of draft_model, ngram, suffix"),
+        ({"method": "eagle3", "model": "x", "num_speculative_tokens": 2}, "speculative_config.method: 'eagle3' "),
+        ({"method": ["ngram"], "num_speculative_tokens": 2}, r"speculative_config.method: \['ngram'\]"),
+        ({"method": "ngram"}, "speculative_config.num_speculative_tokens: None .* say how many"),
+        ({**NGRAM, "num_speculative_tokens": 0}, "speculative_config.num_speculative_tokens: 0 must be"),
+        ({**NGRAM, "num_speculative_tokens": True}, "speculative_config.num_speculative_tokens: True must be"),
+        ({**NGRAM, "prompt_lookup_max": "4"}, "speculative_config.prompt_lookup_max: '4' must be"),
+        ({**NGRAM, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "speculative_config.prompt_lookup_min: 3 "),
+        (
+            {**NGRAM, "prompt_lokup_max": 4},
+            "speculative_config.prompt_lokup_max: 4 .* did you mean 'prompt_lookup_max'",
+        ),
+        ({**NGRAM, "model": "x"}, "speculative_config.model: 'x' .* method 'ngram' takes num_speculative_tokens"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "speculative_config.model: None .* name the draft"),
+        ({**NGRAM, "draft_tensor_parallel_size": 2}, "speculative_config.draft_tensor_parallel_size: 2 .* one device"),
+        ({**NGRAM, "rejection_sample_method": "block"}, 'speculative_config.rejection_sample_method: .*verification="'),
+    ],
+)
+def test_what_a_speculative_config_cannot_mean_is_named(config: object, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        read_speculative_config(config)
+
+
+def test_every_method_is_understood() -> None:
+    for method in METHODS:
+        model = {"model": "x"} if "model" in METHODS[method] else {}
+        read_speculative_config({"method": method, "num_speculative_tokens": 1, **model})
+
+
+def test_a_share_of_the_memory_is_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.ecosystem.available_bytes", lambda: 1000)
+    assert memory_of(None, 0.25, torch.device("cpu")) == 250
+    assert memory_of(None, 1, torch.device("cpu")) == 1000
+    assert memory_of(7, None, torch.device("cpu")) == 7
+    assert memory_of(None, None, torch.device("cpu")) is None

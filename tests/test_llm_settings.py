@@ -1,0 +1,138 @@
+"""What an LLM is told when it is made, what it says of itself, and how it ends."""
+
+import gc
+import json
+import logging
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, InvalidRequest, SamplingParams
+from forerun.errors import EngineClosed
+from forerun.models.spec import ModelSpec
+
+DATA = Path(__file__).resolve().parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+PROMPT = "Once upon a time"
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+def seeds_of(llm: LLM, num: int = 3) -> list[int]:
+    return [result.seed for result in llm.generate([PROMPT] * num, SHORT)]
+
+
+def test_a_seed_settles_the_seeds_of_requests_that_bring_none() -> None:
+    first, again, other = (LLM(str(TARGET), dtype="float32", seed=seed) for seed in (7, 7, -7))
+    assert len(set(seeds_of(first))) == 3
+    assert [*seeds_of(LLM(str(TARGET), dtype="float32", seed=7)), *seeds_of(first)] == seeds_of(again, 6)
+    assert not set(seeds_of(other)) & set(seeds_of(again))
+    assert first.generate(PROMPT, SamplingParams(max_tokens=1, seed=5))[0].seed == 5
+
+
+@pytest.fixture
+def with_defaults(tmp_path: Path) -> Path:
+    """The checkpoint, with a generation_config.json that asks for something."""
+    folder = tmp_path / "model"
+    shutil.copytree(TARGET, folder)
+    config = {"temperature": 0.5, "top_k": 7, "max_new_tokens": 5, "num_beams": 4, "eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_requests_without_parameters_follow_the_models_own_file(
+    with_defaults: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="forerun"):
+        llm = LLM(str(with_defaults), dtype="float32")
+    asked = llm.get_default_sampling_params()
+    assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.5, 7, 5)
+    assert asked == SamplingParams(temperature=0.5, top_k=7, max_tokens=5)
+    (answer,) = llm.generate(PROMPT)[0].outputs
+    assert len(answer.token_ids) <= 5
+    assert sum(len(delta.token_ids) for delta in llm.stream(PROMPT)) <= 5
+    assert len(llm.generate(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))[0].outputs[0].token_ids) == 9
+    told = {record.levelno: record.getMessage() for record in caplog.records}
+    assert "num_beams" in told[logging.WARNING]
+    assert any("temperature=0.5, top_k=7, max_tokens=5" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("choice", ["none", None, "vllm"])
+def test_the_models_own_defaults_can_be_switched_off(with_defaults: Path, choice: str | None) -> None:
+    llm = LLM(str(with_defaults), dtype="float32", generation_config=choice)
+    assert llm.get_default_sampling_params() == SamplingParams()
+    assert not llm.generation_defaults.given
+
+
+def test_another_folders_defaults_can_be_named(with_defaults: Path) -> None:
+    llm = LLM(str(TARGET), dtype="float32", generation_config=str(with_defaults))
+    assert llm.get_default_sampling_params().top_k == 7
+
+
+def test_a_spec_and_keywords_say_the_same() -> None:
+    spec = ModelSpec(str(TARGET), dtype="float32", kernels="torch")
+    one, other = LLM(spec), LLM(str(TARGET), dtype="float32", kernels="torch")
+    assert (one.fingerprint, one.format, one.kernels) == (other.fingerprint, other.format, other.kernels)
+    assert LLM(spec, dtype="bfloat16").format == "bfloat16"
+
+
+def test_it_says_what_it_is() -> None:
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_model_len=64, max_num_seqs=3)
+    shown = f"LLM({str(TARGET)!r}, draft='ngram', format='float32', kernels={llm.kernels!r}"
+    assert repr(llm) == f"{shown}, max_model_len=64, max_num_seqs=3)"
+    llm.close()
+    assert repr(llm) == f"{shown}, max_model_len=64, max_num_seqs=3, closed)"
+
+
+def test_what_was_started_is_in_the_log_and_silent_unless_asked_for(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, logger="forerun"):
+        llm = LLM(str(TARGET), dtype="float32", max_model_len=64)
+    lines = [record.getMessage() for record in caplog.records if record.name == "forerun.llm"]
+    assert lines == [f"{llm!r}, fingerprint {llm.fingerprint}", *llm.plan.lines()]
+    assert capfd.readouterr() == ("", "")
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("forerun").handlers)
+
+
+@pytest.mark.parametrize("draft", [None, f"model:{SMALL}", "suffix"])
+def test_closing_frees_models_and_caches(draft: str | None) -> None:
+    llm = LLM(str(TARGET), draft, dtype="float32")
+    llm.generate(PROMPT, SHORT)
+    passes = llm.stats.num_passes
+    held = [weakref.ref(llm.engine), weakref.ref(llm.engine.runner), weakref.ref(llm.engine.runner.cache.keys)]
+    held += [] if llm.drafter is None else [weakref.ref(llm.drafter)]
+    llm.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
+    llm.close()
+    for use in (lambda: llm.generate(PROMPT), lambda: next(llm.stream(PROMPT)), lambda: llm.engine):
+        with pytest.raises(EngineClosed, match="this LLM was closed; build a new one"):
+            use()
+    assert llm.stats.num_passes == passes
+    assert llm.get_tokenizer().encode(PROMPT)
+
+
+def test_leaving_the_block_closes_and_ends_streams() -> None:
+    with LLM(str(TARGET), "ngram", dtype="float32") as llm:
+        stream = llm.stream(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))
+        next(stream)
+    with pytest.raises(EngineClosed):
+        list(stream)
+    stream.close()  # type: ignore[attr-defined]
+
+
+def test_a_past_on_disk_keeps_what_was_said_before_closing(tmp_path: Path) -> None:
+    file = tmp_path / "past.jsonl"
+    with LLM(str(TARGET), f"suffix:{file}", dtype="float32") as llm:
+        stream = llm.stream(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True, seed=1))
+        said = [token for _ in range(6) for token in next(stream).token_ids]
+    kept = json.loads(file.read_text(encoding="utf-8").splitlines()[1])["tokens"]
+    assert kept[: len(said)] == said
+
+
+@pytest.mark.parametrize("seed", ["7", 1.5, 2**64])
+def test_a_seed_that_is_none_is_refused(seed: object) -> None:
+    with pytest.raises((InvalidRequest, TypeError), match="seed"):
+        LLM(str(TARGET), seed=seed)  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+"""Progress goes to who asked for it, to a terminal where a person watches, and nowhere else."""
+
+import io
+import sys
+
+import pytest
+
+from forerun import progress
+
+
+class Terminal(io.StringIO):
+    """A stream that a person watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_by(bar: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is drawn of ten steps that take a second each."""
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress.reporting(None, bar) as report:
+        for step in range(1, 11):
+            clock[0] += 1
+            report("generating", step / 10)
+    return stream.getvalue()
+
+
+def test_a_terminal_gets_a_bar_and_a_file_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert "generating" in shown_by(True, Terminal(), monkeypatch)
+    assert shown_by(False, Terminal(), monkeypatch) == ""
+    assert shown_by(True, io.StringIO(), monkeypatch) == ""
+
+
+def test_a_callback_gets_every_step_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, told = Terminal(), list[tuple[str, float]]()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.reporting(lambda what, done: told.append((what, done)), True) as report:
+        report("a", 0.5)
+        report("a", 1.0)
+    assert told == [("a", 0.5), ("a", 1.0)]
+    assert terminal.getvalue() == ""
+
+
+def test_a_bar_is_drawn_ten_times_a_second_at_most_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, drawn = [100.0], list[float]()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(progress.Progress, "update", lambda _bar, _task, completed, **_: drawn.append(completed))
+    with progress.reporting(None, True) as report:
+        clock[0] += progress.PATIENCE_S
+        for step in range(1, 1001):
+            clock[0] += 0.001
+            report("generating", step / 1000)
+    assert 5 <= len(drawn) <= 12
+    assert drawn[-1] == 1.0
+
+
+def test_the_bar_goes_when_the_work_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(progress.LoadingBar, "stop", lambda _bar: stopped.append(True))
+    with pytest.raises(ValueError, match="on purpose"), progress.reporting(None, True):
+        raise ValueError("on purpose")
+    assert stopped == [True]

@@ -1,0 +1,150 @@
+"""Scripts as they are written for vLLM's offline engine run here with the import changed and nothing else.
+
+Each script is what a user of vLLM would have: its words, its defaults, its way of reading results. The one thing that
+the tests fill in is which checkpoint is meant.
+"""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+
+DATA = Path(__file__).resolve().parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+
+BASIC = """
+from vllm import LLM, SamplingParams
+
+prompts = ["Once upon a time", "The little dog", "One day, Lily", "She said"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8)
+
+
+def main():
+    llm = LLM(model="TARGET")
+    outputs = llm.generate(prompts, sampling_params)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt:    {prompt!r}")
+        print(f"Output:    {generated_text!r}")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+NGRAM = """
+from vllm import LLM, SamplingParams
+
+prompts = ["Lily and Tom went to the park. Lily and Tom"]
+sampling_params = SamplingParams(temperature=0.0, max_tokens=8)
+llm = LLM(
+    model="TARGET",
+    tensor_parallel_size=1,
+    speculative_config={
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+    },
+)
+outputs = llm.generate(prompts, sampling_params)
+for output in outputs:
+    print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+"""
+
+DRAFT_MODEL = """
+from vllm import LLM, SamplingParams
+
+prompts = ["Once upon a time"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=8)
+llm = LLM(
+    model="TARGET",
+    tensor_parallel_size=1,
+    max_model_len=256,
+    max_num_seqs=4,
+    gpu_memory_utilization=0.5,
+    enforce_eager=True,
+    speculative_config={
+        "model": "SMALL",
+        "num_speculative_tokens": 5,
+        "method": "draft_model",
+    },
+)
+outputs = llm.generate(prompts, sampling_params=sampling_params, use_tqdm=False)
+for output in outputs:
+    print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+"""
+
+TOKEN_PROMPTS = """
+from vllm import LLM, SamplingParams
+
+llm = LLM(
+    model="TARGET",
+    tokenizer="TARGET",
+    dtype="float32",
+    seed=0,
+    trust_remote_code=True,
+    swap_space=0,
+    disable_log_stats=True,
+    speculative_config={"method": "suffix", "num_speculative_tokens": 8},
+)
+tokenizer = llm.get_tokenizer()
+prompts = [
+    {"prompt": "Once upon a time"},
+    {"prompt_token_ids": tokenizer.encode("Once upon a time")},
+]
+params = [SamplingParams(temperature=0, max_tokens=6, logprobs=1, n=1), SamplingParams(temperature=0, max_tokens=6)]
+first, second = llm.generate(prompts, params, use_tqdm=False)
+assert first.request_id != second.request_id and first.finished
+assert list(first.prompt_token_ids) == list(second.prompt_token_ids)
+assert list(first.outputs[0].token_ids) == list(second.outputs[0].token_ids)
+assert first.outputs[0].cumulative_logprob < 0 and second.outputs[0].cumulative_logprob is None
+assert first.outputs[0].finish_reason == "length" and first.outputs[0].index == 0
+print(second.outputs[0].text)
+"""
+
+
+def run(script: str) -> list[str]:
+    """What the script prints, with its import changed and its checkpoints named."""
+    source = script.replace("from vllm import", "from forerun import")
+    source = source.replace("TARGET", str(TARGET)).replace("SMALL", str(SMALL))
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(compile(source, "script.py", "exec"), {"__name__": "__main__"})
+    return shown.getvalue().splitlines()
+
+
+def test_the_basic_script_prints_prompts_and_answers_in_order() -> None:
+    lines = run(BASIC)
+    assert lines[0::2] == [f"Prompt:    {prompt!r}" for prompt in PROMPTS]
+    assert all(line.startswith("Output:    ") for line in lines[1::2])
+
+
+PROMPTS = ("Once upon a time", "The little dog", "One day, Lily", "She said")
+
+
+@pytest.mark.parametrize(
+    ("script", "prompt", "params"),
+    [
+        (NGRAM, "Lily and Tom went to the park. Lily and Tom", SamplingParams(temperature=0.0, max_tokens=8)),
+        (
+            DRAFT_MODEL,
+            "Once upon a time",
+            SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=8),
+        ),
+    ],
+    ids=["ngram", "draft_model"],
+)
+def test_speculation_scripts_say_what_plain_decoding_says(script: str, prompt: str, params: SamplingParams) -> None:
+    answer = LLM(str(TARGET)).generate(prompt, params)[0].outputs[0].text
+    assert run(script) == [f"Prompt: {prompt!r}, Generated text: {answer!r}"]
+
+
+def test_prompts_as_dicts_and_suffix_decoding() -> None:
+    params = SamplingParams(temperature=0, max_tokens=6)
+    assert run(TOKEN_PROMPTS) == [
+        LLM(str(TARGET), dtype="float32").generate("Once upon a time", params)[0].outputs[0].text
+    ]
