@@ -30,7 +30,14 @@ def committed(rows: Sequence[Row], starts: Sequence[int] | None = None) -> Commi
     for row, start in zip(rows, starts or [0] * len(rows), strict=True):
         tokens += row.text[start:-1]
         offsets.append(len(tokens))
-    return Committed([r.seq_id for r in rows], tokens, offsets, [r.text[-1] for r in rows])
+    return Committed(
+        [r.seq_id for r in rows],
+        tokens,
+        offsets,
+        [r.text[-1] for r in rows],
+        tenants=[r.tenant for r in rows],
+        num_prompts=[r.num_prompt for r in rows],
+    )
 
 
 def chunked(rows: Sequence[Row], seed: int) -> list[Committed]:
@@ -44,7 +51,7 @@ def chunked(rows: Sequence[Row], seed: int) -> list[Committed]:
             chosen = list(range(len(rows)))
         ends = {i: min(len(rows[i].text) - 1, told[i] + rng.randint(0, 6)) for i in chosen}
         pieces.append(
-            committed([Row(rows[i].seq_id, rows[i].text[: ends[i] + 1]) for i in chosen], [told[i] for i in chosen])
+            committed([replace(rows[i], text=rows[i].text[: ends[i] + 1]) for i in chosen], [told[i] for i in chosen])
         )
         told |= ends
     return pieces
@@ -60,9 +67,7 @@ def draws_of(
 ) -> Draws:
     """The draws of a round in which these rows are drafted."""
     params = SamplingParams(temperature=temperature)
-    samplings = [
-        RowSampling(r.seq_id, params, seed + r.seq_id, 0, list(r.text), r.num_prompt, tenant=r.tenant) for r in rows
-    ]
+    samplings = [RowSampling(r.seq_id, params, seed + r.seq_id, 0, list(r.text), r.num_prompt) for r in rows]
     return Draws(samplings, vocab, rejection=rejection, kernels=find_sampling_kernels())
 
 

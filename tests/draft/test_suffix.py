@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft.rounds import Row, chunked, committed, draws_of
-from forerun.draft.base import AHEAD, Budget, Committed, Draft
+from forerun.draft.base import AHEAD, Budget, Draft
 from forerun.draft.suffix import SuffixDrafter
 from forerun.draft.suffix_past import Past
 from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node
@@ -91,12 +91,6 @@ def drafter_of(past: Sequence[Sequence[int]], depth: int, tenant: str = "") -> S
     return drafter
 
 
-def news(rows: Sequence[Row], starts: Sequence[int] | None = None) -> Committed:
-    """With whose they are, as the engine tells it."""
-    told = committed(rows, starts)
-    return replace(told, tenants=[r.tenant for r in rows], num_prompts=[r.num_prompt for r in rows])
-
-
 @settings(max_examples=150, deadline=None)
 @given(LETTERS, PAST, DEPTHS, BUDGETS, st.integers(0, 99), st.integers(0, 9))
 def test_it_guesses_what_the_oracle_guesses(
@@ -107,7 +101,7 @@ def test_it_guesses_what_the_oracle_guesses(
     drafter.past.add(1, "b", [0, 1, 2] * 5)
     early = max(1, len(text) - num_late)
     with unchecked():
-        for piece in chunked([Row(5, text[:early])], seed):
+        for piece in chunked([Row(5, text[:early], "a")], seed):
             drafter.observe(piece)
         tail = committed([row], [early - 1])
         found = drafter.propose(draws_of([row], VOCAB), [budget], tail)
@@ -125,7 +119,7 @@ def test_the_outlook_is_what_a_chain_of_eight_would_bring(
     drafter, row = drafter_of(past, depth, "a"), Row(5, text, "a")
     with unchecked():
         for piece in chunked([row], seed):
-            drafter.observe(replace(piece, tenants=["a"], num_prompts=[1]))
+            drafter.observe(piece)
         expected = math.fsum(oracle(text, past, Budget(AHEAD), depth).values())
         outlook = drafter.outlook([5, 6])
         assert outlook.expected == [expected, 0.0]
@@ -162,7 +156,7 @@ def test_state_is_that_of_one_rebuilt_from_the_text(
 def test_an_answer_drafts_for_its_tenant_and_for_nobody_else() -> None:
     drafter = SuffixDrafter()
     said = [9, 8, 1, 2, 3, 4, 5, 6]
-    drafter.observe(news([Row(0, said, "a", num_prompt=2)]))
+    drafter.observe(committed([Row(0, said, "a", num_prompt=2)]))
     for tenant, expected in (("a", []), ("b", []), ("", [])):
         assert chain_of(drafter, Row(1, [7, 1, 2, 3], tenant)) == expected  # not yet: it is still being said
         drafter.forget([1])
@@ -175,7 +169,7 @@ def test_an_answer_drafts_for_its_tenant_and_for_nobody_else() -> None:
 
 def chain_of(drafter: SuffixDrafter, row: Row) -> list[int]:
     """What a sequence that is told at once gets, if its outlook promises anything."""
-    drafter.observe(news([row]))
+    drafter.observe(committed([row]))
     limit = drafter.outlook([row.seq_id]).limit[0]
     if limit == 0:
         return []
@@ -185,7 +179,7 @@ def chain_of(drafter: SuffixDrafter, row: Row) -> list[int]:
 
 def test_a_text_that_nobody_owns_stays_out_of_every_past() -> None:
     drafter = SuffixDrafter()
-    drafter.observe(committed([Row(0, [1, 2, 3, 4, 1, 2])]))
+    drafter.observe(replace(committed([Row(0, [1, 2, 3, 4, 1, 2])]), tenants=(), num_prompts=()))
     assert drafter.outlook([0]).limit == [2]  # its own text is its own
     drafter.forget([0])
     assert not drafter.past.answers
@@ -202,7 +196,7 @@ def test_what_other_tenants_say_changes_nothing(traffic: list[tuple[str, list[in
             row = Row(seq_id, text, tenant, num_prompt)
             both = mixed, alone[tenant]
             for drafter in both:
-                drafter.observe(news([row]))
+                drafter.observe(committed([row]))
             assert mixed.outlook([seq_id]) == alone[tenant].outlook([seq_id])
             here, there = (guesses(d.propose(draws_of([row], VOCAB), [Budget(4, 2, 6)])) for d in both)
             assert here == there
@@ -214,11 +208,11 @@ def test_what_other_tenants_say_changes_nothing(traffic: list[tuple[str, list[in
 def test_who_is_preempted_and_comes_back_is_past_once() -> None:
     whole, once = Row(0, [9, 1, 2, 3, 4, 5], "a"), SuffixDrafter()
     often = SuffixDrafter()
-    once.observe(news([whole]))
+    once.observe(committed([whole]))
     for length in (3, 4, 6):
         often.forget([0])
         assert len(often.past.answers) == (length > 3)  # until it is back, what it said can serve others
-        often.observe(news([replace(whole, text=whole.text[:length])]))
+        often.observe(committed([replace(whole, text=whole.text[:length])]))
         assert not often.past.answers
     for drafter in (once, often):
         drafter.forget([0, 77])
@@ -260,7 +254,7 @@ def test_a_round_costs_at_most_the_same_however_long_the_text_and_the_past(
         for i, start in enumerate(range(0, length, 100)):
             drafter.past.add(1000 + i, "a", text[start : start + 100])
         text += text[-100:]
-        drafter.observe(news([Row(0, text, "a")]))
+        drafter.observe(committed([Row(0, text, "a")]))
         drafter.outlook([0])
         for kind in (Node, Leaf):
             for name in ("after", "offers"):
@@ -270,7 +264,7 @@ def test_a_round_costs_at_most_the_same_however_long_the_text_and_the_past(
                 text.append(text[-100])
                 row = Row(0, text, "a")
                 counts.clear()
-                drafter.observe(news([row], [len(text) - 2]))
+                drafter.observe(committed([row], [len(text) - 2]))
                 assert counts["after"] <= depth
                 assert counts["offers"] <= 1
                 counts.clear()

@@ -85,7 +85,6 @@ class SuffixDrafter:
             if growing is None:
                 found.append(NONE)
                 continue
-            growing.tenant, growing.num_prompt = row.tenant, row.num_prompt
             new = late(growing, *tails[row.seq_id]) if row.seq_id in tails else ()
             found.append(self.guess(growing, budget, new))
         return as_draft([row.tokens[-1] for row in draws.rows], found, budgets)

@@ -91,5 +91,4 @@ class Sequence:
             tokens=self.tokens,
             num_prompt=self.num_prompt,
             eos_ids=self.eos_ids,
-            tenant=self.tenant,
         )

@@ -30,7 +30,7 @@ class RowSampling:
     """What one sequence brings to a round.
 
     `tokens` is all committed text, prompt and output, the root last; it is the sequence's own list, read only.
-    `seed` is the resolved one (64 bits). `tenant` says whose text it is; no draw depends on it.
+    `seed` is the resolved one (64 bits).
     """
 
     seq_id: int
@@ -40,7 +40,6 @@ class RowSampling:
     tokens: Sequence[int]
     num_prompt: int
     eos_ids: tuple[int, ...] = ()
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
