@@ -34,7 +34,7 @@ from forerun.kernels.sampling import find_sampling_kernels
 from forerun.models.runner import Begun, Drawn, Read, Runner, States, Tail
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 DEPTH, CONTEXTS, WARM_UP, LENGTH = 4, 48, 8, 8192
 VERBS = ("plan", "draft", "read", "verify", "accept")

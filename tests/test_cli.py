@@ -31,7 +31,7 @@ from forerun.errors import ModelNotFound
 from forerun.llm import LLM
 from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "tests" / "data" / "stories260k"
@@ -282,7 +282,7 @@ CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assis
 
 @pytest.fixture
 def talking(llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> ScriptedLLM:
-    from forerun.chat import ChatTemplate
+    from forerun.text.chat import ChatTemplate
 
     monkeypatch.setattr(llm, "tokenizer", Tokenizer(TOKENIZER._backend, template=ChatTemplate(CHAT, "a test")))
     return llm
@@ -319,7 +319,7 @@ def test_ctrl_c_cancels_the_answer_and_not_the_program(talking: ScriptedLLM) -> 
 
 
 def test_a_refused_turn_leaves_no_trace(talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.chat import ChatTemplate
+    from forerun.text.chat import ChatTemplate
 
     refusing = "{% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}" + CHAT
     monkeypatch.setattr(talking, "tokenizer", Tokenizer(TOKENIZER._backend, template=ChatTemplate(refusing, "t")))

@@ -25,7 +25,7 @@ from forerun.engine.delta import Delta, Segment
 from forerun.engine.sequence import Origin
 from forerun.models.bundled import BUNDLED
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 STORY = "Once upon a time, there was a little girl named Lily. One day, Lily"
 PROMPTS = [Prompt("a/story.py", "model", STORY), Prompt("b/echo.py", "ngram", f"{STORY} went out. {STORY}")]

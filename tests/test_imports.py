@@ -16,8 +16,7 @@ ORDER = """
     annotations errors folders __version__
     device fields kernels progress shape
     tree config machine
-    sampling cache chat detokenize
-    text
+    sampling cache text
     models
     verify
     draft

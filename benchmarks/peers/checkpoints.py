@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.demo.material import Pair, load_prompts
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 WRITER = re.compile(r"model\.layers\.(\d+)\..*(o_proj|down_proj)\.weight")
 MARK = 2.0**-10

@@ -46,7 +46,7 @@ from forerun.output import Answers, RequestOutput
 from forerun.progress import reporting
 from forerun.request import Prompt, Request, Wish, requests_of, shown
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 NO_DEFAULTS = (None, "none", "vllm")  # of generation_config; the last is vLLM's word for the same

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from forerun.accept.stop import Piece, StopChecker
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories260k")
 EOS = 2

@@ -21,7 +21,7 @@ from forerun.bench.material import (
 from forerun.bench.plan import Selection
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import BUNDLED
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 CONTEXT = 1024
 

@@ -16,7 +16,7 @@ from draft.vocabularies import PROSE, byte_level, sentence_piece, two_letters
 from forerun.draft import transcript as module
 from forerun.draft.transcript import LONGEST, Transcriber, Transcript
 from forerun.draft.vocab import Vocabulary
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260k"
 

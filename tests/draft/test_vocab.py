@@ -14,7 +14,7 @@ from tokenizers import decoders, models
 
 from draft.vocabularies import byte_level, sentence_piece, two_letters
 from forerun.draft.vocab import SharedTokens, Vocabulary, shared_ids, shared_marks, shared_weight
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 STORIES = Tokenizer.load(Path(__file__).resolve().parent.parent / "data" / "stories260k")
 TOKENIZERS = {

@@ -13,7 +13,7 @@ import tokenizers
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 SPECIAL = ["<s>", "</s>"]
 PROSE = [

@@ -12,7 +12,7 @@ from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories260k")
 

@@ -20,7 +20,7 @@ from forerun.draft.base import Drafter
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.models.bundled import BUNDLED
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 NUM_PROMPTS, NUM_PARTS, NUM_NEW = 200, 10, 40
 SMALLEST, LONGEST, LEAST_FILES = 16, 1023, 8

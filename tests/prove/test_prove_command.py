@@ -9,7 +9,7 @@ from mutants import TOKEN_MUTANTS, wrong_token_at
 from typer.testing import CliRunner, Result
 
 from forerun import cli
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 from unchecked import unchecked
 
 PROMPTS = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]

@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from forerun.detokenize import Piece
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.detokenize import Piece
+from forerun.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from forerun.errors import InvalidRequest
 from forerun.prove.prompts import read_prompts
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 GENERATED, REPLAYED = ("code", "prose"), ("edits",)
 SHIPPED = (*GENERATED, *REPLAYED)

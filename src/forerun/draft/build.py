@@ -29,7 +29,7 @@ from forerun.errors import TokenizerError, UnknownDrafter, VocabularyMismatch
 from forerun.models.adapter import plan_adapter
 from forerun.models.loading import Blueprint, Progress
 from forerun.models.runner import Runner
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

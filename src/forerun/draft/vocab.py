@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 # Where shared tokens make up less than this of what the target says, text is encoded again instead. A guess is lost
 # wherever the target says a token that is not shared, so a share m keeps about m of the acceptance, at any temperature.

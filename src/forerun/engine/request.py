@@ -16,7 +16,7 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.request import Request, shown
 from forerun.sampling.params import SamplingParams
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
 from forerun.models.weights import Checkpoint, check_weights, resolve_dtype
-from forerun.text import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]  # (what is going on, fraction done)
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from forerun.accept.commit import HostTree, accept
 from forerun.accept.outcome import RowOutcome
 from forerun.config import Speculation
-from forerun.detokenize import REPLACEMENT
 from forerun.draft.base import Draft
 from forerun.engine.controller import FixedDepth
 from forerun.engine.delta import Delta, run_origins
@@ -27,7 +26,8 @@ from forerun.request import Request
 from forerun.sampling.draws import Children, Draws, PathState
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import Logits
-from forerun.text import Tokenizer
+from forerun.text.detokenize import REPLACEMENT
+from forerun.text.tokenizer import Tokenizer
 from forerun.trace.explain import Path, Spell, explain, numbers, paths_of
 from forerun.trace.values import Emitted, Round, Trace
 from forerun.tree import DraftTree

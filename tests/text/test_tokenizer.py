@@ -12,9 +12,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from forerun.errors import InvalidRequest, TokenizerError
-from forerun.text import IncrementalDecoder, Tokenizer
+from forerun.text.detokenize import IncrementalDecoder
+from forerun.text.tokenizer import Tokenizer
 
-DATA = Path(__file__).resolve().parent / "data"
+DATA = Path(__file__).resolve().parents[1] / "data"
 CORPUS = [
     "the naïve café costs 3 €, 你好世界, 今日は, Привет 👩‍👩‍👧‍👦 🎉🇩🇪 e\u0301 a\u0308\u0323 \u200d x",
     "def f(x):\n    return x ** 2  # ∑ ≥ 2\n\n\n\tend — ok",

@@ -15,11 +15,9 @@ from typing import Any
 
 import tokenizers
 
-from forerun.chat import ChatTemplate
-from forerun.detokenize import ByteTable, IncrementalDecoder, Piece, byte_table, spelling_of
 from forerun.errors import InvalidRequest, TokenizerError
-
-__all__ = ["IncrementalDecoder", "Piece", "Tokenizer"]
+from forerun.text.chat import ChatTemplate
+from forerun.text.detokenize import ByteTable, IncrementalDecoder, byte_table, spelling_of
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")

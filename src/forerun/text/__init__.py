@@ -1,0 +1,1 @@
+"""Text: tokenizers, tokens to text as they come, and chat templates."""
