@@ -91,7 +91,7 @@ def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
         replace(target, spec=replace(target.spec, quantize="int8")) if found["int8"] else target, llm.tokenizer
     )
     planned = plan(widened(parse_spec(found["spec"])), context)
-    drafter = planned.build(dict.fromkeys(planned.bytes_per_token, cache_tokens), None, llm.engine.runner)
+    drafter = planned.build(dict.fromkeys(planned.models, cache_tokens), None, llm.engine.runner)
     return Mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
 
 

@@ -22,7 +22,7 @@ from draft.adapters import adapter_of
 from forerun import cli, progress
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.accept.stop import StopChecker
-from forerun.cache.plan import plan_memory
+from forerun.cache.plan import ModelMemory, plan_memory
 from forerun.commands.bench import BenchOptions
 from forerun.commands.prove import ProveOptions
 from forerun.engine.delta import Delta, Segment
@@ -47,9 +47,7 @@ class ScriptedLLM(LLM):
     def __init__(self, interrupt_at: int | None = None) -> None:
         self.tokenizer = TOKENIZER
         self.fingerprint, self.format, self.kernels = "0123456789abcdef", "bfloat16, int8 weights", "AVX2 kernels"
-        self.plan = plan_memory(
-            weights_bytes=1, target_bytes_per_token=1, max_model_len=64, max_num_seqs=1, budget_bytes=10**6
-        )
+        self.plan = plan_memory(ModelMemory(1, 1, 0, 64), max_num_seqs=1, budget_bytes=10**6)
         self.asked: list[tuple[str | Sequence[int], SamplingParams]] = []
         self.interrupt_at = interrupt_at
         self.closed = 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from forerun.cache.plan import available_bytes
+from forerun.cache.budget import available_bytes
 from forerun.config import Speculation, require_whole
 from forerun.device import free_bytes
 from forerun.draft.base import Drafter

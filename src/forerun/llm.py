@@ -313,4 +313,4 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
     if draft is not None and not isinstance(draft, Drafter):
         raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', nor a Drafter.")
     num_members = len(draft.arms) - 1 if draft is not None and MERGED in draft.arms else 1
-    return DraftPlan(0, {}, lambda _tokens, _progress, _target: draft, num_members=num_members)
+    return DraftPlan({}, lambda _tokens, _progress, _target: draft, num_members=num_members)

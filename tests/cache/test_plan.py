@@ -1,7 +1,7 @@
-"""The memory plan against arithmetic done the long way: within budget, target first, nothing left lying about."""
+"""The memory plan against arithmetic done the long way, and against what it promises for every budget."""
 
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -9,19 +9,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.cache.paged import PagedCache
-from forerun.cache.plan import MemoryPlan, available_bytes, default_budget, plan_memory, size
+from forerun.cache.plan import LEAST_LEN, USUAL_LEN, MemoryPlan, ModelMemory, plan_memory, size
 from forerun.errors import NotEnoughMemory
 
 BLOCK, PAD = 4, 8
+MODELS = st.builds(
+    ModelMemory,
+    weights_bytes=st.integers(0, 300),
+    bytes_per_token=st.integers(1, 12),
+    bytes_per_position=st.integers(0, 3),
+    max_positions=st.integers(1, 60),
+    stretch=st.integers(1, 2),
+)
 ASKED = st.fixed_dictionaries(
     {
+        "target": MODELS,
+        "drafters": st.dictionaries(st.sampled_from("abc"), MODELS, max_size=2),
+        "remembered_bytes": st.dictionaries(st.sampled_from("xy"), st.integers(0, 300)),
         "budget_bytes": st.integers(0, 4000),
-        "weights_bytes": st.integers(0, 1000),
-        "target_bytes_per_token": st.integers(1, 12),
-        "drafter_bytes_per_token": st.dictionaries(st.sampled_from("abc"), st.integers(0, 5)),
         "max_model_len": st.integers(1, 60),
         "max_num_seqs": st.integers(1, 5),
         "tail_tokens": st.integers(0, 9),
+    }
+)
+UNASKED = st.fixed_dictionaries(  # a context of its own choice: halves of 16,384 and more positions
+    {
+        "target": st.builds(replace, MODELS, max_positions=st.sampled_from([100, 1500, 3000, 4096, 16_384, 40_960])),
+        "drafters": st.dictionaries(st.sampled_from("ab"), st.builds(replace, MODELS, max_positions=st.just(20_000))),
+        "budget_bytes": st.integers(0, 700_000),
+        "max_num_seqs": st.integers(1, 4),
     }
 )
 
@@ -30,92 +46,150 @@ def plan(**asked) -> MemoryPlan:
     return plan_memory(**asked, block_size=BLOCK, key_pad=PAD)
 
 
-def rows_that_fit(cache_tokens: int, row_tokens: int, most: int) -> int:
-    """Hand out whole blocks to row after row."""
-    blocks, rows = cache_tokens // BLOCK, 0
-    while rows < most:
-        for _ in range(0, row_tokens, BLOCK):
-            blocks -= 1
-        if blocks < 0:
-            break
-        rows += 1
-    return rows
-
-
-def largest_cache(num_bytes: int, each: int, most: int) -> int:
-    """Try every number of whole blocks."""
-    return max((t for t in range(0, most + 1, BLOCK) if (t + PAD) * each <= num_bytes), default=0)
-
-
-@settings(max_examples=400, deadline=None)
-@given(ASKED)
-def test_the_plan_is_the_largest_that_fits_target_first(asked):
-    longest = asked["max_model_len"] + asked["tail_tokens"]
-    wanted = asked["max_num_seqs"] * len(range(0, longest, BLOCK)) * BLOCK
-    left = asked["budget_bytes"] - asked["weights_bytes"]
-    tokens = largest_cache(left, asked["target_bytes_per_token"], wanted)
-    if tokens < asked["max_model_len"]:
-        with pytest.raises(NotEnoughMemory):
-            plan(**asked)
-        return
-    got = plan(**asked)
-    assert got.cache_tokens == tokens
-    drafters = {name: each for name, each in asked["drafter_bytes_per_token"].items() if each}
-    left -= (tokens + PAD) * asked["target_bytes_per_token"]
-    drafted = largest_cache(left, sum(drafters.values()), tokens) if drafters else tokens
-    assert got.drafter_cache_tokens == dict.fromkeys(drafters, drafted)
-    assert got.num_bytes <= got.budget_bytes
-    plain = rows_that_fit(tokens, asked["max_model_len"], asked["max_num_seqs"])
-    assert got.num_sequences_plain == plain >= 1
-    assert got.num_sequences_speculative == rows_that_fit(min(tokens, drafted), longest, plain)
-
-
-@settings(max_examples=100, deadline=None)
-@given(ASKED, st.integers(0, 1000))
-def test_more_memory_never_gives_less_and_drafters_cost_the_target_nothing(asked, more):
+def found(**asked) -> MemoryPlan | None:
     try:
-        got = plan(**asked)
+        return plan(**asked)
     except NotEnoughMemory:
+        return None
+
+
+def whole(tokens: int) -> int:
+    """Whole blocks, in tokens."""
+    return len(range(0, tokens, BLOCK)) * BLOCK
+
+
+def undrafted(drafters: Mapping[str, ModelMemory]) -> dict[str, ModelMemory]:
+    """Drafters that are loaded but have no caches."""
+    return {name: replace(model, bytes_per_token=0) for name, model in drafters.items()}
+
+
+def planned_bytes(asked, tokens: int, of_drafters: int) -> int:
+    """What caches of so many tokens take; a drafter's holds no more than what its positions make of every sequence."""
+    total = (tokens + PAD) * asked["target"].bytes_per_token
+    for model in asked["drafters"].values() if of_drafters else ():
+        row = whole(min(asked["max_model_len"], model.max_positions) + asked["tail_tokens"])
+        total += (min(of_drafters, asked["max_num_seqs"] * row) + PAD) * model.bytes_per_token
+    return total
+
+
+def loaded_bytes(asked) -> int:
+    models, length = [asked["target"], *asked["drafters"].values()], asked["max_model_len"]
+    positions = [min(model.max_positions, model.stretch * length) for model in models]
+    return sum(m.weights_bytes + p * m.bytes_per_position for m, p in zip(models, positions, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(ASKED)
+def test_caches_are_the_largest_that_fit_one_sequence_first_then_all_alike(asked):
+    one, left = whole(asked["max_model_len"]), asked["budget_bytes"] - loaded_bytes(asked)
+    got = found(**asked)
+    if left < planned_bytes(asked, one, 0):
+        assert got is None
+        return
+    assert got is not None
+    assert got.max_model_len == asked["max_model_len"]
+    assert got.weights_bytes == loaded_bytes(asked)
+    rest = left - sum(got.remembered_bytes.values())
+    tokens, drafted = got.cache_tokens, max(got.drafter_cache_tokens.values(), default=0)
+    assert tokens >= one
+    most = asked["max_num_seqs"] * whole(asked["max_model_len"] + asked["tail_tokens"])
+    if tokens < most and asked["drafters"] and drafted < tokens and planned_bytes(asked, tokens, tokens) > rest:
+        assert tokens == one, "the target has more than one sequence, its drafters less than it"
+        assert planned_bytes(asked, one, drafted + BLOCK) > rest - len(got.remembered_bytes)
+    elif tokens < most:
+        assert planned_bytes(asked, tokens + BLOCK, tokens + BLOCK) > rest - len(got.remembered_bytes)
+    else:
+        assert tokens == most
+    for name, model in asked["drafters"].items():
+        row = whole(min(asked["max_model_len"], model.max_positions) + asked["tail_tokens"])
+        assert got.drafter_cache_tokens[name] <= min(tokens, asked["max_num_seqs"] * row)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(ASKED, UNASKED))
+def test_a_plan_is_within_its_budget(asked):
+    got = found(**asked)
+    if got is not None:
+        assert got.num_bytes <= got.budget_bytes == asked["budget_bytes"]
+        assert 1 <= got.num_sequences_plain <= asked["max_num_seqs"]
+        assert got.num_sequences_speculative <= got.num_sequences_plain
+
+
+@settings(max_examples=150, deadline=None)
+@given(ASKED, st.integers(0, 1000))
+def test_more_memory_never_gives_anyone_less(asked, more):
+    got = found(**asked)
+    if got is None:
         return
     richer = plan(**asked | {"budget_bytes": asked["budget_bytes"] + more})
+    assert richer.cache_tokens >= got.cache_tokens
     assert richer.num_sequences_plain >= got.num_sequences_plain
-    alone = plan(**asked | {"drafter_bytes_per_token": {}})
-    assert (alone.cache_tokens, alone.num_sequences_plain) == (got.cache_tokens, got.num_sequences_plain)
-    assert alone.num_sequences_speculative >= got.num_sequences_speculative
+    assert richer.num_sequences_speculative >= got.num_sequences_speculative
+    for table in ("drafter_cache_tokens", "remembered_bytes"):
+        before, after = getattr(got, table), getattr(richer, table)
+        assert before.keys() == after.keys()
+        assert all(after[name] >= before[name] for name in before), table
 
 
-@settings(max_examples=200, deadline=None)
-@given(ASKED, st.dictionaries(st.sampled_from("xy"), st.integers(0, 300)))
-def test_what_is_remembered_is_within_the_budget_and_turns_nobody_away(asked, wishes):
-    try:
-        without = plan(**asked)
-    except NotEnoughMemory:
-        with pytest.raises(NotEnoughMemory):
-            plan(**asked, remembered_bytes=wishes)
+@settings(max_examples=150, deadline=None)
+@given(UNASKED, st.integers(0, 300_000))
+def test_more_memory_never_gives_a_shorter_context(asked, more):
+    got = found(**asked)
+    if got is not None:
+        assert plan(**asked | {"budget_bytes": asked["budget_bytes"] + more}).max_model_len >= got.max_model_len
+
+
+@settings(max_examples=150, deadline=None)
+@given(ASKED)
+def test_drafters_turn_no_sequence_away_that_the_target_would_have_served(asked):
+    """What it refuses, and for which length, is the same without their caches; the context asked for is given."""
+    alone, got = found(**asked | {"drafters": undrafted(asked["drafters"])}), found(**asked)
+    assert (alone is None) == (got is None)
+    if got is None or alone is None:
         return
-    got = plan(**asked, remembered_bytes=wishes)
-    assert got.num_bytes <= got.budget_bytes
-    share = (asked["budget_bytes"] - asked["weights_bytes"]) // 16
-    granted = {name: min(wish, share) for name, wish in wishes.items()}
-    assert got.remembered_bytes in (granted, dict.fromkeys(wishes, 0))
-    if got.remembered_bytes == granted:
-        less = asked | {"budget_bytes": asked["budget_bytes"] - sum(granted.values())}
-        assert plan(**less).cache_tokens == got.cache_tokens
+    assert got.max_model_len == alone.max_model_len == asked["max_model_len"]
+    more = alone.num_sequences_plain > got.num_sequences_plain
+    assert (got.alone is not None) == more
+    assert got.alone is None or got.alone.num_sequences_plain == alone.num_sequences_plain
+
+
+@settings(max_examples=150, deadline=None)
+@given(ASKED)
+def test_a_drafter_has_its_row_wherever_one_fits_beside_a_sequence(asked):
+    asked |= {"remembered_bytes": {}}
+    one, got = whole(asked["max_model_len"]), found(**asked)
+    if got is None or planned_bytes(asked, one, one) > asked["budget_bytes"] - loaded_bytes(asked):
+        return
+    for name, model in asked["drafters"].items():
+        assert got.drafter_cache_tokens[name] >= min(asked["max_model_len"], model.max_positions)
+    assert got.silent_drafters == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(UNASKED)
+def test_a_context_that_nobody_set_is_shortened_for_drafters_but_not_below_what_is_usual(asked):
+    limit = asked["target"].max_positions
+    lengths = [limit // 2**i for i in range(6) if i == 0 or limit // 2 ** (i - 1) >= 2 * LEAST_LEN]
+    plans = {length: found(**asked, max_model_len=length) for length in lengths}
+    served = [length for length in lengths if plans[length] is not None]
+    full = [n for n in served if all(t >= min(n, 20_000) for t in plans[n].drafter_cache_tokens.values())]
+    usual = min([length for length in lengths if length >= USUAL_LEN], default=limit)
+    got = found(**asked)
+    if got is None:
+        assert not served
+    elif full and full[0] >= usual:
+        assert got.max_model_len == full[0]
     else:
-        assert got.cache_tokens == without.cache_tokens
+        assert got.max_model_len == max(length for length in served if length <= usual)
+    if got is not None:
+        assert replace(got, alone=None) == replace(plan(**asked, max_model_len=got.max_model_len), alone=None)
 
 
 def test_planned_bytes_are_those_of_the_caches_built():
     shape = {"layers": 2, "kv_heads": 3, "head_dim": 8, "dtype": torch.bfloat16}
     each = PagedCache.bytes_per_token(**shape)
-    got = plan_memory(
-        weights_bytes=0,
-        target_bytes_per_token=each,
-        drafter_bytes_per_token={"model": each},
-        max_model_len=100,
-        max_num_seqs=3,
-        budget_bytes=10**7,
-    )
+    model = ModelMemory(0, each, 0, 4096)
+    got = plan_memory(model, {"model": model}, max_model_len=100, max_num_seqs=3, budget_bytes=10**7)
     cache = PagedCache(**shape, num_tokens=got.cache_tokens)
     assert cache.num_bytes == got.cache_bytes == got.drafter_cache_bytes["model"]
     assert cache.num_free_tokens == got.cache_tokens == 3 * 128
@@ -123,9 +197,8 @@ def test_planned_bytes_are_those_of_the_caches_built():
 
 
 def test_the_planned_sequences_fit_the_cache_built():
-    got = plan(
-        weights_bytes=0, target_bytes_per_token=10, max_model_len=30, max_num_seqs=9, tail_tokens=5, budget_bytes=2000
-    )
+    model = ModelMemory(0, 10, 0, 4096)
+    got = plan(target=model, max_model_len=30, max_num_seqs=9, tail_tokens=5, budget_bytes=2000)
     shape = {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": torch.int8, "block_size": BLOCK, "key_pad": PAD}
     cache = PagedCache(**shape, num_tokens=got.cache_tokens)
     num_plain, num_speculative = got.num_sequences_plain, got.num_sequences_speculative
@@ -136,8 +209,69 @@ def test_the_planned_sequences_fit_the_cache_built():
     assert not cache.can_reserve(range(num_speculative + 1), [35] * (num_speculative + 1))
 
 
+def transformer(num_bytes: float, layers: int, kv_heads: int, head_dim: int, positions: int) -> ModelMemory:
+    """A published model in bfloat16; `num_bytes` are its weights, a tied head packed apart."""
+    return ModelMemory(int(num_bytes), 2 * layers * kv_heads * head_dim * 2, 2 * head_dim * 4, positions)
+
+
+LLAMA_8B = transformer(16.06e9, 32, 8, 128, 131_072)
+LLAMA_1B = transformer(2.47e9 + 0.53e9, 16, 8, 64, 131_072)
+QWEN_4B = transformer(8.04e9 + 0.78e9, 36, 8, 128, 40_960)
+QWEN_06B = transformer(1.19e9 + 0.31e9, 28, 8, 128, 40_960)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "budget", "max_model_len", "expected"),
+    [
+        # 44.8 GB are left, 131,072 + 32,768 B a token: 273,000 tokens, twice the longest text; 2.6 times without
+        (LLAMA_8B, LLAMA_1B, 64e9, None, (131_072, 2, 2)),
+        (LLAMA_8B, LLAMA_1B, 80e9, None, (131_072, 2, 2)),
+        # 4.8 GB: 29,600 tokens; the target alone would have had a text of 32,768
+        (LLAMA_8B, LLAMA_1B, 24e9, None, (16_384, 1, 1)),
+        (LLAMA_8B, LLAMA_1B, 24e9, 32_768, (32_768, 1, 0)),  # asked for: the drafter has what is left, 15,000 tokens
+        (LLAMA_8B, LLAMA_1B, 24e9, 4096, (4096, 7, 7)),
+        # 19.6 GB, 147,456 + 114,688 B a token: 74,000 tokens
+        (QWEN_4B, QWEN_06B, 30e9, None, (40_960, 1, 1)),
+        (QWEN_4B, QWEN_06B, 30e9, 8192, (8192, 9, 9)),
+        (QWEN_4B, QWEN_06B, 16e9, None, (20_480, 1, 1)),
+        # 1.6 GB: 5,900 tokens
+        (QWEN_4B, QWEN_06B, 12e9, None, (5120, 1, 1)),
+    ],
+)
+def test_published_pairs_draft(target, draft, budget, max_model_len, expected):
+    asked = {"budget_bytes": int(budget), "max_model_len": max_model_len, "max_num_seqs": 16}
+    got = plan_memory(target, {"draft": draft}, **asked)
+    assert (got.max_model_len, got.num_sequences_plain, got.num_sequences_speculative) == expected
+    assert got.silent_drafters == []
+    assert got.drafter_cache_tokens["draft"] >= min(got.max_model_len, 14_000)
+    assert got.num_bytes <= budget
+
+
+def test_what_drafting_costs_is_one_line():
+    asked = {"budget_bytes": 24 * 10**9, "max_num_seqs": 16}
+    lines = plan_memory(LLAMA_8B, {"draft": LLAMA_1B}, **asked).lines()
+    assert lines[-2:] == [
+        "room for 1 sequence of 16,384 tokens, 1 with speculation",
+        "without a drafter's cache there would be room for 1 sequence of 32,768 tokens",
+    ]
+    few = plan_memory(LLAMA_8B, {"draft": LLAMA_1B}, **asked, max_model_len=4096).lines()
+    assert few[-1] == "without a drafter's cache there would be room for 9 sequences of 4,096 tokens"
+    assert "without" not in plan_memory(LLAMA_8B, **asked).lines()[-1]
+
+
+def test_tables_are_counted_for_the_context_that_is_planned():
+    """Positions that no text reaches take nothing, in the target and in drafters."""
+    model = ModelMemory(0, 1000, 2 * 128 * 4, 10**7)
+    got = plan_memory(model, {"draft": model}, max_model_len=64, max_num_seqs=1, budget_bytes=2_000_000)
+    assert got.weights_bytes == 2 * 64 * 1024
+    assert got.num_sequences_speculative == 1
+    other = replace(model, stretch=2)
+    assert other.positions(64) == 128
+    assert replace(other, max_positions=100).positions(64) == 100
+
+
 def test_a_refusal_says_the_numbers_and_a_max_len_that_works():
-    asked = {"weights_bytes": 10**9, "target_bytes_per_token": 50_000, "max_num_seqs": 4, "budget_bytes": 11 * 10**8}
+    asked = {"target": ModelMemory(10**9, 50_000, 0, 10**6), "max_num_seqs": 4, "budget_bytes": 11 * 10**8}
     with pytest.raises(NotEnoughMemory) as refused:
         plan_memory(**asked, max_model_len=4096)
     words = (
@@ -149,17 +283,28 @@ def test_a_refusal_says_the_numbers_and_a_max_len_that_works():
         plan_memory(**asked, max_model_len=1473)
 
 
+@settings(max_examples=60, deadline=None)
+@given(ASKED)
+def test_the_max_len_that_a_refusal_names_is_the_longest_that_works(asked):
+    if found(**asked) is not None:
+        return
+    lengths = [
+        n for n in range(BLOCK, whole(asked["max_model_len"]) + 1, BLOCK) if found(**asked | {"max_model_len": n})
+    ]
+    with pytest.raises(NotEnoughMemory) as refused:
+        plan(**asked)
+    assert (f"to {lengths[-1]} at most" if lengths else "no max_model_len is small enough") in str(refused.value)
+
+
 def test_weights_alone_that_exceed_the_budget_are_refused():
     with pytest.raises(NotEnoughMemory, match="no max_model_len is small enough"):
-        plan(weights_bytes=100, target_bytes_per_token=1, max_model_len=1, max_num_seqs=1, budget_bytes=100)
+        plan(target=ModelMemory(100, 1, 0, 64), max_model_len=1, max_num_seqs=1, budget_bytes=100)
 
 
 def test_lines_for_the_reader():
     asked = {
-        "weights_bytes": 1_090_000_000,
-        "target_bytes_per_token": 49_152,
-        "drafter_bytes_per_token": {"model:small": 12_288, "ngram": 0},
-        "max_model_len": 2048,
+        "target": ModelMemory(1_000_000_000, 49_152, 0, 2048),
+        "drafters": {"model:small": ModelMemory(90_000_000, 12_288, 0, 2048)},
         "max_num_seqs": 4,
     }
     assert plan_memory(**asked, budget_bytes=8 * 10**9).lines() == [
@@ -168,15 +313,18 @@ def test_lines_for_the_reader():
         "model:small cache: 107 MB, 8,192 tokens at 12.3 kB",
         "room for 4 sequences of 2,048 tokens, 4 with speculation",
     ]
-    assert plan_memory(**asked, budget_bytes=1_400_000_000).lines()[2:] == [
+    least = plan_memory(**asked, max_model_len=2048, budget_bytes=1_220_000_000)
+    assert least.lines()[2:] == [
         "model:small cache: no memory left, will not draft",
-        "room for 2 sequences of 2,048 tokens, 0 with speculation",
+        "room for 1 sequence of 2,048 tokens, 0 with speculation",
     ]
+    assert least.silent_drafters == ["model:small"]
     for budget, line in ((8 * 10**9, "at most 268 MB"), (1_320_000_000, "at most 14.4 MB")):
         told = plan_memory(**asked, budget_bytes=budget, remembered_bytes={"past answers": 256 << 20}).lines()
         assert told[3] == f"past answers: {line}"
-    least = plan_memory(**asked, budget_bytes=1_220_000_000, remembered_bytes={"past answers": 256 << 20})
-    assert least.lines()[3] == "past answers: no memory left, none are kept"
+    one = 1_090_000_000 + (2048 + 512) * 49_152
+    none = plan_memory(**asked, budget_bytes=one, remembered_bytes={"past answers": 256 << 20})
+    assert none.lines()[3] == "past answers: no memory left, none are kept"
 
 
 @pytest.mark.parametrize(
@@ -194,40 +342,6 @@ def test_sizes_have_three_digits(num_bytes, text):
     assert size(num_bytes) == text
 
 
-def write_system(folder: Path, available_kb: int, limit: str | None) -> tuple[Path, Path]:
-    meminfo = folder / "meminfo"
-    meminfo.write_text(f"MemTotal:  900 kB\nMemAvailable:  {available_kb} kB\nHugePages_Free:  0\n")
-    if limit is not None:
-        (folder / "memory.max").write_text(limit + "\n")
-        (folder / "memory.current").write_text("300000\n")
-        (folder / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    return meminfo, folder
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [(None, 512_000), ("max", 512_000), ("600000", 350_000), ("100000", 0), ("9000000", 512_000)],
-)
-def test_available_memory_is_the_machines_or_the_containers(tmp_path, limit, expected):
-    assert available_bytes(*write_system(tmp_path, 500, limit)) == expected
-
-
-def test_without_meminfo_half_of_the_physical_memory_counts(tmp_path):
-    half = available_bytes(tmp_path / "none", tmp_path)
-    assert half > 0
-    if Path("/proc/meminfo").exists():
-        total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-        assert half == pytest.approx(total / 2, rel=0.01)
-
-
-def test_the_default_budget_is_used_and_leaves_a_fifth(monkeypatch):
-    monkeypatch.setattr("forerun.cache.plan.available_bytes", lambda: 1000)
-    assert default_budget() == 800
-    assert default_budget(loaded_bytes=500) == 1200
-    got = plan(weights_bytes=100, target_bytes_per_token=1, max_model_len=4, max_num_seqs=10**3)
-    assert (got.budget_bytes, got.cache_tokens) == (800, 692)
-
-
 def test_a_plan_is_plain_data():
-    got = plan(weights_bytes=0, target_bytes_per_token=1, max_model_len=4, max_num_seqs=1, budget_bytes=100)
+    got = plan(target=ModelMemory(0, 1, 0, 64), max_model_len=4, max_num_seqs=1, budget_bytes=100)
     assert MemoryPlan(**asdict(got)) == got

@@ -63,7 +63,7 @@ def drafter_of(
 ) -> EarlyExitDrafter:
     """The drafter that a specification spells, for this runner, its adapter's cache in small blocks."""
     plan = plan_drafter(spec, context(bench))
-    drafter = plan.build(dict.fromkeys(plan.bytes_per_token, 0), None, runner)
+    drafter = plan.build(dict.fromkeys(plan.models, 0), None, runner)
     assert isinstance(drafter, EarlyExitDrafter)
     if drafter.adapted is None:
         return drafter
@@ -347,7 +347,7 @@ def test_it_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:
         drafter.drafter.observe(committed([Row(0, text)]))
     plan = plan_drafter(f"cascade[{spec},model:{STORIES}]", context(bench))
     with pytest.raises(UnknownDrafter, match="reads the target's states, and guesses have none"):
-        plan.build(dict.fromkeys(plan.bytes_per_token, 64), None, bench.runner)
+        plan.build(dict.fromkeys(plan.models, 64), None, bench.runner)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
@@ -357,9 +357,11 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
     spec = f"early-exit:3:{folder}"
     plan = plan_drafter(spec, context(bench))
     size = bench.target.dtype.itemsize
-    assert plan.bytes_per_token == {spec: 2 * 2 * 2 * 16 * size}  # layers, K and V, heads, their width
+    memory = plan.models[spec]
+    assert memory.bytes_per_token == 2 * 2 * 2 * 16 * size  # layers, K and V, heads, their width
     held = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * (1 if name == "int8" else size)
-    assert plan.weights_bytes == held + 2 * 100 * 16 * 4
+    assert memory.weights_bytes == held
+    assert (memory.bytes_per_position, memory.positions(512), memory.positions(64)) == (2 * 16 * 4, 100, 64)
     other = plan_drafter(f"early-exit:3:{strange_adapter(tmp_path / 'b', 3)}", context(bench))
     assert plan.fingerprint() != other.fingerprint()
     drafter = plan.build({spec: 128}, None, bench.runner)

@@ -92,14 +92,16 @@ def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
     assert isinstance(plan_drafter("ngram", context).build({}, None, target), NgramDrafter)
     name, said = f"model:{draft_dir}", []
     plan = plan_drafter(name, context)
-    assert plan.bytes_per_token == {name: 5 * 2 * 4 * 8 * 4}  # layers, K and V, heads, their width, float32
-    assert plan.weights_bytes > 250_000 * 4
+    memory = plan.models[name]
+    assert memory.bytes_per_token == 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, their width, float32
+    assert memory.bytes_per_position == 2 * 8 * 4  # cosine and sine of a head, float32
+    assert memory.weights_bytes > 250_000 * 4
     model = plan.build({name: 256}, lambda what, done: said.append((what, done)), target)
     assert isinstance(model, ModelDrafter)
     assert model.vocab_size == context.target.config.vocab_size
     assert said[-1][1] == 1.0
     exits = plan_drafter("early-exit:2", context)
-    assert (exits.weights_bytes, dict(exits.bytes_per_token), exits.fingerprint()) == (0, {}, "")
+    assert (dict(exits.models), exits.fingerprint()) == ({}, "")
     drafter = exits.build({}, None, target)
     assert isinstance(drafter, EarlyExitDrafter)
     assert (drafter.target, drafter.layer) == (target, 2)
@@ -143,10 +145,8 @@ def test_a_cascade_plans_for_all_of_its_members(context: DraftContext, target_di
     small, large = f"model:{draft_dir}", f"model:{target_dir}"
     alone = {name: plan_drafter(name, context) for name in (small, large)}
     plan = plan_drafter(f"cascade[cascade[{small},{small}],{large},{small}]", context)
-    each = alone[small].bytes_per_token[small]
     names = [small, f"{small} (2)", large, f"{small} (3)"]
-    assert plan.bytes_per_token == dict.fromkeys(names, each) | alone[large].bytes_per_token
-    assert plan.weights_bytes == 3 * alone[small].weights_bytes + alone[large].weights_bytes
+    assert plan.models == dict.fromkeys(names, alone[small].models[small]) | alone[large].models
     prints = [alone[name].fingerprint() for name in (small, small, large, small)]
     assert plan.fingerprint() == " ".join(prints)
     assert plan.build_judge is None
@@ -165,8 +165,7 @@ def test_a_mix_plans_for_all_of_its_members(context: DraftContext, draft_dir: Pa
     alone = plan_drafter(small, context)
     plan = plan_drafter(f"mix[ngram,{small},cascade[ngram,{small}],{small}]", context)
     names = [small, f"{small} (2)", f"{small} (3)"]
-    assert plan.bytes_per_token == dict.fromkeys(names, alone.bytes_per_token[small])
-    assert plan.weights_bytes == 3 * alone.weights_bytes
+    assert plan.models == dict.fromkeys(names, alone.models[small])
     assert plan.fingerprint() == " ".join([alone.fingerprint()] * 3)
     assert (plan.num_members, plan.build_judge) == (4, None)
     sizes = dict(zip(names, (64, 128, 192), strict=True))

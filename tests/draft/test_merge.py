@@ -165,7 +165,7 @@ def test_on_real_text_it_accepts_no_less_than_any_member_alone(temperature: floa
     texts = [[*a.prompt_token_ids, *a.outputs[0].token_ids] for a in answers]
     target = Blueprint.of(str(BUNDLED["stdlib"]), dtype="float32")
     plan = plan_drafter(SPEC, DraftContext(target, target.tokenizer()))
-    mix = plan.build(dict.fromkeys(plan.bytes_per_token, 1 << 13), None, target.load(64))
+    mix = plan.build(dict.fromkeys(plan.models, 1 << 13), None, target.load(64))
     assert mix is not None
     num, rows, ahead = 4, [], []
     for answer, own, text in zip(answers, params, texts, strict=True):

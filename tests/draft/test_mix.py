@@ -49,7 +49,7 @@ def built(spec: str) -> Beside:
     """A drafter beside a target of its own."""
     plan = plan_drafter(spec, context())
     target = Runner.of(context().target.load(64).decoder, 2048)
-    drafter = plan.build(dict.fromkeys(plan.bytes_per_token, 2048), None, target)
+    drafter = plan.build(dict.fromkeys(plan.models, 2048), None, target)
     assert drafter is not None
     for member in getattr(drafter, "members", [drafter]):
         if isinstance(member, CascadeDrafter):

@@ -293,8 +293,7 @@ def test_the_drafter_by_its_name(target_dir: Path, path: Path) -> None:
     context, runner = DraftContext(target, target.tokenizer()), target.load(64)
     plan = plan_drafter(f"suffix:{path}", context)
     assert path.exists()
-    assert not plan.weights_bytes
-    assert not plan.bytes_per_token
+    assert not plan.models
     first = plan.build({}, None, runner)
     assert isinstance(first, SuffixDrafter)
     first.past.add(0, "a", [1, 2, 3])

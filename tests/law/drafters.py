@@ -80,7 +80,7 @@ def built(name: str, target: Runner, dtype: str = "float32", num_tokens: int = 2
     if name == PAGE.name:
         return documented()
     plan = plan_drafter(DRAFTERS[name], context(dtype))
-    drafter = plan.build(dict.fromkeys(plan.bytes_per_token, num_tokens), None, target)
+    drafter = plan.build(dict.fromkeys(plan.models, num_tokens), None, target)
     assert drafter is not None, f"{name} builds no drafter"
     return settled(drafter)
 

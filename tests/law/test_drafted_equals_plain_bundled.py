@@ -42,7 +42,7 @@ def drafter_of(spec: str, dtype: str, num_tokens: int = 8192) -> Drafter:
     """A drafter as a user spells it, with a cache for so many tokens."""
     target = bench_of(dtype).target
     plan = plan_drafter(spec, DraftContext(target, target.tokenizer()))
-    drafter = plan.build(dict.fromkeys(plan.bytes_per_token, num_tokens), None, bench_of(dtype).runner)
+    drafter = plan.build(dict.fromkeys(plan.models, num_tokens), None, bench_of(dtype).runner)
     assert drafter is not None, f"{spec} builds no drafter"
     return drafter
 

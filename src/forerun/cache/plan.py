@@ -1,24 +1,45 @@
-"""The memory plan: how many tokens the target's cache and the drafters' caches hold.
+"""The memory plan: how long texts may be, and how many tokens the caches of the target and its drafters hold.
 
-Decides who gets memory at start-up. The target comes first: its cache is sized for `max_num_seqs` sequences of
-`max_model_len` tokens, or for what fits. Drafters share what is left and may get nothing; then they do not draft, but
-no sequence is turned away for their sake. What they remember besides has a small share set aside, unless the one
-sequence that must fit needs it. Knows bytes and tokens only, neither models nor tensors.
+Memory is given out in this order. One sequence of the target comes first: it is served or the plan is refused. Then
+every drafter gets a cache for that sequence, and where the user set no context length, a long context is shortened
+until there is room for it. After that all caches grow together, token for token, since a sequence is drafted only as
+far as both models hold it; so a drafter costs sequences where memory is short, and the plan says how many. The plan is
+a pure function of numbers of bytes and tokens; no model is loaded for it.
 """
 
 from __future__ import annotations
 
-import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from forerun.errors import NotEnoughMemory
 
-BUDGET_SHARE = 0.8  # of what is available; activations, logits and the rest of the machine live on the other fifth
-MEMORY_SHARE = 1 / 16  # of what the weights leave, at most, for each thing that a drafter remembers besides its cache
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
+REMEMBERED_SHARE = 16  # one part in so many of what the weights leave, for each thing that a drafter remembers
+LEAST_LEN = 1024  # a context that the user did not set is never shorter than this, unless the model's is
+USUAL_LEN = 4096  # a context that the user did not set is not cut below this for the sake of a drafter
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """What one model takes: its weights, a token in its cache, a position in its tables of rotations.
+
+    A drafter that reads the text in tokens of its own needs `stretch` positions for each position of the target.
+    """
+
+    weights_bytes: int
+    bytes_per_token: int
+    bytes_per_position: int
+    max_positions: int
+    stretch: int = 1
+
+    def positions(self, max_model_len: int) -> int:
+        """How many positions it is loaded with, for texts of that length."""
+        return min(self.max_positions, self.stretch * max_model_len)
+
+    def loaded_bytes(self, max_model_len: int) -> int:
+        """What it takes once loaded for texts of that length, its cache aside."""
+        return self.weights_bytes + self.positions(max_model_len) * self.bytes_per_position
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +49,7 @@ class MemoryPlan:
     `num_sequences_plain` sequences of `max_model_len` tokens fit into the target's cache. So many of them as
     `num_sequences_speculative` can at the same time have guesses in flight and a full row in every drafter's cache;
     the others are decoded all the same. `remembered_bytes` is how much each thing that a drafter remembers may grow to.
+    `alone` is the plan without the drafters' caches, where that gives the target more.
     """
 
     budget_bytes: int
@@ -41,6 +63,7 @@ class MemoryPlan:
     num_sequences_speculative: int
     key_pad: int
     remembered_bytes: Mapping[str, int] = field(default_factory=dict)
+    alone: MemoryPlan | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -62,8 +85,13 @@ class MemoryPlan:
         caches = self.cache_bytes + sum(self.drafter_cache_bytes.values())
         return self.weights_bytes + caches + sum(self.remembered_bytes.values())
 
+    @property
+    def silent_drafters(self) -> list[str]:
+        """The drafters that can never draft, as there is no memory for their caches."""
+        return [name for name, tokens in self.drafter_cache_tokens.items() if tokens == 0]
+
     def lines(self) -> list[str]:
-        """The plan for a reader: the budget, one line per cache, the sequences that fit."""
+        """The plan for a reader: the budget, one line per cache, the sequences that fit, what drafting costs them."""
         lines = [
             f"memory: {size(self.num_bytes)} of {size(self.budget_bytes)}, weights {size(self.weights_bytes)}",
             f"target cache: {self._cache_line(self.cache_tokens, self.target_bytes_per_token, self.cache_bytes)}",
@@ -74,95 +102,164 @@ class MemoryPlan:
             lines.append(f"{name} cache: {line if tokens else 'no memory left, will not draft'}")
         for name, most in self.remembered_bytes.items():
             lines.append(f"{name}: {f'at most {size(most)}' if most else 'no memory left, none are kept'}")
-        plural = "" if self.num_sequences_plain == 1 else "s"
-        room = f"room for {self.num_sequences_plain} sequence{plural} of {self.max_model_len:,} tokens"
-        return [*lines, f"{room}, {self.num_sequences_speculative} with speculation"]
+        lines.append(f"room for {self._room_line()}, {self.num_sequences_speculative} with speculation")
+        if self.alone is not None:
+            lines.append(f"without a drafter's cache there would be room for {self.alone._room_line()}")
+        return lines
 
     def _cache_line(self, tokens: int, each: int, num_bytes: int) -> str:
         return f"{size(num_bytes)}, {tokens:,} tokens at {size(each)}"
 
+    def _room_line(self) -> str:
+        plural = "" if self.num_sequences_plain == 1 else "s"
+        return f"{self.num_sequences_plain} sequence{plural} of {self.max_model_len:,} tokens"
+
 
 def plan_memory(
+    target: ModelMemory,
+    drafters: Mapping[str, ModelMemory] | None = None,
     *,
-    weights_bytes: int,
-    target_bytes_per_token: int,
-    drafter_bytes_per_token: Mapping[str, int] | None = None,
-    remembered_bytes: Mapping[str, int] | None = None,
-    max_model_len: int,
+    budget_bytes: int,
+    max_model_len: int | None = None,
     max_num_seqs: int,
     tail_tokens: int = 0,
-    budget_bytes: int | None = None,
+    remembered_bytes: Mapping[str, int] | None = None,
     block_size: int = 64,
     key_pad: int = 512,
 ) -> MemoryPlan:
-    """Share out the budget: weights, then the target's cache, then the drafters' caches, all of one length.
+    """Share out the budget among weights, caches, and what drafters remember.
 
-    `weights_bytes` are those of the target and of all drafters; they count against the budget whether they are
-    loaded yet or not (see `default_budget`, which is used where none is given). `tail_tokens` are the guesses of a
-    sequence in flight. Drafters without keys and values have no entry, or 0 bytes. `remembered_bytes` is what drafters
-    would like to remember at most, by name. Raises NotEnoughMemory where not one sequence of that length fits.
+    `drafters` are the models that draft, by the names of their caches; drafters that are no models have no entry.
+    Without a `max_model_len` texts may be as long as one sequence fits with its drafts, down to USUAL_LEN; and below
+    that, as long as one sequence fits. `tail_tokens` are the slots that a sequence's guesses take beyond
+    `max_model_len`. `remembered_bytes` is what drafters would like to remember at most, by name. Raises
+    NotEnoughMemory where not one sequence fits.
     """
-    drafters = {name: each for name, each in (drafter_bytes_per_token or {}).items() if each}
-    budget = default_budget() if budget_bytes is None else budget_bytes
-    left = budget - weights_bytes
-    plain, speculative = round_up(max_model_len, block_size), round_up(max_model_len + tail_tokens, block_size)
-    share = int(max(0, left) * MEMORY_SHARE)
-    for part in (share, 0):
-        remembered = {name: min(most, part) for name, most in (remembered_bytes or {}).items()}
-        rest = left - sum(remembered.values())
-        cache_tokens = fitting_tokens(rest, target_bytes_per_token, max_num_seqs * speculative, block_size, key_pad)
-        if cache_tokens >= plain:
-            break
-    else:
-        raise NotEnoughMemory(
-            _refusal(budget, weights_bytes, target_bytes_per_token, max_model_len, cache_tokens, plain + key_pad)
-        )
-    rest -= (cache_tokens + key_pad) * target_bytes_per_token
-    drafter_tokens = fitting_tokens(rest, sum(drafters.values()), cache_tokens, block_size, key_pad)
-    num_plain = min(max_num_seqs, cache_tokens // plain)
-    shortest = drafter_tokens if drafters else cache_tokens
-    return MemoryPlan(
-        budget_bytes=budget,
-        weights_bytes=weights_bytes,
-        target_bytes_per_token=target_bytes_per_token,
-        drafter_bytes_per_token=drafters,
-        cache_tokens=cache_tokens,
-        drafter_cache_tokens=dict.fromkeys(drafters, drafter_tokens),
-        max_model_len=max_model_len,
-        num_sequences_plain=num_plain,
-        num_sequences_speculative=min(num_plain, shortest // speculative),
+    shares = Shares(
+        target=target,
+        drafters=drafters or {},
+        remembered=remembered_bytes or {},
+        budget_bytes=budget_bytes,
+        max_num_seqs=max_num_seqs,
+        tail_tokens=tail_tokens,
+        block_size=block_size,
         key_pad=key_pad,
-        remembered_bytes=remembered,
     )
+    length = shares.context() if max_model_len is None else max_model_len
+    if not shares.serves(length):
+        raise NotEnoughMemory(shares.refusal(length))
+    plan = shares.plan(length)
+    without = replace(shares, drafters={name: replace(m, bytes_per_token=0) for name, m in shares.drafters.items()})
+    alone = without.plan(without.context() if max_model_len is None else length)
+    more = (alone.max_model_len, alone.num_sequences_plain) != (plan.max_model_len, plan.num_sequences_plain)
+    return replace(plan, alone=alone if more else None)
 
 
-def fitting_tokens(num_bytes: int, each: int, wanted: int, block_size: int, key_pad: int) -> int:
-    """The most tokens, whole blocks and at most `wanted`, of a cache within `num_bytes`; 0 if not even its padding."""
-    if each == 0:
-        return wanted
-    return max(0, min(wanted, (num_bytes // each - key_pad) // block_size * block_size))
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The numbers of a plan whose context length is still to be chosen; `plan_memory` says what they mean."""
 
+    target: ModelMemory
+    drafters: Mapping[str, ModelMemory]
+    remembered: Mapping[str, int]
+    budget_bytes: int
+    max_num_seqs: int
+    tail_tokens: int
+    block_size: int
+    key_pad: int
 
-def default_budget(loaded_bytes: int = 0) -> int:
-    """80 % of the memory available, what is `loaded_bytes` of weights already counted as available."""
-    return int((available_bytes() + loaded_bytes) * BUDGET_SHARE)
+    def context(self) -> int:
+        """The longest context, by halves, at which a sequence fits with its drafts; if that is below USUAL_LEN, alone.
 
+        More memory never gives a shorter one.
+        """
+        lengths = [self.target.max_positions]
+        while lengths[-1] >= 2 * LEAST_LEN:
+            lengths.append(lengths[-1] // 2)
+        usual = min((length for length in lengths if length >= USUAL_LEN), default=lengths[0])
+        fitting = (length for length in lengths if (self.drafts if length > usual else self.serves)(length))
+        return next(fitting, lengths[-1])
 
-def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """What can be allocated without swapping, on this machine and within this container's limit.
+    def serves(self, length: int) -> bool:
+        """Whether one sequence of this length fits."""
+        return self.caches_bytes(self.blocks_of(length), 0, length) <= self.left(length)
 
-    Where the system does not tell (macOS), half of the physical memory.
-    """
-    if not meminfo.exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    available = _table(meminfo)["MemAvailable:"] * 1024
-    limit = cgroup / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        # Pages of files that were read once are given back when needed: they count as used, but are not.
-        reclaimable = _table(cgroup / "memory.stat")["inactive_file"]
-        used = int((cgroup / "memory.current").read_text()) - reclaimable
-        available = min(available, max(0, int(most) - used))
-    return available
+    def drafts(self, length: int) -> bool:
+        """Whether one sequence of this length fits, and a row of the same length in every drafter's cache."""
+        blocks = self.blocks_of(length)
+        return self.serves(length) and self.caches_bytes(blocks, blocks, length) <= self.caches_left(length)
+
+    def plan(self, length: int) -> MemoryPlan:
+        """The plan for texts of this length, of which one sequence fits."""
+        rest, size, one = self.caches_left(length), self.block_size, self.blocks_of(length)
+        drafted = self.blocks_of(length + self.tail_tokens)
+        counts = range(1, self.max_num_seqs * drafted + 1)
+        blocks = of_drafters = bisect_right(counts, rest, key=lambda n: self.caches_bytes(n, n, length))
+        if blocks < one:
+            blocks = one
+            of_drafters = bisect_right(range(1, one + 1), rest, key=lambda n: self.caches_bytes(one, n, length))
+        rows = {name: self.row_blocks(name, length) for name in self.drafters}
+        drafter_blocks = {name: min(of_drafters, self.max_num_seqs * row) for name, row in rows.items()}
+        num_plain = min(self.max_num_seqs, blocks // one)
+        aside, wanted = self.aside_bytes(length), max(1, sum(self.remembered.values()))
+        full_rows = [drafter_blocks[name] // row for name, row in rows.items()]
+        return MemoryPlan(
+            budget_bytes=self.budget_bytes,
+            weights_bytes=self.budget_bytes - self.left(length),
+            target_bytes_per_token=self.target.bytes_per_token,
+            drafter_bytes_per_token={name: model.bytes_per_token for name, model in self.drafters.items()},
+            cache_tokens=blocks * size,
+            drafter_cache_tokens={name: count * size for name, count in drafter_blocks.items()},
+            max_model_len=length,
+            num_sequences_plain=num_plain,
+            num_sequences_speculative=min(num_plain, blocks // drafted, *full_rows),
+            key_pad=self.key_pad,
+            remembered_bytes={name: aside * most // wanted for name, most in self.remembered.items()},
+        )
+
+    def left(self, length: int) -> int:
+        """What the weights leave of the budget; negative where they exceed it."""
+        models = (self.target, *self.drafters.values())
+        return self.budget_bytes - sum(model.loaded_bytes(length) for model in models)
+
+    def aside_bytes(self, length: int) -> int:
+        """What is set aside for what drafters remember: a small share, unless one sequence needs it."""
+        left, wanted = self.left(length), sum(self.remembered.values())
+        spare = left - self.caches_bytes(self.blocks_of(length), 0, length)
+        return max(0, min(wanted, left * len(self.remembered) // REMEMBERED_SHARE, spare))
+
+    def caches_left(self, length: int) -> int:
+        """What is left for all caches."""
+        return self.left(length) - self.aside_bytes(length)
+
+    def caches_bytes(self, blocks: int, of_drafters: int, length: int) -> int:
+        """What the target's cache takes, and those of drafters, of as many blocks as they can use; 0 for none."""
+        total = (blocks * self.block_size + self.key_pad) * self.target.bytes_per_token
+        for name, model in self.drafters.items() if of_drafters else ():
+            own = min(of_drafters, self.max_num_seqs * self.row_blocks(name, length))
+            total += (own * self.block_size + self.key_pad) * model.bytes_per_token
+        return total
+
+    def row_blocks(self, name: str, length: int) -> int:
+        """Blocks of one sequence in a drafter's cache, which holds no more than the drafter can read."""
+        return self.blocks_of(min(length, self.drafters[name].max_positions) + self.tail_tokens)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Whole blocks that hold this many tokens."""
+        return -(-tokens // self.block_size)
+
+    def refusal(self, length: int) -> str:
+        """What one sequence needs, what there is, and what to change."""
+        slots, each = self.blocks_of(length) * self.block_size + self.key_pad, self.target.bytes_per_token
+        weights = self.budget_bytes - self.left(length)
+        needed = f"{size(weights + slots * each)} ({size(weights)} weights, {slots:,} cache slots at {size(each)})"
+        blocks = range(1, self.blocks_of(length) + 1)
+        fitting = bisect_left(blocks, True, key=lambda n: not self.serves(n * self.block_size)) * self.block_size
+        shorter = f"lower max_model_len to {fitting:,} at most" if fitting else "no max_model_len is small enough"
+        return (
+            f"one sequence of max_model_len {length:,} needs {needed}, but the memory budget is "
+            f"{size(self.budget_bytes)}; {shorter}, use a smaller dtype, or raise the budget"
+        )
 
 
 def size(num_bytes: int) -> str:
@@ -172,23 +269,3 @@ def size(num_bytes: int) -> str:
             number = num_bytes / scale
             return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
     return f"{num_bytes} B"
-
-
-def round_up(tokens: int, block_size: int) -> int:
-    """Whole blocks that hold this many tokens, in tokens."""
-    return -(-tokens // block_size) * block_size
-
-
-def _table(path: Path) -> dict[str, int]:
-    """First and second column of a file of the kernel's."""
-    return {words[0]: int(words[1]) for words in (line.split() for line in path.read_text().splitlines())}
-
-
-def _refusal(budget: int, weights: int, each: int, max_model_len: int, fitting: int, slots: int) -> str:
-    """What one sequence needs, what there is, and what to change."""
-    needed = f"{size(weights + slots * each)} ({size(weights)} weights, {slots:,} cache slots at {size(each)})"
-    shorter = f"lower max_model_len to {fitting:,} at most" if fitting else "no max_model_len is small enough"
-    return (
-        f"one sequence of max_model_len {max_model_len:,} needs {needed}, but the memory budget is {size(budget)}; "
-        f"{shorter}, use a smaller dtype, or raise the budget"
-    )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+from forerun.cache.plan import ModelMemory
 from forerun.draft.base import Drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.early_exit import EarlyExitDrafter
@@ -42,6 +43,7 @@ class DraftContext:
 
 CacheTokens = Mapping[str, int]
 PAST = "past answers"
+OWN_TOKENS = 2  # positions for each of the target's where a drafter reads the text in tokens of its own, often shorter
 Build = Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
 BuildJudge = Callable[[CacheTokens, Progress | None, Runner], Judge]
 ORDER = "name the cheapest first, then models from small to large, as in cascade[ngram,model:SMALL,model:MIDDLE]"
@@ -51,16 +53,16 @@ ORDER = "name the cheapest first, then models from small to large, as in cascade
 class DraftPlan:
     """A drafter that was found and checked but not loaded: enough to plan memory.
 
-    `bytes_per_token` has an entry for every cache it wants, by name. `build` loads it, given the tokens that each of
-    these caches may hold, and the loaded target, whose weights and cache it may share: the drafter is then for engines
-    on that runner alone. A cache of 0 tokens gives a drafter that never drafts. `fingerprint` tells its weights apart
-    from others; nothing for a drafter without any. `build_judge` loads it as one that can judge others in a cascade;
-    None where it cannot. `remembered_bytes` is what it would like to remember at most in the memory of the host, by
-    name; `build` is given what it may, beside the tokens. `num_members` is how many drafters may share one tree.
+    `models` has an entry for every model that it loads, by the name of the model's cache. `build` loads them, given the
+    tokens that each of these caches may hold, and the loaded target, whose weights and cache it may share, and whose
+    positions are the longest text: the drafter is then for engines on that runner alone. A cache of 0 tokens gives a
+    drafter that never drafts. `fingerprint` tells its weights apart from others; nothing for a drafter without any.
+    `build_judge` loads it as one that can judge others in a cascade; None where it cannot. `remembered_bytes` is what
+    it would like to remember at most in the memory of the host, by name; `build` is given what it may, beside the
+    tokens. `num_members` is how many drafters may share one tree.
     """
 
-    weights_bytes: int
-    bytes_per_token: Mapping[str, int]
+    models: Mapping[str, ModelMemory]
     build: Build
     fingerprint: Callable[[], str] = str
     build_judge: BuildJudge | None = None
@@ -77,7 +79,7 @@ class DraftPlan:
         build_judge = self.build_judge
         return replace(
             self,
-            bytes_per_token={names[name]: each for name, each in self.bytes_per_token.items()},
+            models={names[name]: model for name, model in self.models.items()},
             build=lambda tokens, progress, target: self.build(own(tokens), progress, target),
             build_judge=build_judge and (lambda tokens, progress, target: build_judge(own(tokens), progress, target)),
             remembered_bytes={names[name]: most for name, most in self.remembered_bytes.items()},
@@ -85,7 +87,7 @@ class DraftPlan:
 
     def kept(self) -> Sequence[str]:
         """The names of all that it keeps."""
-        return (*self.bytes_per_token, *self.remembered_bytes)
+        return (*self.models, *self.remembered_bytes)
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
@@ -109,11 +111,11 @@ def plan_ngram(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`ngram[:N]`: prompt lookup with matches of up to N tokens. Needs no memory to speak of."""
     refuse_members(spec)
     if spec.argument is None:
-        return DraftPlan(0, {}, lambda _tokens, _progress, _target: NgramDrafter())
+        return DraftPlan({}, lambda _tokens, _progress, _target: NgramDrafter())
     if not spec.argument.isdecimal() or int(spec.argument) < 1:
         refuse(spec, "the argument is the longest match in tokens, a whole number of at least 1, as in ngram:5")
     longest = int(spec.argument)
-    return DraftPlan(0, {}, lambda _tokens, _progress, _target: NgramDrafter(max_n=longest))
+    return DraftPlan({}, lambda _tokens, _progress, _target: NgramDrafter(max_n=longest))
 
 
 def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
@@ -123,17 +125,21 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
     name, drafter = str(spec), Blueprint.of(context.target.spec.beside(spec.argument))
     translation = plan_translation(context, drafter)
-    vocab_size, longest = context.target.config.vocab_size, context.target.config.max_positions
+    stretch = 1 if translation is None else OWN_TOKENS
+    vocab_size, memory = context.target.config.vocab_size, replace(drafter.memory, stretch=stretch)
 
-    def build(cache_tokens: CacheTokens, progress: Progress | None, _target: Runner) -> ModelDrafter:
-        return ModelDrafter(drafter.load(cache_tokens[name], progress, longest), vocab_size)
+    def load(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Runner:
+        return drafter.load(cache_tokens[name], progress, memory.positions(target.decoder.config.max_positions))
 
-    own = DraftPlan(drafter.weights_bytes, {name: drafter.bytes_per_token}, build, drafter.fingerprint, build)
+    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> ModelDrafter:
+        return ModelDrafter(load(cache_tokens, progress, target), vocab_size)
+
+    own = DraftPlan({name: memory}, build, drafter.fingerprint, build)
     if translation is None:
         return own
 
-    def build_translated(cache_tokens: CacheTokens, progress: Progress | None, _target: Runner) -> Drafter:
-        return translated(drafter.load(cache_tokens[name], progress, longest), vocab_size, translation)
+    def build_translated(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Drafter:
+        return translated(load(cache_tokens, progress, target), vocab_size, translation)
 
     return replace(own, build=build_translated, build_judge=None)
 
@@ -191,8 +197,7 @@ def plan_mix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 def joined(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:
     """The plan of what is made of several."""
     return DraftPlan(
-        weights_bytes=sum(own.weights_bytes for own in plans),
-        bytes_per_token={name: each for own in plans for name, each in own.bytes_per_token.items()},
+        models={name: model for own in plans for name, model in own.models.items()},
         build=build,
         fingerprint=lambda: " ".join(filter(None, (own.fingerprint() for own in plans))),
         remembered_bytes={name: most for own in plans for name, most in own.remembered_bytes.items()},
@@ -214,7 +219,7 @@ def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         )
     layer = int(exit_layer)
     if not colon:
-        return DraftPlan(0, {}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
+        return DraftPlan({}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
     if not folder:
         refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out")
     name, adapter = str(spec), plan_adapter(folder, context.target, layer)
@@ -223,7 +228,7 @@ def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         above = adapter.load(cache_tokens[name], progress, target.decoder.config.max_positions, target.decoder)
         return EarlyExitDrafter(target, layer, above)
 
-    return DraftPlan(adapter.weights_bytes, {name: adapter.bytes_per_token}, build, adapter.fingerprint)
+    return DraftPlan({name: adapter.memory}, build, adapter.fingerprint)
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
@@ -234,7 +239,7 @@ def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     def build(granted: CacheTokens, _progress: Progress | None, _target: Runner) -> SuffixDrafter:
         return SuffixDrafter(Past(max_bytes=granted.get(PAST, MAX_BYTES), file=file))
 
-    return DraftPlan(0, {}, build, remembered_bytes={PAST: MAX_BYTES})
+    return DraftPlan({}, build, remembered_bytes={PAST: MAX_BYTES})
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {

@@ -1,21 +1,24 @@
 """The memory of an engine: a model and a drafter that are known but not loaded, as arguments of the memory plan.
 
-Decides what `plan_memory` is asked: how many cache slots a request's guesses need, and how long texts may be where the
-user did not say. The arithmetic is that of `cache/plan.py`; nothing is loaded here.
+Decides what `plan_memory` is asked: the budget where the user named none, and how many cache slots a request's guesses
+need. It warns of drafters that the plan leaves without memory. The arithmetic is that of `cache/plan.py`.
 """
 
 from __future__ import annotations
 
-from forerun.cache.plan import BUDGET_SHARE, MemoryPlan, plan_memory
+import logging
+
+from forerun.cache.budget import BUDGET_SHARE, default_budget
+from forerun.cache.plan import MemoryPlan, plan_memory
 from forerun.config import Speculation
 from forerun.device import free_bytes
 from forerun.draft.base import Budget
 from forerun.draft.build import DraftPlan
 from forerun.engine.controller import slots_of
-from forerun.errors import InvalidRequest, NotEnoughMemory
+from forerun.errors import InvalidRequest
 from forerun.models.loading import Blueprint
 
-LEAST_LEN = 1024  # a context is not cut below this to make it fit unasked
+LOGGER = logging.getLogger("forerun")
 
 
 def plan_engine(
@@ -28,38 +31,41 @@ def plan_engine(
 ) -> MemoryPlan:
     """Share out memory for texts of `max_model_len` tokens; where none is asked for, for the longest that fit.
 
-    `wish` is how far a request is drafted unless it says otherwise.
+    `wish` is how far a request is drafted unless it says otherwise. Raises NotEnoughMemory where not one sequence
+    fits, InvalidRequest for texts that are longer than the target's positions.
     """
     limit, device = target.config.max_positions, target.placement.device
     if max_model_len is not None and max_model_len > limit:
         raise InvalidRequest(
             "max_model_len", f"{max_model_len} must be at most {limit}, the positions of {target.name}."
         )
-    if memory_bytes is None and device.type == "cuda":
-        memory_bytes = int(free_bytes(device) * BUDGET_SHARE)
-
-    def plan(length: int) -> MemoryPlan:
-        return plan_memory(
-            weights_bytes=target.weights_bytes + drafter.weights_bytes,
-            target_bytes_per_token=target.bytes_per_token,
-            drafter_bytes_per_token=drafter.bytes_per_token,
-            remembered_bytes=drafter.remembered_bytes if device.type == "cpu" else {},
-            max_model_len=length,
-            max_num_seqs=max_num_seqs,
-            tail_tokens=tail_tokens(wish, drafter),
-            budget_bytes=memory_bytes,
+    if memory_bytes is None:
+        memory_bytes = int(free_bytes(device) * BUDGET_SHARE) if device.type == "cuda" else default_budget()
+    plan = plan_memory(
+        target.memory,
+        drafter.models,
+        budget_bytes=memory_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        tail_tokens=tail_tokens(wish, drafter.num_members, max_model_len or limit),
+        remembered_bytes=drafter.remembered_bytes if device.type == "cpu" else {},
+    )
+    for name in plan.silent_drafters:
+        LOGGER.warning(
+            "%s will not draft: there is no memory left for its cache; raise memory_bytes, or lower max_model_len "
+            "from %d",
+            name,
+            plan.max_model_len,
         )
-
-    length = max_model_len or limit
-    while max_model_len is None and length >= 2 * LEAST_LEN:
-        try:
-            return plan(length)
-        except NotEnoughMemory:
-            length //= 2
-    return plan(length)
+    return plan
 
 
-def tail_tokens(wish: Speculation, drafter: DraftPlan) -> int:
-    """Cache slots that one sequence's guesses take at most."""
-    budget = Budget.of(wish)
-    return slots_of(budget if drafter.num_members == 1 else budget.merging(drafter.num_members))
+def tail_tokens(wish: Speculation, num_members: int, max_model_len: int) -> int:
+    """Cache slots beyond `max_model_len` that the guesses of one sequence take at most, drafted by so many members.
+
+    A text of n tokens is drafted at most `max_model_len` - n - 1 tokens far, so a chain always ends within the context.
+    What goes beyond it are a tree's nodes, which lie behind the slots of its longest path.
+    """
+    budget = Budget.of(wish, max_model_len - 2)
+    slots = slots_of(budget if num_members == 1 else budget.merging(num_members))
+    return max(0, slots - budget.depth - 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
+from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
 from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
@@ -104,27 +105,33 @@ class Blueprint:
         return f"torch, {self.placement.label}" if self.placement.fixed else kernels_name(self.kernels, self.dtype)
 
     @property
+    def memory(self) -> ModelMemory:
+        """What it takes once loaded."""
+        c = self.config
+        return ModelMemory(
+            weights_bytes=self.weights_bytes,
+            bytes_per_token=PagedCache.bytes_per_token(
+                layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=self.dtype
+            ),
+            bytes_per_position=2 * c.head_dim * torch.float32.itemsize,  # cosine and sine
+            max_positions=c.max_positions,
+        )
+
+    @property
     def weights_bytes(self) -> int:
-        """What it takes once loaded, caches aside: a tied head is packed apart from the embedding."""
+        """What the weights take once loaded: a tied head is packed apart from the embedding."""
         c = self.config
         table = c.vocab_size * c.hidden
-        rope = 2 * c.max_positions * c.head_dim * torch.float32.itemsize
         if self.quantize is None:
-            return self.num_bytes + table * c.tied * self.dtype.itemsize + rope
+            return self.num_bytes + table * c.tied * self.dtype.itemsize
         others = self.num_bytes // self.dtype.itemsize - table  # parameters beside the embedding
-        return table * self.dtype.itemsize + others + table * c.tied + rope
+        return table * self.dtype.itemsize + others + table * c.tied
 
     @property
     def pass_bytes(self) -> int:
         """Weights that a pass reads: all but the table of embeddings, a row a token, unless it is the head as well."""
         table = self.config.vocab_size * self.config.hidden * (not self.config.tied)
         return (self.num_bytes // self.dtype.itemsize - table) * (1 if self.quantize else self.dtype.itemsize)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """What one token costs in the cache."""
-        c = self.config
-        return PagedCache.bytes_per_token(layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=self.dtype)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that was asked for: the checkpoint's own, or another's."""

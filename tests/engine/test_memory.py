@@ -1,0 +1,116 @@
+"""What an engine asks the memory plan for: room for guesses, tables for the context, and a word where there is none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun import LLM, SamplingParams
+from forerun.cache.plan import MemoryPlan
+from forerun.config import Speculation
+from forerun.draft.base import Budget
+from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
+from forerun.draft.model import ModelDrafter
+from forerun.engine.controller import slots_of
+from forerun.engine.memory import plan_engine, tail_tokens
+from forerun.models.loading import Blueprint
+from forerun.shape import StaticTree
+
+WISHES = st.one_of(
+    st.builds(Speculation, st.integers(0, 60), st.integers(1, 3), st.none() | st.integers(1, 40)),
+    st.just(Speculation(tree=StaticTree([[0], [1], [0, 0], [0, 0, 0], [0, 0, 1]]))),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(WISHES, st.integers(1, 3), st.integers(2, 50))
+def test_a_tail_is_what_guesses_take_beyond_the_context_at_most(wish: Speculation, members: int, longest: int) -> None:
+    beyond = [0]
+    for length in range(1, longest):
+        budget = Budget.of(wish, longest - length - 1)
+        slots = slots_of(budget if members == 1 else budget.merging(members))
+        beyond.append(length + slots - longest)
+    assert tail_tokens(wish, members, longest) == max(beyond)
+
+
+def planned(
+    target: Path | str, draft: str | None = None, wish: Speculation | None = None, **options: int | None
+) -> MemoryPlan:
+    blueprint = Blueprint.of(str(target), dtype="float32")
+    drafter = plan_drafter(draft, DraftContext(blueprint, blueprint.tokenizer())) if draft else none_drafts()
+    options = {"max_model_len": None, "max_num_seqs": 16, "memory_bytes": 10**9} | options
+    return plan_engine(blueprint, drafter, wish or Speculation(4), **options)  # type: ignore[arg-type]
+
+
+def none_drafts() -> DraftPlan:
+    return DraftPlan({}, lambda _tokens, _progress, _target: None)
+
+
+def test_deep_chains_take_no_more_memory_than_the_context(target_dir: Path, draft_dir: Path) -> None:
+    for draft in (None, f"model:{draft_dir}"):
+        plans = [planned(target_dir, draft, Speculation(depth)) for depth in (0, 4, 100_000)]
+        assert plans[0] == plans[1] == plans[2]
+        assert plans[0].cache_tokens == 16 * 512
+    deep = planned(target_dir, None, Speculation(100_000, 2))
+    assert deep.cache_tokens <= 16 * (512 + 2 * 512)
+
+
+def test_a_draft_model_has_its_part_of_a_small_budget() -> None:
+    """Where the target's longest contexts once took everything."""
+    llm = LLM("stdlib", draft="model:stdlib-draft", dtype="float32", memory_bytes=150_000_000)
+    assert llm.plan.max_model_len == 2048
+    assert llm.plan.num_sequences_speculative == llm.plan.num_sequences_plain >= 5
+    assert llm.plan.lines()[-1].startswith("without a drafter's cache there would be room for 7 sequences")
+    llm.generate("import os", SamplingParams(temperature=0, max_tokens=8))
+    assert llm.stats.num_drafted > 0
+
+
+def test_a_drafter_that_can_never_draft_is_a_warning(
+    target_dir: Path, draft_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"model:{draft_dir}"
+    with caplog.at_level(logging.WARNING, "forerun"):
+        assert planned(target_dir, name).silent_drafters == []
+        assert not caplog.records
+        short = planned(target_dir, name, memory_bytes=4_000_000, max_model_len=512)
+    assert short.silent_drafters == [name]
+    assert f"{name} cache: no memory left, will not draft" in short.lines()
+    (record,) = caplog.records
+    assert record.name == "forerun"
+    assert record.getMessage().startswith(f"{name} will not draft: there is no memory left for its cache")
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
+    """A model of ten million positions, whose tables alone would take 640 MB."""
+    folder = tmp_path_factory.mktemp("far") / "model"
+    shutil.copytree(target_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**7}))
+    return folder
+
+
+def test_tables_reach_as_far_as_the_context(far: Path) -> None:
+    plan = planned(far, f"model:{far}", max_model_len=64, memory_bytes=10_000_000)
+    assert plan.num_sequences_speculative == plan.num_sequences_plain == 16
+    llm = LLM(str(far), f"model:{far}", dtype="float32", max_model_len=64, memory_bytes=10_000_000)
+    assert len(llm.engine.runner.decoder.rope.cos) == 64
+    assert isinstance(llm.drafter, ModelDrafter)
+    assert len(llm.drafter.runner.decoder.rope.cos) == 64
+    llm.generate("Once", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    assert llm.stats.num_accepted == llm.stats.num_drafted > 40
+    assert planned(far, memory_bytes=100_000_000).max_model_len < 10**6
+
+
+def test_a_translated_drafter_reaches_as_far() -> None:
+    """A drafter with shorter tokens than the target's needs more positions for the same text."""
+    llm = LLM("stdlib", "model:stdlib-draft-1024", dtype="float32", max_model_len=200, memory_bytes=200_000_000)
+    assert len(llm.engine.runner.decoder.rope.cos) == 200
+    assert llm.drafter is not None
+    assert len(llm.drafter.model.runner.decoder.rope.cos) == 400  # type: ignore[attr-defined]
