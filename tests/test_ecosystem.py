@@ -47,7 +47,7 @@ def test_no_parameter_of_ours_is_in_the_table() -> None:
         ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens: 4096 .* use chunk_tokens"),
         ({"swap_space": -1}, "swap_space: -1 .* must be a number"),
         ({"swap_space": float("inf")}, "swap_space: inf .* must be a number"),
-        ({"enforce_eager": "x" * 500}, "enforce_eager: 'x{59}… is not served"),
+        ({"enforce_eager": "x" * 500}, "enforce_eager: .x+...x+. is not served"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization: 0 must be a share above 0"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: 1.5 must be a share above 0"),
         ({"gpu_memory_utilization": 0.5, "memory_bytes": 10**9}, "gpu_memory_utilization: memory_bytes says the same"),

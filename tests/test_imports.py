@@ -14,6 +14,7 @@ MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
 ORDER = """
     annotations errors folders __version__
+    limits
     device fields kernels progress shape
     tree config machine
     sampling cache text

@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Callable[[LLM], object], type[ForerunError], str]] = {
     "depth": (
         lambda llm: llm.generate("a", None, speculation=-1),
         InvalidRequest,
-        "speculation.depth: -1 must be .* at least 0",
+        "speculation.depth: -1 cannot .* from 0 to 256",
     ),
     "arm": (
         lambda llm: llm.generate("a", None, speculation=Speculation(2, drafter="eagle")),
@@ -221,7 +221,7 @@ BUILDS: dict[str, tuple[dict[str, object], type[ForerunError], str]] = {
     "max_num_seqs": ({"max_num_seqs": 0}, InvalidRequest, "max_num_seqs: 0 must be a whole number of at least 1"),
     "chunk_tokens": ({"chunk_tokens": 0}, InvalidRequest, "chunk_tokens: 0 must be a whole number of at least 1"),
     "threads": ({"threads": 0}, InvalidRequest, "threads: 0 must be a whole number of at least 1"),
-    "depth": ({"speculation": Speculation(3).depth - 5}, InvalidRequest, "speculation.depth: -2 must be"),
+    "depth": ({"speculation": Speculation(3).depth - 5}, InvalidRequest, "speculation.depth: -2 cannot"),
     "memory": (
         {"memory_bytes": 2_000_000},
         NotEnoughMemory,

@@ -121,7 +121,7 @@ def test_a_wish_takes_its_numbers_from_the_tree() -> None:
         with pytest.raises(InvalidRequest, match=f"speculation.{name}: {value} is not the tree's") as caught:
             Speculation(**{name: value}, tree=tree)
         assert caught.value.field == f"speculation.{name}"
-    with unchecked(), pytest.raises(InvalidRequest, match="must be a StaticTree"):
+    with unchecked(), pytest.raises(InvalidRequest, match="use a StaticTree"):
         Speculation(tree=SMALL)  # type: ignore[arg-type]
 
 

@@ -1,15 +1,18 @@
 """What a user can set, as frozen values: one dataclass per part, composed.
 
-Decides names, defaults and bounds; the command line's options come from here. Knows nothing of how any of it is done.
+Decides names, defaults and bounds; the command line's options come from here. How any of it is done is decided
+elsewhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from forerun.errors import InvalidRequest
-from forerun.shape import StaticTree
+from forerun.limits import INT64, refusal, shown, whole
+from forerun.shape import MOST_DEPTH, MOST_NODES, MOST_WIDTH, StaticTree
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
@@ -23,7 +26,7 @@ DEFAULT_DEPTH = 4
 def require_whole(name: str, value: object, least: int) -> None:
     """Raise InvalidRequest unless `value` is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidRequest(name, f"{value!r} must be a whole number of at least {least}.")
+        raise InvalidRequest(name, f"{shown(value)} must be a whole number of at least {least}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,10 @@ class Speculation:
     Which guesses make the tree is decided anew in every round, by how likely they are; with `tree` it is settled, and
     depth, width and nodes are those of that shape. `drafter` names an arm of the engine's drafter; None leaves the
     choice to the engine.
+
+    `depth` is at most 256, `width` at most 256. More `nodes` than a tree of that depth and width can have mean all of
+    them, and None means `width` guesses for every depth; a tree has at most 512 nodes. Raises InvalidRequest naming
+    the field.
     """
 
     depth: int = DEFAULT_DEPTH
@@ -42,22 +49,40 @@ class Speculation:
     tree: StaticTree | None = None
 
     def __post_init__(self) -> None:
-        if self.tree is not None:
-            self._take_shape(self.tree)
-        for name, least in (("depth", 0), ("width", 1), ("nodes", 1)):
+        for name, least, most in (("depth", 0, MOST_DEPTH), ("width", 1, MOST_WIDTH), ("nodes", 1, INT64)):
             value = getattr(self, name)
             if name != "nodes" or value is not None:
-                require_whole(f"speculation.{name}", value, least)
+                fix = f"use a whole number from {least} to {MOST_NODES if name == 'nodes' else most}"
+                object.__setattr__(self, name, whole(f"speculation.{name}", value, fix, least, most))
+        if self.tree is not None:
+            self._take_shape(self.tree)
+        if self.nodes is not None and self.nodes_within(self.depth) > MOST_NODES:
+            raise refusal("speculation.nodes", self.nodes, f"use at most {MOST_NODES}, or a smaller depth or width")
+        if self.drafter is not None and not isinstance(self.drafter, str):
+            raise refusal("speculation.drafter", self.drafter, "use None, or the name of an arm of the drafter")
+
+    def nodes_within(self, depth: int) -> int:
+        """The most guesses that a tree of this wish has at `depth`: no more than fit its depth and width."""
+        if self.width == 1:
+            return min(depth, depth if self.nodes is None else self.nodes)
+        asked = min(depth * self.width, MOST_NODES) if self.nodes is None else self.nodes
+        level, room = 1, 0
+        for _ in range(depth):
+            level *= self.width
+            room += level
+            if room >= asked:
+                return asked
+        return room
 
     def _take_shape(self, tree: object) -> None:
         """Set what a static tree settles; what was given must not say otherwise."""
         if not isinstance(tree, StaticTree):
-            raise InvalidRequest("speculation.tree", f"{tree!r} must be a StaticTree; StaticTree.load reads a file.")
+            raise refusal("speculation.tree", tree, "use a StaticTree; StaticTree.load reads a file")
         settled = {"depth": tree.depth, "width": tree.width, "nodes": len(tree.paths)}
         unsaid = {"depth": DEFAULT_DEPTH, "width": 1, "nodes": None}
         for name, value in settled.items():
             if (given := getattr(self, name)) not in (value, unsaid[name]):
-                raise InvalidRequest(f"speculation.{name}", f"{given!r} is not the tree's, {value}: leave it away.")
+                raise InvalidRequest(f"speculation.{name}", f"{given} is not the tree's, {value}: leave it away.")
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -67,9 +92,11 @@ class Speculation:
             return default
         if isinstance(wish, Speculation):
             return wish
-        if not isinstance(wish, int):
-            raise InvalidRequest("speculation", f"{wish!r} must be True, False, a depth, or a Speculation.")
-        return cls(depth=int(wish))
+        if wish is False:
+            return cls(depth=0)
+        if not isinstance(wish, Integral):
+            raise refusal("speculation", wish, "use True, False, a depth, or a Speculation")
+        return cls(depth=wish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +117,6 @@ class EngineOptions:
         for name in ("max_num_seqs", "chunk_tokens"):
             require_whole(name, getattr(self, name), 1)
         if self.verification not in VERIFICATIONS:
-            raise InvalidRequest("verification", f"{self.verification!r} must be one of {', '.join(VERIFICATIONS)}.")
+            raise InvalidRequest(
+                "verification", f"{shown(self.verification)} must be one of {', '.join(VERIFICATIONS)}."
+            )

@@ -23,7 +23,7 @@ from forerun.draft.base import Drafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnknownKeyword
-from forerun.request import shown
+from forerun.limits import shown
 
 YES_OR_NO = (True, False, None)
 

@@ -8,26 +8,17 @@ absent throughout.
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import ModelError, ModelNotFound, UnsupportedModel
+from forerun.limits import shown
 
 INT32 = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: these and their reciprocals fit into a float32
 AGAIN = "correct it or download the file again"
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 60, 40, 60
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 5
-
-
-def shown(value: object) -> str:
-    """A value for a message: its beginning, however long or deep it is."""
-    return short(_SHORT.repr(value))
 
 
 def short(text: object) -> str:

@@ -38,13 +38,14 @@ from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence
 from forerun.errors import EngineClosed, InvalidRequest, UnknownDrafter
+from forerun.limits import shown
 from forerun.models.generation import FILE as GENERATION_FILE
 from forerun.models.generation import GenerationDefaults
 from forerun.models.loading import Blueprint, Progress
 from forerun.models.spec import ModelSpec
 from forerun.output import Answers, RequestOutput
 from forerun.progress import reporting
-from forerun.request import Prompt, Request, Wish, requests_of, shown
+from forerun.request import Prompt, Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest
+from forerun.limits import shown
 from forerun.sampling.params import SamplingParams
 
 Wish = bool | int | Speculation | None
 """How far to draft: None or True for the engine's default, False for not at all, a depth, or a Speculation."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 FORMS = 'use text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
-SHOWN = 60  # characters of a value that an error repeats
 
 
 @runtime_checkable
@@ -137,9 +137,3 @@ def is_number(value: object) -> bool:
 def plain(value: Any) -> Any:
     """Arrays as lists, anything else as it is."""
     return value.tolist() if isinstance(value, Array) else value
-
-
-def shown(value: object) -> str:
-    """A value as an error repeats it, cut short."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -1,7 +1,8 @@
 """StaticTree: the shape of drafts, settled before any token is drawn, as Medusa's trees are.
 
-Decides what a shape is and how a file spells it: a path of ranks names a node, and [0, 2] is the third guess after the
-first guess after the root. Knows nothing of tokens, drafters or rounds. After the trees of Medusa (Cai et al., 2024).
+Decides what a shape is, how large drafts may be, and how a file spells a shape: a path of ranks names a node, and
+[0, 2] is the third guess after the first guess after the root. It does not decide which drafters can draft one. After
+the trees of Medusa (Cai et al., 2024).
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from functools import cached_property
 from pathlib import Path
 
 from forerun.errors import InvalidTree
+from forerun.limits import shown
 
 RankPath = tuple[int, ...]
 EXAMPLE = "[[0], [1], [0, 0]]"
 MOST_RANK = 255  # drawing so many guesses after a node takes longer than any of the last can bring
+MOST_WIDTH = MOST_RANK + 1
+MOST_DEPTH = 256  # of a draft: no text is guessed so far ahead, and every depth is a pass of a draft model
+MOST_NODES = 512  # of a draft: checking a tree takes time and memory by the square of its nodes
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class StaticTree:
             raise InvalidTree(f"{spelled(self.paths)} is no list of paths: write one as {EXAMPLE}")
         if not self.paths:
             raise InvalidTree(f"there are no paths in it: name a guess at least, as in {EXAMPLE}")
+        if len(self.paths) > MOST_NODES:
+            raise InvalidTree(f"there are {len(self.paths)} paths in it: write at most {MOST_NODES}")
         paths = tuple(sorted((checked(path) for path in self.paths), key=lambda path: (len(path), path)))
         known: set[RankPath] = {()}
         for path in paths:
@@ -85,6 +92,8 @@ def checked(path: object) -> RankPath:
     """A path as ranks."""
     if not isinstance(path, Sequence) or isinstance(path, str) or not path:
         raise InvalidTree(f"{spelled(path)} is no path: write the ranks of a guess and those above it, as in {EXAMPLE}")
+    if len(path) > MOST_DEPTH:
+        raise InvalidTree(f"the path {spelled(path)} has {len(path)} ranks: write at most {MOST_DEPTH}")
     for rank in path:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= MOST_RANK:
             fix = f"write a whole number from 0 to {MOST_RANK}"
@@ -94,5 +103,8 @@ def checked(path: object) -> RankPath:
 
 def spelled(value: object) -> str:
     """As a file would spell it, cut short."""
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=shown)
+    except (ValueError, TypeError, RecursionError):  # too many digits, keys that are no strings, or a list in itself
+        text = shown(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

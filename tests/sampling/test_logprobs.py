@@ -1,22 +1,28 @@
 """Reported log-probabilities against sorting by hand."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun.sampling import transforms
 from forerun.sampling.logprobs import token_logprobs
 
 rows_of_logits = st.lists(st.lists(st.integers(-3, 3), min_size=7, max_size=7), min_size=1, max_size=4)
 
 
 @given(rows_of_logits, st.integers(0, 7), st.data())
-def test_ranks_and_alternatives(values: list[list[int]], top: int, data: st.DataObject) -> None:
+@pytest.mark.parametrize("few", [0, 8])
+def test_ranks_and_alternatives(few: int, values: list[list[int]], top: int, data: st.DataObject) -> None:
     """Small integers, so that ties abound: the lowest id comes first, in ranks and in alternatives alike."""
     logits = torch.tensor(values, dtype=torch.float32)
     chosen = [data.draw(st.integers(0, 6)) for _ in values]
     law = torch.log_softmax(logits, 1)
-    for row, got in enumerate(token_logprobs(logits, chosen, top)):
+    with patch.object(transforms, "FEW", few):  # above so many all are sorted
+        found = token_logprobs(logits, chosen, top)
+    for row, got in enumerate(found):
         order = sorted(range(7), key=lambda token, row=row: (-values[row][token], token))
         assert got.token_id == chosen[row]
         assert got.rank == order.index(chosen[row]) + 1

@@ -2,7 +2,9 @@
 
 import math
 import pickle
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,20 +14,23 @@ from forerun.sampling.params import SamplingParams
 NAN, INF = math.nan, math.inf
 
 REFUSED = [
-    *[("temperature", v) for v in (-0.1, NAN, INF, "1", True, None)],
-    *[("top_k", v) for v in (-2, 1.5, True, None)],
+    *[("temperature", v) for v in (-0.1, NAN, INF, "1", True, None, 1e39, 10**400)],
+    *[("top_k", v) for v in (-2, 1.5, True, None, 2**63)],
     *[("top_p", v) for v in (0.0, -0.1, 1.1, NAN, True, None)],
     *[("min_p", v) for v in (-0.1, 1.1, NAN, True)],
-    *[("repetition_penalty", v) for v in (0.0, -1.0, NAN, INF, False)],
+    *[("repetition_penalty", v) for v in (0.0, -1.0, NAN, INF, False, 1e-38, 1e39)],
     *[(name, v) for name in ("presence_penalty", "frequency_penalty") for v in (-2.1, 2.1, NAN, "0")],
-    *[("logit_bias", v) for v in ([1], {-1: 1.0}, {"1": 1.0}, {1: NAN}, {1: INF}, {1: "2"}, {True: 1.0}, {1: False})],
+    *[
+        ("logit_bias", v)
+        for v in ([1], {-1: 1.0}, {"1": 1.0}, {1: NAN}, {1: INF}, {1: "2"}, {True: 1.0}, {1: False}, {1: -1e308})
+    ],
     *[(name, v) for name in ("banned_tokens", "stop_token_ids") for v in ([-1], [1.0], "12", 3, [True])],
-    *[("min_tokens", v) for v in (-1, 1.0, True, None, 257)],
-    *[("max_tokens", v) for v in (0, -1, 1.0, True)],
-    *[("stop", v) for v in ("", ["a", ""], [1], 3, None)],
+    *[("min_tokens", v) for v in (-1, 1.0, True, None, 257, 2**63)],
+    *[("max_tokens", v) for v in (0, -1, 1.0, True, 2**70)],
+    *[("stop", v) for v in ("", ["a", ""], [1], 3, b"", b"a", ["a"] * 65, "a" * 1025)],
     *[("seed", v) for v in (2**64, -(2**63) - 1, 1.0, True, "1")],
-    *[("n", v) for v in (0, -1, 1.0, True, None)],
-    *[(name, v) for name in ("logprobs", "prompt_logprobs") for v in (-1, 1.0, True)],
+    *[("n", v) for v in (0, -1, 1.0, True, None, 1025)],
+    *[(name, v) for name in ("logprobs", "prompt_logprobs") for v in (-1, 1.0, True, 129)],
     *[(name, v) for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens") for v in (0, None)],
     *[("logits_processors", v) for v in ([1], 3, print)],
 ]
@@ -50,13 +55,46 @@ ACCEPTED = [
     ("logit_bias", {0: -INF, 5: 3, 6: -100.0}),
     *[("max_tokens", v) for v in (None, 1)],
     *[("seed", v) for v in (None, 0, -(2**63), 2**64 - 1)],
-    *[("logprobs", v) for v in (None, 0, 20)],
+    *[("logprobs", v) for v in (None, 0, 128)],
+    *[("stop", v) for v in (("a",) * 64, ("a" * 1024,))],
+    ("n", 1024),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), ACCEPTED)
 def test_the_ends_of_ranges_are_accepted(name: str, value: object) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_values_are_shown_as_python_writes_them_and_cut_short() -> None:
+    for name, value, shown in (
+        ("temperature", "0", "temperature: '0' cannot be served; use 0"),
+        ("stop", "a" * 10**6, "stop: 'aaaaa"),
+        ("n", 10**5000, "n: an integer of thousands of digits cannot"),
+        ("banned_tokens", [-1] * 10**6, "banned_tokens: [-1, -1, "),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**{name: value})
+        assert str(caught.value).startswith(shown)
+        assert len(str(caught.value)) < 300
+
+
+def test_numpy_numbers_and_fractions_become_plain_ones() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=Fraction(1, 2),
+        top_k=np.int64(3),
+        banned_tokens=[*np.arange(2), np.uint8(7)],
+        logit_bias={np.int32(4): np.float64(1.5)},
+    )
+    plain = SamplingParams(temperature=0.5, top_p=0.5, top_k=3, banned_tokens=[0, 1, 7], logit_bias={4: 1.5})
+    assert params == plain
+    assert repr(params) == repr(plain)
+
+
+def test_none_is_an_empty_list() -> None:
+    none = SamplingParams(stop=None, stop_token_ids=None, banned_tokens=None, logits_processors=None)
+    assert none == SamplingParams()
 
 
 def test_sequences_are_kept_as_tuples() -> None:

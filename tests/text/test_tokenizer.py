@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from forerun.errors import InvalidRequest, TokenizerError
+from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
 from forerun.text.detokenize import IncrementalDecoder
 from forerun.text.tokenizer import Tokenizer
 
@@ -98,7 +98,7 @@ def test_real_text_is_never_split_inside_a_character(name: str, text: str) -> No
     assert sum(piece.count("\ufffd") for piece in pieces) == text.count("\ufffd")
 
 
-@pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like"])
+@pytest.mark.parametrize("name", ["stories", "byte_level"])
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_every_piece_carries_the_ordinal_of_the_token_that_completed_it(name: str, data: st.DataObject) -> None:
@@ -359,6 +359,42 @@ def test_templates_may_ask_for_the_date(tmp_path: Path) -> None:
     year = chatting("{{ strftime_now('%Y') }}", tmp_path).chat(TALK)
     assert len(year) == 4
     assert int(year) >= 2024
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["stories", "byte_level"]),
+    st.text(max_size=400),
+    st.integers(1, 12),
+    st.integers(0, 6),
+)
+def test_a_text_within_a_limit_has_its_own_tokens(name: str, text: str, limit: int, doublings: int) -> None:
+    """Refused is only what has too many, whole or by its beginning."""
+    tokenizer, text = TOKENIZERS[name], text * 2**doublings
+    tokens = tokenizer.encode(text)
+    try:
+        assert tokenizer.encode_within(text, limit) == tokens
+    except PromptTooLong:
+        assert len(tokens) >= limit
+
+
+@pytest.mark.parametrize("text", ["once upon a time ", "a", " ", "é", "\n\n"])
+def test_no_more_of_a_long_text_is_cut_into_tokens_than_shows_its_length(text: str) -> None:
+    """A limit of 64 tokens and texts of a million characters: 512, 1,024, ... are looked at, no token is so long."""
+    cut = []
+
+    class Watched(Tokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            cut.append(len(text))
+            return super().encode(text, add_special_tokens)
+
+    watched = Watched(tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json")))
+    with pytest.raises(PromptTooLong, match=r"tokens, in its first .* context of 64: shorten it"):
+        watched.encode_within(text * (10**6 // len(text)), 64)
+    assert sum(cut) <= 2 * 64 * 32
+    cut.clear()
+    assert watched.encode_within("once", 64)
+    assert cut == [4]
 
 
 def test_the_decoder_is_what_it_says() -> None:

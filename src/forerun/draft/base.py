@@ -52,11 +52,8 @@ class Budget:
         if wish.tree is not None:
             tree = wish.tree.cut(depth)
             return NO_DRAFT if tree is None else cls(tree.depth, tree.width, len(tree.paths), shape=tree)
-        nodes = depth * wish.width if wish.nodes is None else wish.nodes
-        depth = min(depth, nodes)
-        if depth <= 0:
-            return NO_DRAFT
-        return cls(depth=depth, width=wish.width, nodes=depth if wish.width == 1 else nodes)
+        nodes = wish.nodes_within(depth)
+        return cls(min(depth, nodes), wish.width, nodes) if nodes > 0 else NO_DRAFT
 
     def merging(self, num_members: int) -> Budget:
         """The same for the last arm of a mix of so many: its tree may be wider, that all of them have their place."""

@@ -1,6 +1,7 @@
 """Requests: what is asked of one engine, checked against its model before anything runs.
 
-The file decides whether a request can be served and turns it into sequences, one per sample.
+The file decides whether a request can be served and turns it into sequences, one per sample. What is wrong with a
+request is found here, where no other request can be hurt.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest, PromptTooLong
-from forerun.request import Request, shown
+from forerun.limits import shown
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -58,7 +60,7 @@ class Requests:
         if speculation.drafter is not None and speculation.drafter not in self.arms:
             known = ", ".join(self.arms) or "none"
             raise InvalidRequest(
-                "speculation.drafter", f"{speculation.drafter!r} is not drafting here; known: {known}."
+                "speculation.drafter", f"{shown(speculation.drafter)} is not drafting here; known: {known}."
             )
         request_id = next(self.request_ids)
         seed = self.seed_of(params, request_id)
@@ -96,20 +98,25 @@ class Requests:
     def prompt_tokens(self, request: Request) -> list[int]:
         """The prompt's token ids: at least one, all known, with room behind them."""
         if request.prompt_token_ids is not None:
+            self.check_length(len(request.prompt_token_ids))
             tokens = list(request.prompt_token_ids)
         elif request.prompt is None:
             raise InvalidRequest("prompt", "there is none: give text or token ids.")
         elif self.tokenizer is None:
             raise InvalidRequest("prompt", "text needs a tokenizer; give token ids.")
         else:
-            tokens = self.tokenizer.encode(request.prompt)
+            tokens = self.tokenizer.encode_within(request.prompt, self.max_length)
         if not tokens:
             raise InvalidRequest("prompt", "it is empty, and the tokenizer adds no first token: give at least one.")
+        self.check_length(len(tokens))
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self.num_ids:
                 raise InvalidRequest("prompt", f"{shown(token)} is not a token id from 0 to {self.num_ids - 1}.")
-        if len(tokens) >= self.max_length:
-            raise PromptTooLong(
-                "prompt", f"{len(tokens)} tokens leave no room in a context of {self.max_length}: shorten it."
-            )
         return tokens
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise PromptTooLong where a prompt of so many tokens leaves no room for a single new one."""
+        if num_tokens >= self.max_length:
+            raise PromptTooLong(
+                "prompt", f"{num_tokens} tokens leave no room in a context of {self.max_length}: shorten it."
+            )

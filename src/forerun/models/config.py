@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from forerun.fields import AGAIN, INT32, Fields, read_fields, shown
+from forerun.fields import AGAIN, INT32, Fields, read_fields
+from forerun.limits import shown
 from forerun.models.families import FAMILIES, Family, Windows
 
 DTYPES = {

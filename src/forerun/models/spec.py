@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, no_type_check
 
 from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import InvalidRequest
-from forerun.fields import shown
+from forerun.limits import shown
 
 if TYPE_CHECKING:
     import torch

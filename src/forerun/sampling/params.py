@@ -1,7 +1,7 @@
 """SamplingParams: what a request may ask of sampling, checked once and then trusted.
 
 Decides the range of every field and which fields contradict each other; everything that needs the vocabulary is
-checked by `check_vocabulary`. Knows nothing of tensors' values, of noise, or of how a law is computed.
+checked by `check_vocabulary`. It does not look at logits or noise, and does not say how a law is computed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,25 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, no_type_check
 
 from torch import Tensor
 
 from forerun.errors import InvalidRequest
+from forerun.limits import FLOAT32, FLOAT32_LEAST, INT64, real, refusal, shown, whole
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits [vocab]) -> logits [vocab]. Must be a pure function: guessed continuations are asked too."""
 
 GREEDY_BELOW = 1e-5  # dividing float32 logits by less than this overflows; vLLM draws the same line
+ABOVE_0 = math.ulp(0.0)
+MOST_SAMPLES = 1024  # each holds the prompt's tokens
+MOST_LOGPROBS = 128  # a prompt of 100,000 tokens takes 1 GB for these
+MOST_STOPS = 64  # all of them are looked for after every token
+MOST_CHARACTERS = 1024  # of one of them
+COUNT = f"a count of tokens, at most {INT64}"
+NO_LISTS = (str, bytes, bytearray, memoryview)  # though Python counts them as sequences
 
 
 @no_type_check  # run-time type checks in tests would forestall its own, which users meet
@@ -29,7 +38,12 @@ class SamplingParams:
 
     `temperature` below 1e-5 counts as 0, the point mass at the largest logit. `top_k` 0 or -1, `top_p` 1 and
     `min_p` 0 are off. `max_tokens` None runs until the context is full. `seed` is taken modulo 2**64; None draws
-    one per request. Sequences are stored as tuples and a lone `stop` string as a tuple of one.
+    one per request. Sequences are stored as tuples, None as an empty one, and a lone `stop` string as a tuple of one.
+
+    Integers fit int64. `temperature` and `repetition_penalty` are at most 3.4e38, `repetition_penalty` is at least
+    1.18e-38, and biases lie between -3.4e38 and 3.4e38, or are -inf to ban a token: these are the limits of float32,
+    within which every finite logit stays finite. `n` is at most 1024; `logprobs` and `prompt_logprobs` are at most
+    128; there are at most 64 `stop` strings, of at most 1024 characters each.
     Raises InvalidRequest naming the field.
     """
 
@@ -59,6 +73,7 @@ class SamplingParams:
         self._check_law()
         self._check_ids()
         self._check_limits()
+        self._check_texts()
         self._check_switches()
 
     @property
@@ -83,7 +98,7 @@ class SamplingParams:
         for name in ("logit_bias", "banned_tokens", "stop_token_ids"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
-                    raise _invalid(name, f"token id {token}", f"use ids below the vocabulary size, {vocab_size}")
+                    raise _invalid(name, token, f"use token ids below the vocabulary size, {vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and count > vocab_size:
@@ -91,92 +106,92 @@ class SamplingParams:
         bias = self.logit_bias or {}
         impossible = set(self.banned_tokens) | {token for token, value in bias.items() if value == -math.inf}
         if len(impossible) >= vocab_size:
-            raise _invalid(
-                "banned_tokens", f"{len(impossible)} ids", f"all {vocab_size} are banned: allow at least one"
-            )
+            raise _invalid("banned_tokens", impossible, f"all {vocab_size} are banned: allow at least one")
         if self.min_tokens > 0 and len(impossible | set(self.stop_token_ids) | set(eos_ids)) >= vocab_size:
             raise _invalid("min_tokens", self.min_tokens, "every token is banned or ends the text: set it to 0")
 
     def _check_law(self) -> None:
-        self._real("temperature", low=0.0, fix="use 0 for greedy, or a finite number above 0")
-        self._real("top_p", low=0.0, high=1.0, open_low=True, fix="use 1 to switch it off, or a share in (0, 1]")
-        self._real("min_p", low=0.0, high=1.0, fix="use 0 to switch it off, or a share in [0, 1]")
-        self._real("repetition_penalty", low=0.0, open_low=True, fix="use 1 to switch it off, or a number above 0")
-        self._real("presence_penalty", low=-2.0, high=2.0, fix="use a number in [-2, 2]")
-        self._real("frequency_penalty", low=-2.0, high=2.0, fix="use a number in [-2, 2]")
-        self._whole("top_k", low=-1, fix="use 0 or -1 to switch it off, or a count of tokens")
+        penalty = f"use 1 to switch it off, or a number from {FLOAT32_LEAST:.3g} to {FLOAT32:.3g}, as float32 holds"
+        self._real("temperature", f"use 0 for greedy, or a number above 0, at most {FLOAT32:.3g}", 0.0)
+        self._real("top_p", "use 1 to switch it off, or a share in (0, 1]", ABOVE_0, 1.0)
+        self._real("min_p", "use 0 to switch it off, or a share in [0, 1]", 0.0, 1.0)
+        self._real("repetition_penalty", penalty, FLOAT32_LEAST)
+        self._real("presence_penalty", "use a number in [-2, 2]", -2.0, 2.0)
+        self._real("frequency_penalty", "use a number in [-2, 2]", -2.0, 2.0)
+        self._whole("top_k", f"use 0 or -1 to switch it off, or {COUNT}", -1)
 
     def _check_ids(self) -> None:
-        self._tuple_of_ids("banned_tokens")
-        self._tuple_of_ids("stop_token_ids")
+        for name in ("banned_tokens", "stop_token_ids"):
+            self._list(name, "token ids: integers, 0 or above", _is_id)
+            self._set(name, tuple(int(token) for token in getattr(self, name)))
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
             raise _invalid("logit_bias", self.logit_bias, "use a mapping from token id to the number to add")
-        for token, value in self.logit_bias.items():
-            if not _is_id(token):
-                raise _invalid("logit_bias", f"key {token!r}", "use token ids: integers, 0 or above")
-            if not _is_real(value) or math.isnan(value) or value == math.inf:
-                raise _invalid("logit_bias", f"{value!r} for token {token}", "use a finite number (or -inf to ban)")
         # A plain dict, not a read-only proxy: requests are pickled on their way to a worker.
-        object.__setattr__(self, "logit_bias", {token: float(v) for token, v in self.logit_bias.items()})
+        self._set("logit_bias", dict(_bias(token, value) for token, value in self.logit_bias.items()))
 
     def _check_limits(self) -> None:
-        self._whole("min_tokens", low=0, fix="use 0 or a count of tokens")
-        self._whole("max_tokens", low=1, none=True, fix="use a count of tokens, or None until the context is full")
-        self._whole("seed", low=-(2**63), high=2**64 - 1, none=True, fix="use None or an integer of 64 bits")
-        self._whole("n", low=1, fix="use 1 or more answers per prompt")
-        self._whole("logprobs", low=0, none=True, fix="use None, or how many alternatives to report")
-        self._whole("prompt_logprobs", low=0, none=True, fix="use None, or how many alternatives to report")
+        self._whole("min_tokens", f"use 0 or {COUNT}")
+        self._whole("max_tokens", f"use {COUNT}, or None until the context is full", 1, none=True)
+        self._whole("seed", "use None or an integer of 64 bits", -(2**63), 2**64 - 1, none=True)
+        self._whole("n", f"use 1 or more answers per prompt, at most {MOST_SAMPLES}", 1, MOST_SAMPLES)
+        for name in ("logprobs", "prompt_logprobs"):
+            fix = f"use None, or how many alternatives to report, at most {MOST_LOGPROBS}"
+            self._whole(name, fix, 0, MOST_LOGPROBS, none=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _invalid("min_tokens", self.min_tokens, f"use at most max_tokens, {self.max_tokens}")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
-            raise _invalid("stop", self.stop, "use a string or a list of strings")
-        if "" in stop:
-            raise _invalid("stop", "''", "an empty string would stop every answer at once: leave it out")
-        object.__setattr__(self, "stop", tuple(stop))
+
+    def _check_texts(self) -> None:
+        if isinstance(self.stop, str):
+            self._set("stop", (self.stop,))
+        self._list("stop", "strings, or one string", lambda text: isinstance(text, str))
+        if len(self.stop) > MOST_STOPS:
+            raise _invalid("stop", self.stop, f"these are {len(self.stop)} strings: use at most {MOST_STOPS}")
+        for text in self.stop:
+            if not text:
+                raise _invalid("stop", text, "an empty string would stop every answer at once: leave it out")
+            if len(text) > MOST_CHARACTERS:
+                raise _invalid("stop", text, f"it has {len(text)} characters: use at most {MOST_CHARACTERS}")
 
     def _check_switches(self) -> None:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "use True or False")
-        if not isinstance(self.logits_processors, Sequence) or not all(map(callable, self.logits_processors)):
-            raise _invalid("logits_processors", self.logits_processors, "use a list of callables")
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        self._list("logits_processors", "callables", callable)
 
-    def _real(self, name: str, *, low: float, fix: str, high: float = math.inf, open_low: bool = False) -> None:
+    def _real(self, name: str, fix: str, least: float, most: float = FLOAT32) -> None:
+        self._set(name, real(name, getattr(self, name), fix, least, most))
+
+    def _whole(self, name: str, fix: str, least: int = 0, most: int = INT64, *, none: bool = False) -> None:
         value = getattr(self, name)
-        if not _is_real(value) or not math.isfinite(value):
-            raise _invalid(name, value, fix)
-        if not low <= value <= high or (open_low and value == low):
-            raise _invalid(name, value, fix)
+        if value is not None or not none:
+            self._set(name, whole(name, value, fix, least, most))
 
-    def _whole(self, name: str, *, low: int, fix: str, high: int | None = None, none: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and none:
-            return
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise _invalid(name, value, fix)
-        if value < low or (high is not None and value > high):
-            raise _invalid(name, value, fix)
+    def _list(self, name: str, what: str, fits: Callable[[Any], bool]) -> None:
+        values = () if getattr(self, name) is None else getattr(self, name)
+        if not isinstance(values, Sequence) or isinstance(values, NO_LISTS) or not all(map(fits, values)):
+            raise _invalid(name, values, f"use a list of {what}")
+        self._set(name, tuple(values))
 
-    def _tuple_of_ids(self, name: str) -> None:
-        ids = getattr(self, name)
-        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(map(_is_id, ids)):
-            raise _invalid(name, ids, "use a list of token ids: integers, 0 or above")
-        object.__setattr__(self, name, tuple(ids))
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _bias(token: Any, value: Any) -> tuple[int, float]:
+    """One entry of `logit_bias` as plain numbers."""
+    if not _is_id(token):
+        raise _invalid("logit_bias", token, "use token ids as keys: integers, 0 or above")
+    if isinstance(value, Real) and value == -math.inf:
+        return int(token), -math.inf
+    fix = f"use numbers from -{FLOAT32:.3g} to {FLOAT32:.3g}, as float32 holds, or -inf to ban (token {shown(token)})"
+    return int(token), real("logit_bias", value, fix)
 
 
 def _invalid(name: str, value: object, fix: str) -> InvalidRequest:
     assert name in {field.name for field in fields(SamplingParams)}, f"{name} is no sampling parameter"
-    shown = value if isinstance(value, str) else repr(value)
-    return InvalidRequest(name, f"{shown} cannot be served; {fix}")
+    return refusal(name, value, fix)

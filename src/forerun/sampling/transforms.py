@@ -4,7 +4,11 @@ Decides what each sampling parameter does to logits, and in which order (that of
 minimum length, bias, custom processors, penalties; then, except for greedy rows, temperature, min-p, top-k, top-p.
 Everything is row-wise and elementwise: what a row gets does not depend on its batch-mates. A transform that no row
 uses is skipped; one that some row uses leaves the others' values as they are (plus 0, times 1, below -inf).
-Knows nothing of noise or of drawing.
+
+No transform makes NaN or infinity of finite logits, whatever the parameters that `SamplingParams` accepts: sums and
+products stop at the largest number that float32 holds, and -inf is only what is banned or filtered out. A row whose
+logits are too large for their temperature, or hold infinity from a processor or the model, is moved so that its
+largest is 0 (`centred`): its law is then that of its largest logits. Noise and draws are another file's business.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
-from forerun.device import upload, upload_tensor
+from forerun.device import is_cpu, upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
+from forerun.limits import INT64
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.winners import first_largest
 
@@ -57,6 +63,7 @@ class PathState:
 
 Logits = Float[Tensor, "nodes vocab"]
 _PREFIX = 1024
+FEW = 8  # largest scores that are looked for one after the other
 
 
 class Transforms:
@@ -113,11 +120,11 @@ class Transforms:
         if self.num_ids < self.vocab:
             logits[:, self.num_ids :] = -math.inf
         if self._biased:
-            self._add(logits, at, *self._table("bias", self._bias_table))
+            self._bias(logits, at)
         if self._short:
-            ids, values, until = self._table("short", self._short_table)
-            still = at.position[:, None] < until[at.row][:, None]
-            logits.scatter_add_(1, ids[at.row], torch.where(still, values[at.row], 0.0).to(logits.dtype))
+            ids, until = self._table("short", self._short_table)
+            still, ids = at.position[:, None] < until[at.row], ids[at.row]
+            logits.scatter_(1, ids, torch.where(still, -math.inf, logits.gather(1, ids)))
         if self._processed:
             logits = self._process(logits, at)
         if self._repeating:
@@ -127,9 +134,12 @@ class Transforms:
         return logits
 
     def narrow(self, logits: Logits, at: PathState) -> Logits:
-        """Temperature and the filters, on shaped logits. Greedy rows pass unchanged."""
+        """Temperature and the filters, on shaped logits, of rows that are not greedy."""
         if any(p.temperature != 1 for p in self._sampled):
-            logits = logits / self._column("temperature", lambda p: p.temperature, 1.0, logits)[at.row]
+            temperature = self._column("temperature", lambda p: p.temperature, 1.0, logits)[at.row]
+            logits = centred(logits, temperature) / temperature
+        else:
+            logits = centred(logits)
         if any(p.min_p > 0 for p in self._sampled):
             reach = self._column("min_p", lambda p: math.log(p.min_p) if p.min_p else -math.inf, -math.inf, logits)
             logits = mask_below(logits, logits.amax(1, keepdim=True) + reach[at.row])
@@ -147,8 +157,11 @@ class Transforms:
         (greedy,) = self._table("greedy", lambda: (self._tensor([r.params.greedy for r in self.rows], torch.bool),))
         return greedy[at.row][:, None]
 
-    def _add(self, logits: Logits, at: PathState, ids: Tensor, values: Tensor) -> None:
-        logits.scatter_add_(1, ids[at.row], values[at.row].to(logits.dtype))
+    def _bias(self, logits: Logits, at: PathState) -> None:
+        """Add biases and ban ids, in place."""
+        ids, values = (table[at.row] for table in self._table("bias", self._bias_table))
+        old = logits.gather(1, ids)
+        logits.scatter_(1, ids, torch.where(values.isneginf(), values, bounded(old + values, old)).to(logits.dtype))
 
     def _process(self, logits: Logits, at: PathState) -> Logits:
         """Run each row's processors node by node; user code, so this is the one place that reads tensors here."""
@@ -169,7 +182,8 @@ class Transforms:
         ids, seen = _with_path(ids, seen, at)
         by = self._column("repetition", lambda p: p.repetition_penalty, 1.0, logits, greedy_too=True)[at.row]
         old = logits.gather(1, ids)
-        return logits.scatter(1, ids, torch.where(seen > 0, torch.where(old > 0, old / by, old * by), old))
+        new = torch.where(seen > 0, torch.where(old > 0, old / by, old * by), old)
+        return logits.scatter(1, ids, bounded(new, old))
 
     def _penalise_counts(self, logits: Logits, at: PathState) -> Logits:
         ids, said = self._table("said", lambda: self._counts([row.tokens[row.num_prompt :] for row in self.rows]))
@@ -179,30 +193,23 @@ class Transforms:
         return logits.scatter(1, ids, logits.gather(1, ids) - frequency * said - presence * (said > 0))
 
     def _bias_table(self) -> tuple[Tensor, ...]:
-        """Sparse additions per row: -inf for what is banned, the request's own numbers otherwise."""
+        """(ids, what is added to each) per row: -inf for what is banned, the request's own numbers otherwise."""
         entries = [
-            [(token, -math.inf) for token in row.params.banned_tokens] + [*(row.params.logit_bias or {}).items()]
-            for row in self.rows
+            {**(row.params.logit_bias or {}), **dict.fromkeys(row.params.banned_tokens, -math.inf)} for row in self.rows
         ]
-        return self._sparse(entries)
+        values = self._padded([[*row.values()] for row in entries], 0.0)
+        return self._tensor(self._padded([[*row] for row in entries], 0), torch.int64), self._tensor(
+            values, torch.float32
+        )
 
     def _short_table(self) -> tuple[Tensor, ...]:
-        """Sparse bans of what ends a text, and the position from which they are lifted."""
-        entries = [
-            [(token, -math.inf) for token in {*row.eos_ids, *row.params.stop_token_ids}]
-            if row.params.min_tokens
-            else []
-            for row in self.rows
+        """(ids that end a text, the position from which they are allowed) per row."""
+        ends = [[*{*row.eos_ids, *row.params.stop_token_ids}] if row.params.min_tokens else [] for row in self.rows]
+        until = [
+            [min(row.num_prompt + row.params.min_tokens, INT64) if own else 0]
+            for row, own in zip(self.rows, ends, strict=True)
         ]
-        until = self._tensor([row.num_prompt + row.params.min_tokens for row in self.rows], torch.int64)
-        return (*self._sparse(entries), until)
-
-    def _sparse(self, entries: list[list[tuple[int, float]]]) -> tuple[Tensor, Tensor]:
-        """(ids, values) per row, padded by adding 0 to token 0."""
-        width = max(len(row) for row in entries)
-        padded = [row + [(0, 0.0)] * (width - len(row)) for row in entries]
-        ids = self._tensor([[token for token, _ in row] for row in padded], torch.int64)
-        return ids, self._tensor([[value for _, value in row] for row in padded], torch.float32)
+        return self._tensor(self._padded(ends, 0), torch.int64), self._tensor(until, torch.int64)
 
     def _top_k_table(self) -> tuple[Tensor, ...]:
         """How many tokens each row keeps; 0 keeps all."""
@@ -230,6 +237,11 @@ class Transforms:
                 ids[row], counts[row] = own[0], times[0]
                 ids[row, : len(own)], counts[row, : len(own)] = own, times
         return upload_tensor(torch.from_numpy(ids), self.device), upload_tensor(torch.from_numpy(counts), self.device)
+
+    def _padded(self, entries: Sequence[list[Any]], none: Any) -> list[list[Any]]:
+        """Lists of one length: the first entry is repeated, so that what is written twice is the same."""
+        width = max(1, *map(len, entries))
+        return [own + [own[0] if own else none] * (width - len(own)) for own in entries]
 
     def _table(self, name: str, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if name not in self._tables:
@@ -274,6 +286,26 @@ def _with_path(
     return ids, counts + (ids[:, :, None] == at.drawn[:, None]).sum(2)
 
 
+def bounded(new: Logits, old: Logits) -> Logits:
+    """`new` as far as the format holds it, where `old` was finite; infinity and NaN were not made here, and stay."""
+    most = torch.finfo(new.dtype).max
+    return torch.where(old.isfinite(), new.clamp(-most, most), new)
+
+
+def centred(logits: Logits, temperature: Float[Tensor, "nodes 1"] | None = None) -> Logits:
+    """Each row as it is, or moved to have 0 for its largest logit, if that over its temperature would be infinite.
+
+    A law stays the same when its logits are moved; of one with infinite logits the largest are left. Rows that have no
+    law, with NaN or with nothing above -inf, are left alone.
+    """
+    peak = logits.amax(1, keepdim=True)
+    far = (peak if temperature is None else peak / temperature).isinf() & (peak > -math.inf)
+    if is_cpu(logits.device) and not far.numpy().any():  # elsewhere it would be waited for
+        return logits
+    most = torch.finfo(logits.dtype).max
+    return torch.where(far, logits.clamp(max=most) - peak.clamp(max=most), logits)
+
+
 def mask_below(logits: Logits, least: Float[Tensor, "nodes 1"]) -> Logits:
     """-inf for what is smaller than `least`; equals stay, so that ties never hang on an order."""
     return logits.masked_fill(logits < least, -math.inf)
@@ -309,13 +341,27 @@ def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
 def largest(scores: Logits, width: int) -> Int[Tensor, "nodes width"]:
     """The ids of the `width` largest scores of each row in falling order, ties to the lowest id.
 
-    By repeated argmax: topk does not say which of equals it takes, and a stable sort of a whole vocabulary costs
-    more than a handful of passes over it. Where fewer than `width` are above -inf, ids repeat.
+    A few by repeated argmax: topk does not say which of equals it takes, and a stable sort of a whole vocabulary costs
+    more than a handful of passes over it. Where fewer than `width` are above -inf, what follows them is any id.
     """
     if width <= 1:
         return first_largest(scores)[:, :width]
+    if width > FEW:
+        return many_largest(scores, width)
     scores, ids = scores.clone(), []
     for _ in range(width):
         ids.append(first_largest(scores))
         scores.scatter_(1, ids[-1], -math.inf)
     return torch.cat(ids, 1)
+
+
+def many_largest(scores: Logits, width: int) -> Int[Tensor, "nodes width"]:
+    """The same for many: on CPUs only what is not below the last of them is sorted."""
+    if not is_cpu(scores.device):
+        return scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
+    least = scores.topk(width, dim=1).values[:, -1:]
+    ids = []
+    for row, reached in zip(scores.detach().numpy(), (~(scores < least)).numpy(), strict=True):
+        near = np.flatnonzero(reached)
+        ids.append(near[np.argsort(-row[near], kind="stable")[:width]])
+    return torch.from_numpy(np.array(ids, dtype=np.int64).reshape(len(scores), width))

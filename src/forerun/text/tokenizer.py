@@ -15,13 +15,14 @@ from typing import Any
 
 import tokenizers
 
-from forerun.errors import InvalidRequest, TokenizerError
+from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
 from forerun.text.chat import ChatTemplate
 from forerun.text.detokenize import ByteTable, IncrementalDecoder, byte_table, spelling_of
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 _CONTEXT_TOKENS = 4
+CHARACTERS_PER_TOKEN = 8  # texts have fewer; few that fit their context are cut into tokens twice
 
 
 class Tokenizer:
@@ -95,6 +96,25 @@ class Tokenizer:
         if add_special_tokens and self.bos_id is not None and (missing or not ids):
             return [self.bos_id, *ids]
         return list(ids)
+
+    def encode_within(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
+        """What `encode` gives, for a text that should have fewer than `limit` tokens.
+
+        A megabyte takes 1.5 s and hundreds of MB, so a long text is cut by its beginning first, twice as much each
+        time. Raises PromptTooLong where a beginning has half as many again as the limit: what follows may join its
+        last tokens to longer ones, but never so many.
+        """
+        size = CHARACTERS_PER_TOKEN * limit
+        while size < len(text):
+            count = len(self.encode(text[:size], add_special_tokens))
+            if 2 * count >= 3 * limit:
+                raise PromptTooLong(
+                    "prompt",
+                    f"{count} tokens, in its first {size} characters alone, leave no room in a context of {limit}: "
+                    "shorten it.",
+                )
+            size *= 2
+        return self.encode(text, add_special_tokens)
 
     def encoder(self, *, inside: bool) -> Callable[[str], list[int]]:
         """An encoder of text as text: it neither adds special tokens nor finds any, whatever the text spells.
