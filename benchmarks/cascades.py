@@ -34,7 +34,7 @@ from forerun.bench.material import SHIPPED, Item, workload_of
 from forerun.config import Quantization, Speculation
 from forerun.demo.material import TARGET, TARGET_PARAMETERS, widen
 from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.lengths import Line, MeasuredLengths, Timing, best_length, cost_per_token, expected_tokens
+from forerun.draft.lengths import LinearCost, MeasuredLengths, RoundTiming, best_length, cost_per_token, expected_tokens
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.loading import Blueprint
@@ -49,7 +49,7 @@ class Probe:
     turn: int = 0
     offers: dict[int, int] = field(default_factory=dict)  # by depth
     hits: dict[int, int] = field(default_factory=dict)
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[RoundTiming] = field(default_factory=list)
 
     def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         """The next of them."""
@@ -63,7 +63,7 @@ class Probe:
                 self.offers[depth] = self.offers.get(depth, 0) + 1
                 self.hits[depth] = self.hits.get(depth, 0) + (depth < num_accepted)
 
-    def time(self, timing: Timing) -> None:
+    def time(self, timing: RoundTiming) -> None:
         """Keep it."""
         self.timings.append(timing)
 
@@ -97,7 +97,7 @@ class Prediction:
 
 def straight(seen: Sequence[tuple[int, float]], flat: bool = True) -> Callable[[int], float]:
     """Seconds by size: the straight line through the medians of what was seen at each size."""
-    line = Line(flat)
+    line = LinearCost(flat)
     for size in sorted({size for size, _ in seen}):
         for _ in range(2):  # alike, whatever was seen how often
             line.record(size, statistics.median(s for other, s in seen if other == size))

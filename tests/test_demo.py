@@ -18,9 +18,9 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.commands import demo as command
 from forerun.demo.material import Pair, Prompt, load_prompts
 from forerun.demo.meet import Heat, Meet
-from forerun.demo.race import Side, Step, Track
+from forerun.demo.race import RaceStep, Side, Track
 from forerun.demo.score import LEAST_TOKENS, Score, affordable_tokens, costs, verdict
-from forerun.demo.screen import Panels, Transcript, card, view_of
+from forerun.demo.screen import FinalAnswers, Panels, card, view_of
 from forerun.engine.delta import Delta, Segment
 from forerun.engine.sequence import Origin
 from forerun.models.bundled import BUNDLED
@@ -55,7 +55,7 @@ def params(temperature: float = 0.7, max_tokens: int = 40) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=5, ignore_eos=True)
 
 
-def score_of(steps: Sequence[Step]) -> Score:
+def score_of(steps: Sequence[RaceStep]) -> Score:
     score = Score()
     for step in steps:
         score.add(step)
@@ -76,13 +76,13 @@ def takes(
         monkeypatch.setattr(engine, "step", step)
 
 
-def made_step(side: Side, tokens: Sequence[int], step_s: float, *, read: int = 0, drafted: int = 0) -> Step:
+def made_step(side: Side, tokens: Sequence[int], step_s: float, *, read: int = 0, drafted: int = 0) -> RaceStep:
     """A round of decoding, its guesses all accepted, three quarters of its time in the pass."""
     row = RowOutcome(0, drafted, drafted, drafted, len(tokens))
     origins = (Origin.DRAFTED,) * (len(tokens) - 1) + (Origin.BONUS,)
     segments = tuple(Segment(f"word{token} ", origin) for token, origin in zip(tokens, origins, strict=True))
     delta = Delta(0, 0, 0, tuple(tokens), origins, segments, (), None, None)
-    return Step(side, delta, Outcome([row], read, step_s / 4 if drafted else 0.0, step_s * 3 / 4), step_s)
+    return RaceStep(side, delta, Outcome([row], read, step_s / 4 if drafted else 0.0, step_s * 3 / 4), step_s)
 
 
 def made_score(plain_s: float, drafted_s: float) -> Score:
@@ -222,7 +222,7 @@ def test_a_meet_leaves_out_its_warm_up_and_ends_in_time(track: Track, monkeypatc
     assert not meet.total.plain.token_ids
     assert not meet.late
     assert clock.now_s > 0
-    steps: list[Step] = []
+    steps: list[RaceStep] = []
     heat = meet.race(PROMPTS[0], 1, lambda step, _: steps.append(step))
     assert heat.score.plain.token_ids == meet.total.plain.token_ids
     assert heat.score.plain.total_s == sum(step.step_s for step in steps if step.side is Side.PLAIN)
@@ -249,7 +249,7 @@ def test_panels_only_where_a_person_sees_colours() -> None:
         view_of(terminal(59, 24), False, "", ""),
         view_of(terminal(80, 13), False, "", ""),
     ]
-    assert all(isinstance(view, Transcript) for view in plain)
+    assert all(isinstance(view, FinalAnswers) for view in plain)
 
 
 @pytest.mark.parametrize("width", [1, 20, 60, 80, 200])
@@ -328,7 +328,7 @@ def test_control_c_ends_the_command(run: Callable[..., Result], monkeypatch: pyt
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Transcript, "show", interrupt)
+    monkeypatch.setattr(FinalAnswers, "show", interrupt)
     assert run().exit_code == 130
 
 

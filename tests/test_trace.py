@@ -23,7 +23,7 @@ from forerun.llm import LLM
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.trace.record import trace
-from forerun.trace.values import Round, Trace
+from forerun.trace.values import Trace, TracedRound
 from forerun.tree import DraftLaw, DraftTree
 from tracing import CASES, CHAIN, MODEL, PROMPT, SMALL, TARGET, TOP_K, TREE, Case, asking, cases, llm_of, traces
 
@@ -46,13 +46,13 @@ def law(folder: Path, tokens: tuple[int, ...], temperature: float) -> np.ndarray
     return weights / weights.sum()
 
 
-def with_texts(told: Trace) -> list[tuple[Round, tuple[int, ...]]]:
+def with_texts(told: Trace) -> list[tuple[TracedRound, tuple[int, ...]]]:
     """Every round, and the token ids before it."""
     said = accumulate((tuple(e.token_id for e in r.emitted) for r in told.rounds), initial=tuple(told.prompt_token_ids))
     return list(zip(told.rounds, said, strict=False))
 
 
-def path(round_: Round, node: int) -> tuple[int, ...]:
+def path(round_: TracedRound, node: int) -> tuple[int, ...]:
     """The tokens from below the root down to a node."""
     if node == 0:
         return ()
@@ -60,7 +60,7 @@ def path(round_: Round, node: int) -> tuple[int, ...]:
     return (*path(round_, guess.parent), guess.token_id)
 
 
-def accepted_path(round_: Round) -> list[int]:
+def accepted_path(round_: TracedRound) -> list[int]:
     """The accepted nodes from the root on."""
     return [0, *(guess.node for guess in round_.guesses if guess.verdict == "accepted")]
 
@@ -95,7 +95,7 @@ def test_verdicts_follow_from_the_numbers_by_their_rule(case: Case) -> None:
             check_fates(round_)
 
 
-def expected_rule(case: Case, round_: Round) -> str:
+def expected_rule(case: Case, round_: TracedRound) -> str:
     """Guesses without a law are matched in every mode; a tree is not judged as a block."""
     draft, verification, wish, _ = case
     if verification == "coupled" or draft != MODEL or not round_.guesses:
@@ -103,7 +103,7 @@ def expected_rule(case: Case, round_: Round) -> str:
     return "token" if wish.width > 1 else verification
 
 
-def by_match(round_: Round, before: tuple[int, ...], temperature: float) -> list[int]:
+def by_match(round_: TracedRound, before: tuple[int, ...], temperature: float) -> list[int]:
     """Down from the root along the guesses that are the target's draws."""
     kept, going = [0], True
     while going:
@@ -114,7 +114,7 @@ def by_match(round_: Round, before: tuple[int, ...], temperature: float) -> list
     return kept
 
 
-def by_coin(round_: Round, before: tuple[int, ...], temperature: float) -> list[int]:
+def by_coin(round_: TracedRound, before: tuple[int, ...], temperature: float) -> list[int]:
     """Down from the root; siblings in turn, each against what its rejected elders have left of p and q."""
     kept = [0]
     while True:
@@ -134,7 +134,7 @@ def by_coin(round_: Round, before: tuple[int, ...], temperature: float) -> list[
             return kept
 
 
-def by_block(round_: Round, before: tuple[int, ...], temperature: float) -> list[int]:
+def by_block(round_: TracedRound, before: tuple[int, ...], temperature: float) -> list[int]:
     """The deepest guess whose coin is at most h, with all before it (2403.10444, algorithm 2)."""
     w, deepest = 1.0, 0
     for guess in round_.guesses:
@@ -158,7 +158,7 @@ def test_the_cases_hold_every_kind_of_verdict_and_token() -> None:
     assert {token.origin for _, round_ in rounds for token in round_.emitted} == set(Origin)
 
 
-def check_fates(round_: Round) -> None:
+def check_fates(round_: TracedRound) -> None:
     """A guess is judged where its turn came; the reason names what decided."""
     kept = accepted_path(round_)
     for guess in round_.guesses:

@@ -28,7 +28,7 @@ STYLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class AnswerTiming:
     """How long an answer took; `first_s` until its first token, `total_s` until its last."""
 
     num_tokens: int
@@ -87,7 +87,7 @@ def show_error(error: Exception) -> None:
     Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red"), Text(line, "red"), sep="")
 
 
-def speed_line(timing: Timing, stats: Stats) -> str:
+def speed_line(timing: AnswerTiming, stats: Stats) -> str:
     """The short form of a card: "12.3 tokens/s, 2.41 tokens per round, 61 % accepted"."""
     parts = [f"{timing.tokens_per_s:.1f} tokens/s"]
     if stats.tokens_per_round is not None:
@@ -99,7 +99,7 @@ def speed_line(timing: Timing, stats: Stats) -> str:
 
 def run_card(
     setting: Setting,
-    timing: Timing,
+    timing: AnswerTiming,
     stats: Stats,
     origins: Sequence[Origin],
     plan: Sequence[str],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.bench.lane import Timed
 from forerun.bench.plan import Group, Turn
-from forerun.bench.run import Run, Tape
+from forerun.bench.run import BenchRun, Tape
 from forerun.engine.delta import Delta
 
 GROUP = Group("code", 1, 0.0)
@@ -38,7 +38,7 @@ def random_rounds(rng: random.Random, batch: int, depth: int) -> list[Timed]:
     return rounds
 
 
-def taped(rounds: Sequence[Timed], group: Group, turn: Turn, answers: Sequence[Sequence[int]]) -> Run:
+def taped(rounds: Sequence[Timed], group: Group, turn: Turn, answers: Sequence[Sequence[int]]) -> BenchRun:
     """The rounds as one run."""
     tape, clock_s = Tape(group.batch, turn.depth), 0.0
     for each in rounds:

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from bench.synthetic import GROUP, even, taped
 from forerun import cli
-from forerun.bench.figures import Difference, GroupFigures, group_figures
+from forerun.bench.figures import GroupFigures, Mismatch, group_figures
 from forerun.bench.plan import Turn
-from forerun.bench.report import Bandwidth, Report
+from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.run import Stage
 from forerun.bench.show import bench_card
 from forerun.commands import bench as command
@@ -224,14 +224,14 @@ def test_the_picture_is_a_png_and_without_matplotlib_the_extra_is_named(
     assert "pip install 'forerun[bench]'" in " ".join(result.stderr.split())
 
 
-def made_report(figures: GroupFigures) -> Report:
+def made_report(figures: GroupFigures) -> BenchReport:
     about = {
         "forerun": "0",
         "models": {"target": "a-target-of-a-long-name " * 4, "draft": "model:b", "format": "bfloat16", "kernels": "I"},
         "machine": {"processor": "P", "num_threads": 2, "torch": "2", "python": "3"},
         "settings": {"repeats": 3, "num_tokens": 48},
     }
-    return Report(about, Bandwidth(1e10, 2e10), 2 * 10**9, {"code": ["a.py", "b.py"]}, (figures,))
+    return BenchReport(about, Bandwidth(1e10, 2e10), 2 * 10**9, {"code": ["a.py", "b.py"]}, (figures,))
 
 
 def test_the_card_fits_80_columns_and_says_what_the_figures_say() -> None:
@@ -264,7 +264,7 @@ def test_the_card_fits_80_columns_and_says_what_the_figures_say() -> None:
 def test_a_difference_is_told_with_its_prompt() -> None:
     plain, drafted = (taped(even(d, 2, 0, 1.0, 0.0), GROUP, Turn(0, d), [[1], [d]]) for d in (0, 3))
     report = made_report(group_figures(GROUP, [plain, drafted]))
-    assert report.groups[0].differences == (Difference(3, 0, 1),)
+    assert report.groups[0].differences == (Mismatch(3, 0, 1),)
     console = Console(file=io.StringIO(), width=80)
     console.print(bench_card(report))
     text = console.file.getvalue()  # type: ignore[attr-defined]

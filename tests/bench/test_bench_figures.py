@@ -7,7 +7,7 @@ import pytest
 
 from bench.synthetic import GROUP, even, random_rounds, taped, timed
 from forerun.accept.outcome import RowOutcome
-from forerun.bench.figures import Difference, Spread, group_figures
+from forerun.bench.figures import Mismatch, Spread, group_figures
 from forerun.bench.lane import Timed
 from forerun.bench.plan import Group, Turn
 from forerun.bench.run import NGRAM
@@ -138,7 +138,7 @@ def test_every_answer_that_differs_is_named() -> None:
     said = {(0, 0): [[1, 2], [3, 4]], (0, 3): [[1, 2], [3, 5]], (1, 0): [[1, 2], [3, 4]], (1, 3): [[1, 9], [3, 4]]}
     runs = [taped(even(depth, 2, 0, 1.0, 0.0), group, Turn(r, depth), answers) for (r, depth), answers in said.items()]
     figures = group_figures(group, runs)
-    assert set(figures.differences) == {Difference(3, 0, 1), Difference(3, 1, 0)}
+    assert set(figures.differences) == {Mismatch(3, 0, 1), Mismatch(3, 1, 0)}
     assert not figures.same_tokens
     assert group_figures(group, runs[:1]).same_tokens
 

@@ -13,8 +13,8 @@ from forerun.bench import state as module
 from forerun.bench.bench import bench
 from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group, Selection, Turn
-from forerun.bench.report import Bandwidth, Report
-from forerun.bench.run import Run, Stage
+from forerun.bench.report import Bandwidth, BenchReport
+from forerun.bench.run import BenchRun, Stage
 from forerun.bench.state import State, default_path, key_of
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -25,7 +25,7 @@ SELECTION = Selection(batches=(2,), depths=(0, 2), temperatures=(0.0, 0.8), num_
 PROMPTS = {"tales": "Once upon a time", "dogs": "Tom and his dog"}
 
 
-def some_runs() -> list[Run]:
+def some_runs() -> list[BenchRun]:
     rng = random.Random(4)
     turns = [Turn(r, depth) for r in range(3) for depth in (0, 3)]
     return [taped(random_rounds(rng, 1, turn.depth), GROUP, turn, [[1, 2, 3]]) for turn in turns]
@@ -130,7 +130,7 @@ def told(stage: Stage, path: Path) -> str:
     with unchecked():
         groups = bench(stage, SELECTION, State.open(path, ABOUT), lambda _what, _done: None)
     places = {name: list(PROMPTS) for name in stage.workloads}
-    return json.dumps(Report(ABOUT, Bandwidth(1e9, 2e9), 100, places, tuple(groups)).as_object())
+    return json.dumps(BenchReport(ABOUT, Bandwidth(1e9, 2e9), 100, places, tuple(groups)).as_object())
 
 
 def test_a_benchmark_cut_off_at_any_line_ends_in_the_same_json(stage: Stage, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_nothing_is_run_twice_and_what_is_left_is_told(
     path.write_bytes(b"".join(lines[:-2]))
     real = Stage.run
 
-    def noted(self: Stage, group: Group, turn: Turn) -> Run:
+    def noted(self: Stage, group: Group, turn: Turn) -> BenchRun:
         ran.append((group, turn))
         return real(self, group, turn)
 

@@ -12,7 +12,7 @@ from forerun.config import Speculation, Verification
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.lengths import FixedLength, MeasuredLengths, Timing
+from forerun.draft.lengths import FixedLength, MeasuredLengths, RoundTiming
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.llm import LLM
@@ -182,7 +182,7 @@ def test_where_guesses_do_not_pay_the_judge_drafts_in_one_call(
     drafter = told(CascadeDrafter(lower, model(large), lengths), ROWS)
     for _ in range(40):  # guesses that take long and are always wrong
         lengths.count([row.seq_id for row in ROWS], [(4, 0)] * len(ROWS))
-        lengths.time(Timing(4, 9.0, 5, 0.01))
+        lengths.time(RoundTiming(4, 9.0, 5, 0.01))
     found = drafter.propose(draws, BUDGETS)
     assert guesses(found) == guesses(alone)
     assert lower.runner.num_passes == 0
@@ -396,7 +396,7 @@ def test_lengths_are_told_what_rounds_took_and_gave(
     small: Runner, large: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Times of members that caught up with a long text are not those of guesses."""
-    timings: list[Timing] = []
+    timings: list[RoundTiming] = []
     runs: list[tuple[int, int]] = []
     drafter = CascadeDrafter(model(large), model(large))
     assert isinstance(drafter.lengths, MeasuredLengths)

@@ -11,7 +11,7 @@ from torch import Tensor
 from draft.rounds import Row, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft
-from forerun.draft.expand import Place, expand
+from forerun.draft.expand import NodeToExpand, expand
 from forerun.draft.growth import Growth
 from forerun.sampling.draws import Draws
 from forerun.shape import RankPath, StaticTree
@@ -55,7 +55,7 @@ class PathModel:
         self.read: set[tuple[int, int]] = {(row, 0) for row in range(len(rows))}
         self.passes: list[set[tuple[int, tuple[int, ...]]]] = []  # the paths read, by row
 
-    def __call__(self, growths: Sequence[Growth], places: Sequence[Place]) -> Tensor | None:
+    def __call__(self, growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None:
         if self.levels == 0:
             return None
         self.levels -= 1

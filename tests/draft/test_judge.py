@@ -9,7 +9,7 @@ import torch
 
 from draft.rounds import Row, committed, draws_of
 from forerun.draft.base import Budget
-from forerun.draft.judge import Judge, Judged, Question
+from forerun.draft.judge import Judge, JudgeLogits, Question
 from forerun.draft.model import ModelDrafter
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Drawn, Read, Runner, States
@@ -47,7 +47,7 @@ def anew(loaded: Runner, text: Sequence[int], num_judged: int) -> torch.Tensor:
     return runner.read([Read(0, text, judged=range(len(text) - num_judged, len(text)))]).logits
 
 
-def check(loaded: Runner, texts: dict[int, list[int]], questions: Sequence[Question], judged: Judged) -> None:
+def check(loaded: Runner, texts: dict[int, list[int]], questions: Sequence[Question], judged: JudgeLogits) -> None:
     """Every answer, packed in the order of the questions, is that of a fresh runner."""
     expected = [
         anew(loaded, [*texts[q.seq_id][:-1], *q.late, *q.guesses], 1 + len(q.guesses))

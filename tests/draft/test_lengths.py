@@ -14,9 +14,9 @@ from forerun.draft.lengths import (
     MOST,
     FixedLength,
     Lengths,
-    Line,
+    LinearCost,
     MeasuredLengths,
-    Timing,
+    RoundTiming,
     best_length,
     cost_per_token,
     expected_tokens,
@@ -96,7 +96,7 @@ def test_level_by_level_is_the_best_of_all_pairs_of_lengths(
 
 
 def test_a_line_is_found_again() -> None:
-    line, dice = Line(), random.Random(0)
+    line, dice = LinearCost(), random.Random(0)
     assert line.expect(3) == 0
     line.record(4, 0.5)
     assert [line.expect(size) for size in (1, 4, 20)] == [0.5] * 3  # what is known at one size only
@@ -109,7 +109,7 @@ def test_a_line_is_found_again() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0, 10)), min_size=1, max_size=20), st.integers(1, 600))
 def test_nothing_is_expected_to_cost_less_than_nothing(seen: list[tuple[int, float]], size: int) -> None:
-    line = Line()
+    line = LinearCost()
     for known, taken_s in seen:
         line.record(known, taken_s)
     assert line.expect(size) >= -1e-9
@@ -117,7 +117,7 @@ def test_nothing_is_expected_to_cost_less_than_nothing(seen: list[tuple[int, flo
 
 
 def test_a_machine_that_stood_still_once_is_no_price() -> None:
-    line = Line()
+    line = LinearCost()
     for _ in range(50):
         line.record(4, 0.01)
     line.record(4, 600.0)
@@ -140,7 +140,9 @@ def simulated(
         noise = dice.uniform(0.9, 1.1)
         num_tokens = sum(cut) + batch
         lengths.count(range(batch), runs)
-        lengths.time(Timing(max(cut), max(cut) * guess_s * noise, num_tokens, (pass_s + token_s * num_tokens) * noise))
+        lengths.time(
+            RoundTiming(max(cut), max(cut) * guess_s * noise, num_tokens, (pass_s + token_s * num_tokens) * noise)
+        )
     return lengths.best(range(batch), [MOST] * batch)
 
 
@@ -172,7 +174,7 @@ def test_what_was_given_up_is_tried_again() -> None:
 def test_before_anything_was_measured() -> None:
     lengths = MeasuredLengths()
     assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST, FIRST, 2]
-    lengths.time(Timing(0, 0.0, 3, 0.1))
+    lengths.time(RoundTiming(0, 0.0, 3, 0.1))
     assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST, FIRST, 2]
     assert len(lengths.together.rates()) == MOST
     assert FixedLength(5).best(range(3), (0, 5, 9)) == [0, 5, 5]
@@ -193,7 +195,7 @@ def test_each_sequence_is_asked_for_what_its_own_guesses_are_worth() -> None:
         for num, chance in zip(asked, (0.95, 0.05), strict=True):
             runs.append((num, next((i for i in range(num) if dice.random() >= chance), num)))
         lengths.count([0, 1], runs)
-        lengths.time(Timing(max(asked), 0.03 * max(asked), sum(asked) + 2, 0.1))
+        lengths.time(RoundTiming(max(asked), 0.03 * max(asked), sum(asked) + 2, 0.1))
     good, bad, new = lengths.best([0, 1, 2], [MOST] * 3)
     assert bad <= 1
     assert bad <= new <= good
@@ -207,7 +209,7 @@ def test_the_judge_goes_on_alone_where_that_costs_less() -> None:
     lengths = MeasuredLengths()
     for _ in range(50):
         lengths.count([0], [(1, 0 if _ % 2 else 1)])
-        lengths.time(Timing(1, 0.04, 2, 0.1))
+        lengths.time(RoundTiming(1, 0.04, 2, 0.1))
     assert lengths.best([0], [MOST])[0] >= 1  # 0.14 for 1.5 tokens
     for _ in range(3):
         lengths.went_alone([0], 10, 0.8)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.config import Verification
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.rules import Verdict
-from forerun.verify.verify import Rule, verify
+from forerun.verify.verify import verify
 
 
 def sequences(count: int, params: SamplingParams, root: int, seed: int) -> list[RowSampling]:
@@ -45,7 +46,7 @@ def drafted(draws: Draws, model: Tensor, depth: int, width: int = 1) -> DraftTre
     return DraftTree(torch.cat(tokens, 1), torch.cat(parents, 1), depth=depth, width=width, q=q)
 
 
-def judged_round(draws: Draws, tree: DraftTree, target: Tensor, rule: Rule) -> Verdict:
+def judged_round(draws: Draws, tree: DraftTree, target: Tensor, rule: Verification) -> Verdict:
     return verify(tree, target[tree.tokens.flatten()], draws, rule)
 
 

@@ -8,10 +8,10 @@ import torch
 from sampler import chi_square, drafted, emitted, judged_round, law_of, sequences, transitions
 from torch import Tensor
 
+from forerun.config import Verification
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw
-from forerun.verify.verify import Rule
 from unchecked import unchecked
 
 VOCAB, COUNT, ROOT = 50, 10_000, 3
@@ -38,7 +38,7 @@ def p_values(text: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_law_stands_and_acceptance_is_the_overlap(drafter: str, rule: Rule) -> None:
+def test_the_law_stands_and_acceptance_is_the_overlap(drafter: str, rule: Verification) -> None:
     with unchecked():
         draws = Draws(sequences(COUNT, PARAMS, ROOT, seed=7), VOCAB, rejection=rule != "coupled")
         tree = drafted(draws, DRAFTERS[drafter], depth=1)
@@ -55,7 +55,7 @@ def test_the_law_stands_and_acceptance_is_the_overlap(drafter: str, rule: Rule) 
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_false_q_fails_the_test(rule: Rule) -> None:
+def test_a_false_q_fails_the_test(rule: Verification) -> None:
     """The test of the test: tokens drawn from one law and declared as drawn from another."""
     draws = Draws(sequences(COUNT, PARAMS, ROOT, seed=7), VOCAB, rejection=True)
     tree = drafted(draws, DRAFTERS["constant"], depth=1)

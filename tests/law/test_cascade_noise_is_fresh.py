@@ -14,15 +14,15 @@ import torch
 from sampler import chi_square, continued, drafted, emitted, judged_round, sequences
 from torch import Tensor
 
+from forerun.config import Verification
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.cascade import CascadeDrafter, Chain
-from forerun.draft.judge import Judged, Question
+from forerun.draft.judge import JudgeLogits, Question
 from forerun.draft.lengths import FixedLength
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from forerun.verify.verify import Rule
 from unchecked import unchecked
 
 VOCAB, COUNT, ROUNDS = 3, 3_000, 2
@@ -49,9 +49,9 @@ class Table:
             return Draft(drafted(draws, self.logits, depth))
         return Draft(DraftTree.chains(draws.roots_tokens, torch.full((len(draws.rows), depth), 2)))
 
-    def judge(self, questions: Sequence[Question]) -> Judged:
+    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
         last = [token for asked in questions for token in (asked.late[-1], *asked.guesses)]
-        return Judged(range(len(questions)), self.logits[torch.tensor(last)], 0.0)
+        return JudgeLogits(range(len(questions)), self.logits[torch.tensor(last)], 0.0)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [99] * len(seq_ids))
@@ -77,7 +77,7 @@ CASCADES: dict[str, Callable[[], CascadeDrafter]] = {
 }
 
 
-def first_pairs(drafter: CascadeDrafter, rule: Rule) -> float:
+def first_pairs(drafter: CascadeDrafter, rule: Verification) -> float:
     """P-value of the first two tokens of many sequences that were drafted and judged for several rounds."""
     rows = sequences(COUNT, SamplingParams(), 1, seed=2)
     gained: list[list[int]] = [[] for _ in rows]
@@ -95,7 +95,7 @@ def first_pairs(drafter: CascadeDrafter, rule: Rule) -> float:
 
 
 @pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
-def test_what_is_drafted_again_is_drawn_afresh(kind: str, rule: Rule) -> None:
+def test_what_is_drafted_again_is_drawn_afresh(kind: str, rule: Verification) -> None:
     assert first_pairs(CASCADES[kind](), rule) > 1e-4
 
 

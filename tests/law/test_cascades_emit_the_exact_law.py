@@ -19,8 +19,8 @@ from torch import Tensor
 from forerun.draft import base
 from forerun.draft.base import Budget, Committed, Outlook
 from forerun.draft.cascade import CascadeDrafter, Chain
-from forerun.draft.judge import Judged, Question
-from forerun.draft.lengths import FixedLength, Timing
+from forerun.draft.judge import JudgeLogits, Question
+from forerun.draft.lengths import FixedLength, RoundTiming
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
@@ -109,13 +109,13 @@ class ToyJudge(Toy):
         text, room = draws.rows[0].tokens[1:], self.full
         return Guesser(self.model, room=lambda more: not room((*text, *more))).propose(draws, budgets, tail)
 
-    def judge(self, questions: Sequence[Question]) -> Judged:
+    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
         (asked,) = questions
         if self.full(tuple(asked.late[1:])):
-            return Judged([], torch.empty(0, 3), 0.0)
+            return JudgeLogits([], torch.empty(0, 3), 0.0)
         texts = [(*asked.late[1:], *asked.guesses[:n]) for n in range(len(asked.guesses) + 1)]
         laws = torch.tensor([[float(x) for x in self.model(text)] for text in texts], dtype=torch.float64)
-        return Judged([0], laws.log(), 0.0)
+        return JudgeLogits([0], laws.log(), 0.0)
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Alternating:
 
     def forget(self, seq_ids: Sequence[int]) -> None: ...
 
-    def time(self, timing: Timing) -> None: ...
+    def time(self, timing: RoundTiming) -> None: ...
 
     def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None: ...
 

@@ -13,11 +13,12 @@ import torch
 from sampler import chi_square, continued, drafted, emitted, sequences
 from torch import Tensor
 
+from forerun.config import Verification
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.mix import MixDrafter
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
-from forerun.verify.verify import Rule, verify
+from forerun.verify.verify import verify
 from unchecked import unchecked
 
 VOCAB, COUNT, ROUNDS, MERGED = 3, 3_000, 2, 2
@@ -60,7 +61,7 @@ class Peeking(MixDrafter):
         return super().propose(draws, [replace(b, arm=arm) for b, arm in zip(budgets, arms, strict=True)])
 
 
-def first_pairs(mix: MixDrafter, rule: Rule, arms: Sequence[int]) -> float:
+def first_pairs(mix: MixDrafter, rule: Verification, arms: Sequence[int]) -> float:
     """P-value of the first two tokens of many sequences; a row's arm hangs on what it has said before the round."""
     rows = sequences(COUNT, SamplingParams(), 1, seed=2)
     gained: list[list[int]] = [[] for _ in rows]
@@ -84,10 +85,10 @@ MEMBERS = [Table(LOW), Table(HIGH)], ["low", "high"]
 
 @pytest.mark.parametrize("arms", [(0, 1), (MERGED,), (0, 1, MERGED)], ids=str)
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
-def test_arms_that_follow_from_the_past(rule: Rule, arms: tuple[int, ...]) -> None:
+def test_arms_that_follow_from_the_past(rule: Verification, arms: tuple[int, ...]) -> None:
     assert first_pairs(MixDrafter(*MEMBERS), rule, arms) > 1e-4
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_an_arm_that_was_chosen_by_what_it_drew_is_noticed(rule: Rule) -> None:
+def test_an_arm_that_was_chosen_by_what_it_drew_is_noticed(rule: Verification) -> None:
     assert first_pairs(Peeking(*MEMBERS), rule, (0,)) < 1e-6

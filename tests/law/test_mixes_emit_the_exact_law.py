@@ -17,7 +17,7 @@ from exact import RULES, TOLERANCE, Draft, Family, Model, Script, deviation, fam
 
 from forerun.draft import base
 from forerun.draft.base import Budget, Committed, Outlook
-from forerun.draft.mix import Grown, MixDrafter, Part
+from forerun.draft.mix import MemberDraft, MixDrafter, MixedRow
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
@@ -142,14 +142,14 @@ def test_merged_rows_are_exact_whatever_stays_of_them(nodes: int, drawn: bool) -
 class Declaring(MixDrafter):
     """The mutant: a merged row that says of the first member's guesses what they were drawn from."""
 
-    def row(self, row: int, budget: Budget, draws: Draws, parts: Mapping[int, Part]) -> Grown:
+    def row(self, row: int, budget: Budget, draws: Draws, parts: Mapping[int, MemberDraft]) -> MixedRow:
         grown = super().row(row, budget, draws, parts)
         guesses = [token for token in parts[0].tokens[row][1:] if token >= 0]
         own = {tuple(guesses[:i]): i for i in range(len(guesses) + 1)}
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(grown.tree.tokens[1:], grown.tree.parents[1:], strict=True):
             paths.append((*paths[parent], token))
-        return Grown(grown.tree, 0, [own.get(path, -1) for path in paths])
+        return MixedRow(grown.tree, 0, [own.get(path, -1) for path in paths])
 
 
 def test_a_law_on_a_merged_row_is_noticed() -> None:

@@ -11,9 +11,9 @@ from exact import Context, Law, chains, judged, trees
 from sampler import chi_square, continued, drafted, emitted, judged_round, law_of, sequences, transitions
 from torch import Tensor
 
-from forerun.config import Speculation
+from forerun.config import Speculation, Verification
 from forerun.draft.base import Budget
-from forerun.draft.expand import Place, expand
+from forerun.draft.expand import NodeToExpand, expand
 from forerun.draft.growth import Growth
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
@@ -21,7 +21,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 from forerun.verify.rules import block_law, token_law
-from forerun.verify.verify import Rule, verify
+from forerun.verify.verify import verify
 from unchecked import unchecked
 
 VOCAB, COUNT, ROOT, DEPTH = 50, 100_000, 3, 2
@@ -40,7 +40,7 @@ def offered(rejection: bool, width: int) -> tuple[Draws, DraftTree]:
 
 
 @cache
-def rounds(rule: Rule, width: int = 1) -> tuple[Tensor, Tensor]:
+def rounds(rule: Verification, width: int = 1) -> tuple[Tensor, Tensor]:
     """(what every sequence emitted, how many guesses were accepted)."""
     with unchecked():
         draws, tree = offered(rule != "coupled", width)
@@ -49,7 +49,7 @@ def rounds(rule: Rule, width: int = 1) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
-def test_each_position_given_that_the_round_reached_it(rule: Rule) -> None:
+def test_each_position_given_that_the_round_reached_it(rule: Verification) -> None:
     """The emission lemma itself: among rounds long enough, the next token follows the target's law."""
     text, _ = rounds(rule)
     p = law_of(TARGET, PARAMS)
@@ -74,11 +74,11 @@ GROWN = {
 }
 
 
-def grown(rule: Rule, budget: Budget) -> Tensor:
+def grown(rule: Verification, budget: Budget) -> Tensor:
     """What sequences emit whose trees a model drafter grew."""
     rows = sequences(COUNT // 8, PARAMS, ROOT, seed=3)
 
-    def read(growths: Sequence[Growth], places: Sequence[Place]) -> Tensor:
+    def read(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor:
         return DRAFT[[growths[place.row].tokens[place.node] for place in places]]
 
     with unchecked():
@@ -98,7 +98,7 @@ def worst_position(text: Tensor) -> float:
 
 @pytest.mark.parametrize("budget", GROWN)
 @pytest.mark.parametrize("rule", ["coupled", "token"])
-def test_each_position_on_trees_that_were_grown(rule: Rule, budget: str) -> None:
+def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str) -> None:
     assert worst_position(grown(rule, GROWN[budget])) > 1e-4
 
 
@@ -127,7 +127,7 @@ def pairs(text: Tensor, length: Tensor, depth: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_pairs_of_length_and_next_token(rule: Rule) -> None:
+def test_pairs_of_length_and_next_token(rule: Verification) -> None:
     """Against the same kernels in float64, over every draft and every coin."""
     exact = judged(chains(as_model(DRAFT), DEPTH), as_model(TARGET), VOCAB, RULES[rule])
     expected = torch.stack([exact.mass[n + 1].view(-1, VOCAB).sum(0) for n in range(DEPTH + 1)])
@@ -161,7 +161,7 @@ class PositionOnly(Draws):
         return mix((row.seed, row.sample, purpose, self.level))
 
 
-def two_rounds(kind: type[Draws], rule: Rule) -> Tensor:
+def two_rounds(kind: type[Draws], rule: Verification) -> Tensor:
     """The first two tokens of sequences of independent tokens, over a vocabulary of 3 and two rounds."""
     target = torch.tensor([0.5, 0.3, 0.2]).log().expand(3, 3)
     draft = torch.tensor([0.2, 0.3, 0.5]).log().expand(3, 3)
@@ -181,7 +181,7 @@ def two_rounds(kind: type[Draws], rule: Rule) -> Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_noise_of_a_position_that_is_drafted_again_is_fresh(rule: Rule) -> None:
+def test_noise_of_a_position_that_is_drafted_again_is_fresh(rule: Verification) -> None:
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     expected = ROUNDS * (p[:, None] * p).view(1, -1)
     assert chi_square(two_rounds(Draws, rule).view(1, -1), expected) > 1e-4

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from forerun.config import Verification
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.rules import AcceptLaw, block_law, token_law, walk
-from forerun.verify.verify import Rule, verify
+from forerun.verify.verify import verify
 
 LAWS = pytest.mark.parametrize("rule", [token_law, block_law])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -164,7 +165,7 @@ def test_no_mixture_of_zeros_and_subnormals_gives_nan(
 
 
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
-def test_logits_of_minus_infinity(rule: Rule) -> None:
+def test_logits_of_minus_infinity(rule: Verification) -> None:
     """One token is left after the filters; a guess of it is accepted, another is not, and it is what is drawn."""
     params = SamplingParams(top_k=1)
     rows = [RowSampling(i, params, 5, 0, [1, 2], 2) for i in range(2)]

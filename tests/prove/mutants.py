@@ -15,6 +15,7 @@ from tables import Pair, Spoil, dropping, flattened
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
+from forerun.config import Verification
 from forerun.engine import engine
 from forerun.engine.reading import Reading
 from forerun.kernels.sampling import SamplingKernels
@@ -82,7 +83,7 @@ def drafts(spoil: Spoil) -> Callable[[Patch], None]:
 class LawMutant:
     """A fault in the law of `rule`, and a table model on which so many texts show it."""
 
-    rule: judging.Rule
+    rule: Verification
     plant: Callable[[Patch], None]
     pair: Pair
     num_texts: int
@@ -115,7 +116,7 @@ def wrong_token_at(position: int) -> Callable[[Patch], None]:
     """Where the text's token `position` comes out of a round with guesses, the round ends there with another one."""
     true = engine.verify
 
-    def mutant(tree: DraftTree, logits: Tensor, draws: Draws, rule: judging.Rule) -> Verdict:
+    def mutant(tree: DraftTree, logits: Tensor, draws: Draws, rule: Verification) -> Verdict:
         verdict = true(tree, logits, draws, rule)
         place = position - draws.root_positions - 1
         hit = (place >= 0) & (place <= verdict.length) & (tree.valid.sum(1) > 1)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.prove.cells import Cells, Text, choose_cells
+from forerun.config import Verification
+from forerun.prove.cells import Cells, TokenIds, choose_cells
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
@@ -68,16 +69,16 @@ def drafted(draws: Draws, table: Tensor, depth: int) -> DraftTree:
 
 def texts(
     pair: Pair,
-    rule: judging.Rule,
+    rule: Verification,
     params: SamplingParams,
     num_texts: int,
     num_tokens: int,
     depth: int,
     seed: int,
     spoil: Spoil = lambda tree: tree,
-) -> list[Text]:
+) -> list[TokenIds]:
     """So many texts of at least `num_tokens` tokens, in as many rounds as they take."""
-    said: list[Text] = [() for _ in range(num_texts)]
+    said: list[TokenIds] = [() for _ in range(num_texts)]
     while short := [i for i, text in enumerate(said) if len(text) < num_tokens]:
         rows = [RowSampling(i, params, seed * num_texts + i, 0, [ROOT, *said[i]], 1) for i in short]
         draws = Draws(rows, VOCAB, rejection=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.prove.cells import LEAST_EXPECTED, MOST_CELLS, Text, choose_cells
+from forerun.prove.cells import LEAST_EXPECTED, MOST_CELLS, TokenIds, choose_cells
 
 END = 3
 
@@ -15,7 +15,7 @@ def table(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def after(laws: Tensor, texts: Sequence[Text]) -> Tensor:
+def after(laws: Tensor, texts: Sequence[TokenIds]) -> Tensor:
     return laws[[text[-1] if text else 0 for text in texts]]
 
 

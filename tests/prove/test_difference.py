@@ -9,7 +9,7 @@ import torch
 from forerun.config import Speculation
 from forerun.llm import LLM
 from forerun.output import CompletionOutput
-from forerun.prove.difference import Difference, ProofRequest, compare, find_difference
+from forerun.prove.difference import Divergence, ProofRequest, compare, find_difference
 from forerun.prove.equality import PLAIN, answers
 from forerun.prove.plain import last_logits, read_in_chunks, rounding_noise, row_of, scores_after
 from forerun.sampling.params import SamplingParams
@@ -30,7 +30,7 @@ def plain(llm: LLM, asked: ProofRequest) -> CompletionOutput:
 
 def found(
     llm: LLM, asked: ProofRequest, one: CompletionOutput, other: CompletionOutput, tolerance: float = 0.0
-) -> Difference | None:
+) -> Divergence | None:
     return find_difference(llm, asked, 8, Speculation(3), one, other, tolerance)
 
 

@@ -12,19 +12,18 @@ from mutants import LAW_MUTANTS, TOKEN_MUTANTS, LawMutant, planted
 from tables import Pair, texts
 from tiny import tiny_llm
 
-from forerun.config import Speculation
+from forerun.config import Speculation, Verification
 from forerun.llm import LLM
 from forerun.prove.chi_square import LEVEL
 from forerun.prove.equality import Equality, prove_equality
 from forerun.prove.law import TOP_K, prove_laws
-from forerun.prove.workload import Workload
+from forerun.prove.workload import ProofWorkload
 from forerun.sampling.params import SamplingParams
-from forerun.verify.verify import Rule
 from unchecked import unchecked
 
 NUM_TESTS = 3  # of a default workload: the level is shared among so many
 PARAMS = SamplingParams(top_k=TOP_K)
-WORKLOAD = Workload(
+WORKLOAD = ProofWorkload(
     num_prompts=4, max_tokens=16, temperatures=(0.0, 1.0), batches=(1, 4), shapes=(Speculation(3), Speculation(3, 2))
 )
 
@@ -33,7 +32,9 @@ def ignore(what: str, done: float) -> None:
     """No bar."""
 
 
-def p_value(pair: Pair, rule: Rule, num_texts: int, depth: int, seed: int, mutant: LawMutant | None = None) -> float:
+def p_value(
+    pair: Pair, rule: Verification, num_texts: int, depth: int, seed: int, mutant: LawMutant | None = None
+) -> float:
     cells = pair.cells(PARAMS, num_texts)
     spoil = {"spoil": mutant.spoil} if mutant else {}
     with unchecked():
@@ -62,7 +63,7 @@ def test_a_wrong_law_is_rejected_in_95_of_100_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_the_true_law_is_not_rejected(rule: Rule) -> None:
+def test_the_true_law_is_not_rejected(rule: Verification) -> None:
     assert p_value(Pair.random(0), rule, 1500, 3, seed=1) > LEVEL
 
 
@@ -71,7 +72,7 @@ def test_the_true_laws_are_rejected_in_at_most_1_of_100_runs() -> None:
     """A run makes the tests of a default workload: it is rejected where the least p-value is."""
     rejected = 0
     for seed in range(100):
-        tests: list[tuple[Rule, int]] = [("token", 3), ("token", 1), ("block", 3)]
+        tests: list[tuple[Verification, int]] = [("token", 3), ("token", 1), ("block", 3)]
         pair = Pair.random(seed)
         found = [p_value(pair, rule, 1500, depth, 3 * seed + i) for i, (rule, depth) in enumerate(tests)]
         rejected += min(found) < LEVEL / NUM_TESTS
@@ -84,7 +85,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return tiny_llm(folder)
 
 
-def equality(llm: LLM, seed: int, workload: Workload = WORKLOAD) -> Equality:
+def equality(llm: LLM, seed: int, workload: ProofWorkload = WORKLOAD) -> Equality:
     prompts = [tuple(2 + (seed + 3 * i + j * j) % 10 for j in range(2 + i)) for i in range(workload.num_prompts)]
     with unchecked():
         return prove_equality(llm, prompts, replace(workload, seed=1000 * seed), ignore)
@@ -125,7 +126,7 @@ STRONG = ["first failure stops block", "coins reuse the draft's noise"]
 @pytest.mark.parametrize("name", [None, *STRONG])
 def test_through_the_engine(llm: LLM, name: str | None) -> None:
     """The same faults, found in what the engine says."""
-    workload = Workload(num_texts=250, shapes=(Speculation(3),))
+    workload = ProofWorkload(num_texts=250, shapes=(Speculation(3),))
     with pytest.MonkeyPatch.context() as patch, unchecked():
         if name is not None:
             planted(name, patch)

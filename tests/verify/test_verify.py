@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.config import Verification
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.rules import Verdict
-from forerun.verify.verify import Rule, verify
+from forerun.verify.verify import verify
 
 VOCAB = 16
 MODEL = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))  # row t: what follows token t
@@ -43,7 +44,9 @@ def said(tree: DraftTree, verdict: Verdict, b: int) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @EVERY
-def test_guesses_without_a_law_are_the_targets_own_tokens_under_every_rule(rule: Rule, temperature: float) -> None:
+def test_guesses_without_a_law_are_the_targets_own_tokens_under_every_rule(
+    rule: Verification, temperature: float
+) -> None:
     """A ragged batch: right to the end, right at first, wrong, and nothing guessed."""
     texts = [[1, 2], [5], [3, 3, 3], [7, 1]]
     truth = [plain(text, 4, temperature)[len(text) :] for text in texts]
@@ -78,7 +81,7 @@ def with_law(tree: DraftTree, law: Tensor) -> DraftTree:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_greedy_rows_get_the_greedy_text_under_the_rejection_rules(rule: Rule) -> None:
+def test_greedy_rows_get_the_greedy_text_under_the_rejection_rules(rule: Verification) -> None:
     truth = plain([1, 2], 3, 0.0)[2:]
     guesses = torch.tensor([[truth[0], truth[1]], [truth[0], (truth[1] + 1) % VOCAB]])
     tree = with_law(DraftTree.chains(torch.tensor([2, 2]), guesses), torch.full((VOCAB,), 1 / VOCAB))
@@ -101,7 +104,7 @@ def test_block_judges_trees_by_the_token_rule() -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_verdict_does_not_depend_on_batch_mates(rule: Rule) -> None:
+def test_a_verdict_does_not_depend_on_batch_mates(rule: Verification) -> None:
     texts = [[seed, seed + 1] for seed in range(6)]
     guesses = torch.randint(0, VOCAB, (6, 3), generator=torch.Generator().manual_seed(1))
     guesses[2, 1:] = -1
@@ -117,7 +120,7 @@ def test_a_verdict_does_not_depend_on_batch_mates(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_law_is_not_judged_with_the_noise_that_drew_it(rule: Rule) -> None:
+def test_a_law_is_not_judged_with_the_noise_that_drew_it(rule: Verification) -> None:
     tree = with_law(DraftTree.chains(torch.tensor([2]), torch.tensor([[4]])), torch.full((VOCAB,), 1 / VOCAB))
     with pytest.raises(AssertionError, match="coupled noise would be used twice"):
         verify(tree, logits_of(tree), draws_for([[1, 2]]), rule)

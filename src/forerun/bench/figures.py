@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from forerun.accept.outcome import Stats
 from forerun.bench.plan import Group
-from forerun.bench.run import Run
+from forerun.bench.run import BenchRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class CellFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Mismatch:
     """A request that was answered otherwise than plain decoding first did, or than was recorded."""
 
     depth: int
@@ -77,7 +77,7 @@ class GroupFigures:
     group: Group
     cells: tuple[CellFigures, ...]
     distinct_ngrams: float | None
-    differences: tuple[Difference, ...]
+    differences: tuple[Mismatch, ...]
 
     @property
     def same_tokens(self) -> bool:
@@ -95,7 +95,7 @@ class GroupFigures:
         return pass_bytes / bandwidth_bytes_per_s / self.plain_pass_s if self.plain_pass_s else None
 
 
-def group_figures(group: Group, runs: Sequence[Run], recorded: Sequence[str] = ()) -> GroupFigures:
+def group_figures(group: Group, runs: Sequence[BenchRun], recorded: Sequence[str] = ()) -> GroupFigures:
     """What these runs of one group say; `recorded` are the hashes of answers that are replayed."""
     depths = sorted({run.depth for run in runs})
     plain = {run.repetition: run for run in runs if run.depth == 0}
@@ -106,7 +106,7 @@ def group_figures(group: Group, runs: Sequence[Run], recorded: Sequence[str] = (
         cells=tuple(cell_figures(depth, [run for run in runs if run.depth == depth], plain) for depth in depths),
         distinct_ngrams=first.num_distinct / first.num_ngrams if first.num_ngrams else None,
         differences=tuple(
-            Difference(run.depth, run.repetition, number)
+            Mismatch(run.depth, run.repetition, number)
             for run in runs
             for number, (answer, other) in enumerate(zip(run.answers, expected, strict=True))
             if answer != other
@@ -114,16 +114,16 @@ def group_figures(group: Group, runs: Sequence[Run], recorded: Sequence[str] = (
     )
 
 
-def cell_figures(depth: int, runs: Sequence[Run], plain: Mapping[int, Run]) -> CellFigures:
+def cell_figures(depth: int, runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> CellFigures:
     """One depth's repetitions, each beside the plain run of the same repetition."""
     pairs = [(run, plain[run.repetition]) for run in runs if run.repetition in plain]
     peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
     stats = pooled(runs)
 
-    def of(figure: Callable[[Run], float | None]) -> Spread | None:
+    def of(figure: Callable[[BenchRun], float | None]) -> Spread | None:
         return Spread.of(figure(run) for run in runs)
 
-    def beside(figure: Callable[[Run, Run], float | None]) -> Spread | None:
+    def beside(figure: Callable[[BenchRun, BenchRun], float | None]) -> Spread | None:
         return Spread.of(figure(run, other) for run, other in pairs)
 
     return CellFigures(
@@ -145,7 +145,7 @@ def cell_figures(depth: int, runs: Sequence[Run], plain: Mapping[int, Run]) -> C
     )
 
 
-def pooled(runs: Sequence[Run]) -> Stats:
+def pooled(runs: Sequence[BenchRun]) -> Stats:
     """The counts of all repetitions together."""
     stats = Stats()
     for run in runs:
@@ -165,19 +165,19 @@ def over(part: int | float | None, whole: int | float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def speed_up(run: Run, plain: Run) -> float | None:
+def speed_up(run: BenchRun, plain: BenchRun) -> float | None:
     """How many times as fast as plain decoding."""
     return over(over(run.num_decoded, run.decode_s), over(plain.num_decoded, plain.decode_s))
 
 
-def draft_step_ratio(run: Run, plain: Run) -> float | None:
+def draft_step_ratio(run: BenchRun, plain: BenchRun) -> float | None:
     """c: the drafting of a full round, per depth, over a plain pass; None for plain decoding."""
     if run.depth == 0 or run.full_draft_s is None:
         return None
     return over(run.full_draft_s / run.depth, plain.full_pass_s)
 
 
-def predicted(run: Run, plain: Run) -> float | None:
+def predicted(run: BenchRun, plain: BenchRun) -> float | None:
     """o G / (k c + v), from this repetition's own o, G, c and v; None for plain decoding."""
     step, ratio = draft_step_ratio(run, plain), over(run.full_pass_s, plain.full_pass_s)
     tokens = over(run.num_accepted + run.num_rounds, run.num_rounds)

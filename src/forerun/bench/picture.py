@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.figures import CellFigures, GroupFigures, Spread
-from forerun.bench.report import Report
+from forerun.bench.report import BenchReport
 from forerun.errors import InvalidRequest, MissingPackage
 
 COLOURS = ("#2a6f97", "#d1495b", "#3a7d44", "#e09f3e", "#6d597a", "#444444")
@@ -28,7 +28,7 @@ def check_picture(path: Path) -> None:
         raise InvalidRequest("picture", f"{path} must be a .png file in a folder that is there.")
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: BenchReport, path: Path) -> None:
     """Write the picture as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def draw(report: Report, path: Path) -> None:
 
 def lines(
     panel: Any,
-    report: Report,
+    report: BenchReport,
     groups: Sequence[GroupFigures],
     figure: Callable[[CellFigures], Spread | None],
     title: str,

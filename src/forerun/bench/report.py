@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forerun.bench.figures import CellFigures, Difference, GroupFigures
+from forerun.bench.figures import CellFigures, GroupFigures, Mismatch
 from forerun.prove.report import jsonable
 
 
@@ -28,7 +28,7 @@ class Bandwidth:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """The whole benchmark.
 
     `about` says what was run, on which models and machine; `pass_bytes` are the weights that one pass of the target
@@ -56,7 +56,7 @@ class Report:
         """How near a plain pass of this group comes to what memory allows; 1 is the limit."""
         return figures.limit_share(self.pass_bytes, self.bandwidth.best)
 
-    def place(self, figures: GroupFigures, difference: Difference) -> str:
+    def place(self, figures: GroupFigures, difference: Mismatch) -> str:
         """Where the prompt of a request that differs is from."""
         places = self.places[figures.group.workload]
         return places[difference.request % len(places)]

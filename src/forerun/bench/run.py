@@ -32,7 +32,7 @@ WARMUP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchRun:
     """One repetition of one cell.
 
     `decode_s` and what is counted up to `accepted_at_depth` are of rounds that read no prompt, `num_tokens` and
@@ -97,11 +97,11 @@ class Tape:
         if not timed.outcome.num_prompt_tokens and drafted == [self.num_guesses] * self.batch:
             self.full.append(timed.outcome)
 
-    def run(self, group: Group, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> Run:
+    def run(self, group: Group, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> BenchRun:
         """All of it, to be written down."""
         pace, stats = self.pace, self.pace.stats
         grams = [[tuple(a[i : i + NGRAM]) for i in range(len(a) - NGRAM + 1)] for a in answers]
-        return Run(
+        return BenchRun(
             workload=group.workload,
             batch=group.batch,
             temperature=group.temperature,
@@ -146,7 +146,7 @@ class Stage:
     clock: Clock = time.perf_counter
     wish: Callable[[int], Speculation] = Speculation
 
-    def run(self, group: Group, turn: Turn) -> Run:
+    def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
         own_peak = forget_peak_rss()
         tape, answers = self.tape(group, turn.depth), []

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.bench.figures import CellFigures, GroupFigures, Spread
-from forerun.bench.report import Report
+from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
 
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
@@ -22,7 +22,7 @@ MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
 MOST_SHOWN = 3
 
 
-def bench_card(report: Report) -> RenderableType:
+def bench_card(report: BenchReport) -> RenderableType:
     """The whole report."""
     parts: list[RenderableType] = []
     for figures in report.groups:
@@ -63,7 +63,7 @@ def number(spread: Spread | None, form: str, scale: float = 1.0) -> str:
     return format(scale * spread.median, form) if spread else "?"
 
 
-def group_lines(report: Report, figures: GroupFigures) -> Iterator[Text]:
+def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
     """What holds for a whole group: acceptance by depth, repetition in the text, the limit, the same tokens."""
     deepest = figures.cells[-1]
     if deepest.acceptance_at_depth:
@@ -83,7 +83,7 @@ def group_lines(report: Report, figures: GroupFigures) -> Iterator[Text]:
         yield Text(f"  depth {difference.depth}, repetition {difference.repetition + 1}: {place}", "red")
 
 
-def facts(report: Report) -> Table:
+def facts(report: BenchReport) -> Table:
     """What lies behind the tables, as two columns."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -106,7 +106,7 @@ def facts(report: Report) -> Table:
     return grid
 
 
-def verdict(report: Report) -> Text:
+def verdict(report: BenchReport) -> Text:
     """The one line that counts."""
     if report.same_tokens:
         return Text("Every depth gave the same tokens as plain decoding.", "bold green")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.plan import Group, Turn
-from forerun.bench.run import Run
+from forerun.bench.run import BenchRun
 from forerun.errors import InvalidRequest
 from forerun.folders import cache_folder
 
@@ -53,7 +53,7 @@ class State:
     """The runs that are done, in memory and on disk."""
 
     path: Path
-    runs: dict[tuple[Group, Turn], Run]
+    runs: dict[tuple[Group, Turn], BenchRun]
 
     @classmethod
     def open(cls, path: Path, about: Mapping[str, Any], fresh: bool = False) -> State:
@@ -98,7 +98,7 @@ class State:
             "anew with --fresh",
         )
 
-    def add(self, run: Run) -> None:
+    def add(self, run: BenchRun) -> None:
         """A finished run, on disk when this returns."""
         with writable(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(run)) + "\n")
@@ -131,11 +131,11 @@ def parsed(line: bytes) -> Any:
         return None
 
 
-def run_of(line: bytes, place: str) -> Run:
+def run_of(line: bytes, place: str) -> BenchRun:
     """The run that a line holds."""
     entry = parsed(line)
-    names = {field.name for field in fields(Run)}
+    names = {field.name for field in fields(BenchRun)}
     if not isinstance(entry, dict) or set(entry) != names:
         raise InvalidRequest("state", f"{place} is damaged: begin anew with --fresh")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
-    return Run(**values)
+    return BenchRun(**values)

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from rich.console import Console
 
-from forerun.card import Setting, Timing
+from forerun.card import AnswerTiming, Setting
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Origin
 from forerun.llm import LLM
@@ -72,9 +72,9 @@ class Answer:
     total_s: float = 0.0
 
     @property
-    def timing(self) -> Timing:
+    def timing(self) -> AnswerTiming:
         """How long it took."""
-        return Timing(len(self.token_ids), self.first_s, self.total_s)
+        return AnswerTiming(len(self.token_ids), self.first_s, self.total_s)
 
 
 @dataclass(slots=True)

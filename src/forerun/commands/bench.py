@@ -20,7 +20,7 @@ from forerun.bench.bench import bench as run
 from forerun.bench.material import SHIPPED, Passage, prompt_file, replay_file, shipped
 from forerun.bench.picture import check_picture, draw
 from forerun.bench.plan import Selection
-from forerun.bench.report import Bandwidth, Report
+from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.setup import Models, about, set_up
 from forerun.bench.show import bench_card
 from forerun.bench.state import State, default_path, key_of
@@ -160,7 +160,7 @@ def measure(
     path: Path | None,
     fresh: bool,
     bar: LoadingBar,
-) -> Report:
+) -> BenchReport:
     """The benchmark, from where it was left."""
     stage = set_up(models, passages, selection, bar)
     what = about(models, stage, selection)
@@ -177,10 +177,10 @@ def measure(
     bar("benchmark", 1.0, "memory bandwidth")
     places = {name: [item.place for item in workload.items] for name, workload in stage.workloads.items()}
     bandwidth = Bandwidth(start, bandwidth_bytes_per_s())
-    return Report(what, bandwidth, models.blueprint().pass_bytes, places, tuple(groups))
+    return BenchReport(what, bandwidth, models.blueprint().pass_bytes, places, tuple(groups))
 
 
-def write_json(report: Report, goal: str | None) -> None:
+def write_json(report: BenchReport, goal: str | None) -> None:
     """One line: to a file, or to standard output, unless a person reads there who did not ask for it."""
     line = json.dumps(report.as_object())
     if goal not in (None, "-"):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from forerun.accept.outcome import Stats
-from forerun.card import Painter, Setting, Timing, run_card
+from forerun.card import AnswerTiming, Painter, Setting, run_card
 from forerun.commands.answering import Answer, answer, build_llm, setting_of
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -72,7 +72,7 @@ def as_object(result: Answer, setting: Setting, llm: LLM) -> dict[str, Any]:
     }
 
 
-def stats_object(stats: Stats, timing: Timing, arms: Sequence[str] = ()) -> dict[str, Any]:
+def stats_object(stats: Stats, timing: AnswerTiming, arms: Sequence[str] = ()) -> dict[str, Any]:
     """The counters and rates of a run, by the names they have everywhere; of a mix, those of its `arms` too."""
     by_arm = {arms[arm]: asdict(own) for arm, own in sorted(stats.arms.items())}
     return {

@@ -34,7 +34,7 @@ from forerun.prove.prompts import FilePrompt, read_prompts
 from forerun.prove.proof import largest_shape
 from forerun.prove.proof import prove as run
 from forerun.prove.show import proof_card
-from forerun.prove.workload import Workload
+from forerun.prove.workload import ProofWorkload
 from forerun.request import Request
 
 
@@ -64,9 +64,9 @@ class ProveOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
-    def workload(self) -> Workload:
+    def workload(self) -> ProofWorkload:
         """The same as numbers to run."""
-        workload = Workload(
+        workload = ProofWorkload(
             num_prompts=self.num_prompts,
             max_tokens=self.max_tokens,
             shapes=(Speculation(self.depth), Speculation(self.depth, self.width)),

@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.bench.lane import Clock
 from forerun.demo.material import Prompt
-from forerun.demo.race import Step, Track
+from forerun.demo.race import RaceStep, Track
 from forerun.demo.score import Score, affordable_tokens
 from forerun.models.loading import Progress
 from forerun.request import Request
@@ -59,7 +59,7 @@ class Meet:
             for step in self.track.race(tokens, params, drafter, self.clock):
                 self.seen.add(step)
 
-    def race(self, prompt: Prompt, num_left: int, show: Callable[[Step, Score], None]) -> Heat:
+    def race(self, prompt: Prompt, num_left: int, show: Callable[[RaceStep, Score], None]) -> Heat:
         """One race, with its share of the time that is left for `num_left` of them; `show` is told each step."""
         tokens = self.encode(prompt)
         share_s = (self.deadline_s - self.clock()) / num_left

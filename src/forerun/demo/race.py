@@ -31,7 +31,7 @@ class Side(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RaceStep:
     """One round of one side: what it gained (None while only the prompt is read), and what it took."""
 
     side: Side
@@ -40,13 +40,13 @@ class Step:
     step_s: float
 
 
-def race(lanes: Mapping[Side, Lane], clock: Clock = time.perf_counter) -> Iterator[Step]:
+def race(lanes: Mapping[Side, Lane], clock: Clock = time.perf_counter) -> Iterator[RaceStep]:
     """Step all lanes to their ends, always the one with the least time on its clock. Closing it cancels them."""
     try:
         while running := [side for side, lane in lanes.items() if lane.engine.has_work]:
             side = min(running, key=lambda side: lanes[side].clock_s)
             timed = lanes[side].step(clock)
-            yield Step(side, timed.deltas[0] if timed.deltas else None, timed.outcome, timed.step_s)
+            yield RaceStep(side, timed.deltas[0] if timed.deltas else None, timed.outcome, timed.step_s)
     finally:
         for lane in lanes.values():
             lane.clear()
@@ -62,7 +62,7 @@ class Track:
 
     def race(
         self, prompt: str | Sequence[int], params: SamplingParams, drafter: str, clock: Clock = time.perf_counter
-    ) -> Iterator[Step]:
+    ) -> Iterator[RaceStep]:
         """Answer a prompt plain and with `drafter`, "model" (the LLM's own) or "ngram"."""
         plain = Lane(self.plain, self.llm.requests.sequences(Request.of(prompt, params, speculation=False)))
         drafted = Lane(self.drafted[drafter], self.llm.requests.sequences(Request.of(prompt, params)))

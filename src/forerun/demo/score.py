@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.bench.pace import Pace
-from forerun.demo.race import Side, Step
+from forerun.demo.race import RaceStep, Side
 
 LEAST_TOKENS = 8  # an answer shorter than this shows nothing
 
@@ -21,7 +21,7 @@ class Tally(Pace):
 
     token_ids: list[int] = field(default_factory=list)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: RaceStep) -> None:
         """One more step."""
         self.token_ids += step.delta.token_ids if step.delta else ()
         self.count(step.outcome, step.step_s)
@@ -47,7 +47,7 @@ class Score:
     plain: Tally = field(default_factory=Tally)
     speculative: Tally = field(default_factory=Tally)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: RaceStep) -> None:
         """One more step of either side."""
         self.of(step.side).add(step)
 

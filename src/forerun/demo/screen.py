@@ -17,7 +17,7 @@ from rich.text import Text
 
 from forerun.card import STYLES
 from forerun.demo.meet import Heat
-from forerun.demo.race import Side, Step
+from forerun.demo.race import RaceStep, Side
 from forerun.demo.score import Score, Tally, costs, verdict
 from forerun.engine.sequence import Origin
 
@@ -28,11 +28,11 @@ FRAME_S = 0.05
 NAMES = {Origin.DRAFTED: "guessed, accepted", Origin.RECOVERED: "guess rejected: recovered", Origin.BONUS: "bonus"}
 
 
-def view_of(console: Console, raw: bool, heading: str, prompt: str) -> Panels | Transcript:
+def view_of(console: Console, raw: bool, heading: str, prompt: str) -> Panels | FinalAnswers:
     """Panels on a colour terminal that is large enough, a transcript anywhere else."""
     colours = console.is_terminal and console.color_system is not None and not console.no_color
     large = console.width >= LEAST_WIDTH and console.height >= LEAST_HEIGHT
-    return Panels(console, heading, prompt) if colours and large and not raw else Transcript(console, heading)
+    return Panels(console, heading, prompt) if colours and large and not raw else FinalAnswers(console, heading)
 
 
 class Texts:
@@ -41,13 +41,13 @@ class Texts:
     def __init__(self) -> None:
         self.of = {side: Text() for side in Side}
 
-    def add(self, step: Step) -> None:
+    def add(self, step: RaceStep) -> None:
         """One more step."""
         for segment in step.delta.segments if step.delta else ():
             self.of[step.side].append(segment.text, STYLES[segment.origin])
 
 
-class Transcript:
+class FinalAnswers:
     """Both answers, one under the other, when the race is over."""
 
     def __init__(self, console: Console, heading: str) -> None:
@@ -56,11 +56,11 @@ class Transcript:
         self._texts = Texts()
         self._score = Score()
 
-    def __enter__(self) -> Transcript:
+    def __enter__(self) -> FinalAnswers:
         self._print(f"\n{self._heading}")
         return self
 
-    def show(self, step: Step, score: Score) -> None:
+    def show(self, step: RaceStep, score: Score) -> None:
         """One more step."""
         self._texts.add(step)
         self._score = score
@@ -94,7 +94,7 @@ class Panels:
         self._live.start(refresh=True)
         return self
 
-    def show(self, step: Step, score: Score) -> None:
+    def show(self, step: RaceStep, score: Score) -> None:
         """One more step; the screen follows at its own pace."""
         self._texts.add(step)
         self._score = score

@@ -31,7 +31,7 @@ from torch import Tensor
 from forerun.device import upload_tensor
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.judge import Judge, Question
-from forerun.draft.lengths import Lengths, MeasuredLengths, Timing
+from forerun.draft.lengths import Lengths, MeasuredLengths, RoundTiming
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.sanitize import sanitize
@@ -146,7 +146,7 @@ class CascadeDrafter:
             self.emit(draws, [chains[i] for i in judged.answered], tree, judged.logits)
         if timed:
             deepest, num_tokens = max(b.depth for b in budgets), sum(1 + len(own) for own in guesses)
-            self.lengths.time(Timing(deepest, drafted_s - started_s, num_tokens, time.perf_counter() - drafted_s))
+            self.lengths.time(RoundTiming(deepest, drafted_s - started_s, num_tokens, time.perf_counter() - drafted_s))
         return draft.pass_s + judged.pass_s
 
     def guess(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> Draft:

@@ -24,7 +24,7 @@ class ReadTokens(Protocol):
     def __call__(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor | None: ...
 
 
-def possible(draws: Draws, budgets: Sequence[Budget]) -> bool:
+def are_plain_chains(draws: Draws, budgets: Sequence[Budget]) -> bool:
     """Whether all that is asked for are chains whose law, price and path nobody asks about."""
     return draws.pathless and not draws.rejection and all(b.width == 1 and b.price == 0 for b in budgets)
 

@@ -26,7 +26,7 @@ from forerun.draft import chains, loop
 from forerun.draft.adapter import AdaptedRunner
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook, Resume
 from forerun.draft.chain_graph import ChainGraph
-from forerun.draft.expand import Place, expand
+from forerun.draft.expand import NodeToExpand, expand
 from forerun.draft.growth import Growth
 from forerun.errors import WrongTarget
 from forerun.models.graphs import GraphRunner
@@ -34,11 +34,11 @@ from forerun.models.runner import Drawn, Read, Runner, States
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
-Result = TypeVar("Result")
+ReturnType = TypeVar("ReturnType")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ExitRow:
     """A sequence to be drafted: its row in the round, the final tokens that the target has not read, and how far."""
 
     row: int
@@ -107,12 +107,12 @@ class EarlyExitDrafter:
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Tensor, passes: Passes) -> Draft:
         """The guesses, in the cheapest of the ways that give what these draws and budgets ask for."""
         budgets = list(granted.values())
-        if self.graph is not None and loop.possible(draws, budgets):
+        if self.graph is not None and loop.can_draw_unseen(draws, budgets):
             starts = [loop.Start(row, draws.seq_ids[row], min(b.depth, b.nodes)) for row, b in granted.items()]
             drawn = passes.timed(self.graph.draw, draws, starts, logits)
             drawn = drawn or loop.draw_chains(draws, starts, logits, passes.read_unseen)
             return Draft(drawn.tree(draws))
-        if chains.possible(draws, budgets):
+        if chains.are_plain_chains(draws, budgets):
             at_once = passes.draw_chains(draws, granted, logits)
             return Draft(at_once or chains.grow_chains(draws, granted, logits, passes.read_tokens))
         each = [granted.get(row, NO_DRAFT) for row in range(len(draws.rows))]
@@ -122,7 +122,7 @@ class EarlyExitDrafter:
         """The roots alone."""
         return Draft(DraftTree.of_texts([[row.tokens[-1]] for row in draws.rows]))
 
-    def wishes(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> list[Wish]:
+    def wishes(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> list[ExitRow]:
         """The sequences to be drafted, their depths cut to what the target's context and cache allow."""
         late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
         wishes = []
@@ -130,7 +130,7 @@ class EarlyExitDrafter:
             new = late.get(sampling.seq_id, [sampling.tokens[-1]])
             depth = min(budget.depth, self.room(sampling.seq_id, len(new)))
             if depth > 0:
-                wishes.append(Wish(row, sampling.seq_id, new, replace(budget, depth=depth)))
+                wishes.append(ExitRow(row, sampling.seq_id, new, replace(budget, depth=depth)))
         return wishes
 
     def room(self, seq_id: int, num_late: int) -> int:
@@ -172,7 +172,7 @@ class Passes:
     states: list[Float[Tensor, "read hidden"]] = field(default_factory=list)
     pass_s: float = 0.0
 
-    def read_roots(self, wishes: list[Wish]) -> tuple[list[Wish], Float[Tensor, "wishes vocab"]]:
+    def read_roots(self, wishes: list[ExitRow]) -> tuple[list[ExitRow], Float[Tensor, "wishes vocab"]]:
         """Read the roots; the wishes for which there was room, the youngest left out, and the logits after theirs."""
         while wishes:
             states = self.read([wish.read() for wish in wishes])
@@ -184,7 +184,7 @@ class Passes:
             wishes = [wish for wish in wishes if wish.seq_id != youngest]
         return [], torch.empty(0, self.runner.decoder.config.vocab_size)
 
-    def __call__(self, growths: Sequence[Growth], places: Sequence[Place]) -> Tensor | None:
+    def __call__(self, growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None:
         """The logits after the nodes, in their order; None where the cache has no room for them."""
         reads = []
         for row, group in groupby(places, key=lambda place: place.row):
@@ -252,7 +252,7 @@ class Passes:
         except OutOfBlocks:
             return None
 
-    def timed(self, call: Callable[..., Result], *arguments: object) -> Result:
+    def timed(self, call: Callable[..., ReturnType], *arguments: object) -> ReturnType:
         """What the call gives, its time counted."""
         started_s = time.perf_counter()
         result = call(*arguments)

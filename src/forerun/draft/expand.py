@@ -22,7 +22,7 @@ from forerun.tree import DraftLaw, DraftTree
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeToExpand:
     """A node about to get children of these ranks, and its row in the round."""
 
     row: int
@@ -37,7 +37,7 @@ class ReadNodes(Protocol):
     A node that was read may be missing in the tree that is grown in the end.
     """
 
-    def __call__(self, growths: Sequence[Growth], places: Sequence[Place]) -> Tensor | None: ...
+    def __call__(self, growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None: ...
 
 
 def expand(draws: Draws, budgets: Sequence[Budget], logits: Float[Tensor, "drafted vocab"], read: ReadNodes) -> Draft:
@@ -62,15 +62,17 @@ def expand(draws: Draws, budgets: Sequence[Budget], logits: Float[Tensor, "draft
     return assemble(draws, growths, laws)
 
 
-def next_places(growths: Sequence[Growth]) -> list[Place]:
+def next_places(growths: Sequence[Growth]) -> list[NodeToExpand]:
     """Who gets children on the next level; rows in order, so that each row's places lie together."""
-    return [Place(row, node, ranks) for row, growth in enumerate(growths) for node, ranks in growth.extend().items()]
+    return [
+        NodeToExpand(row, node, ranks) for row, growth in enumerate(growths) for node, ranks in growth.extend().items()
+    ]
 
 
 def draw_level(
     draws: Draws,
     growths: Sequence[Growth],
-    places: Sequence[Place],
+    places: Sequence[NodeToExpand],
     logits: Float[Tensor, "places vocab"],
     laws: list[Tensor],
 ) -> None:

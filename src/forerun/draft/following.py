@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from forerun.draft.base import Budget
-from forerun.draft.loop import Pending
+from forerun.draft.loop import UnseenGuesses
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Following:
     root: int | None = None
     highest: int = 0  # the largest token id in the text
     tail: dict[tuple[int, int], int] = field(default_factory=dict)
-    pending: Pending | None = None  # guesses in the tail, behind all others, that the host has not seen
+    pending: UnseenGuesses | None = None  # guesses in the tail, behind all others, that the host has not seen
 
     def add(self, parent: int, token: int) -> int:
         """Number a tail node that is about to be read."""
@@ -92,7 +92,7 @@ class Revision:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DraftRow:
     """A sequence to be drafted: the final tokens that were not observed yet, its root the last, and how far.
 
     Or one to be judged behind them: `guesses` are read with the root.

@@ -30,7 +30,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgeLogits:
     """The logits after the last token of `late` and after each guess, packed, for the questions `answered`, in order.
 
     `answered` are indices; the others found no room. `pass_s` is what the passes took.
@@ -45,7 +45,7 @@ class Judged:
 class Judge(Drafter, Protocol):
     """A drafter that can also say how it would go on behind guesses that are not its own."""
 
-    def judge(self, questions: Sequence[Question]) -> Judged:
+    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
         """Its logits, at the target's width, behind one chain of guesses for each of these sequences.
 
         A chain may be asked about where `late` and guesses together stay within the sequence's `outlook` limit. What

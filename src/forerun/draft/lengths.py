@@ -43,7 +43,7 @@ def best_length(acceptance: Sequence[float], round_s: Callable[[int], float]) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RoundTiming:
     """How long a round took: `num_guesses` in a row, and the judge's pass over `num_tokens` with its verdict."""
 
     num_guesses: int
@@ -64,7 +64,7 @@ class Lengths(Protocol):
         """Learn from a round's verdicts: how many guesses each sequence had, and how many were accepted."""
         ...
 
-    def time(self, timing: Timing) -> None:
+    def time(self, timing: RoundTiming) -> None:
         """Learn from a round's times."""
         ...
 
@@ -90,7 +90,7 @@ class FixedLength:
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Nothing is learned."""
 
-    def time(self, timing: Timing) -> None:
+    def time(self, timing: RoundTiming) -> None:
         """Nothing is learned."""
 
     def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
@@ -101,7 +101,7 @@ class FixedLength:
 
 
 @dataclass(slots=True)
-class Line:
+class LinearCost:
     """Seconds by size: the straight line through what was seen, by least squares, the latest counting most.
 
     Neither nothing at all nor one more is taken to cost less than nothing. What was seen at one size only is taken to
@@ -176,9 +176,9 @@ class MeasuredLengths:
 
     together: Acceptance = field(default_factory=Acceptance)
     apart: dict[int, Acceptance] = field(default_factory=dict)
-    drafts: Line = field(default_factory=lambda: Line(flat=False))  # by guesses in a row
-    passes: Line = field(default_factory=Line)  # by tokens in all
-    alone: Line = field(default_factory=Line)  # by batch: a token each
+    drafts: LinearCost = field(default_factory=lambda: LinearCost(flat=False))  # by guesses in a row
+    passes: LinearCost = field(default_factory=LinearCost)  # by tokens in all
+    alone: LinearCost = field(default_factory=LinearCost)  # by batch: a token each
 
     def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         """For each the length with the least time per token, as if the others were asked for as much."""
@@ -205,7 +205,7 @@ class MeasuredLengths:
         for seq_id in seq_ids:
             self.apart.pop(seq_id, None)
 
-    def time(self, timing: Timing) -> None:
+    def time(self, timing: RoundTiming) -> None:
         """A pass has its price by its tokens, and drafting by the guesses in a row."""
         self.passes.record(timing.num_tokens, timing.pass_s)
         if timing.num_guesses:

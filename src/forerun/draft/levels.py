@@ -10,7 +10,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from forerun.draft.expand import Place
+from forerun.draft.expand import NodeToExpand
 from forerun.draft.following import Following
 from forerun.draft.growth import Growth
 from forerun.models.runner import Read
@@ -39,7 +39,7 @@ class LevelReader:
         self.seq_ids = seq_ids
         self.numbers = {(row, 0): roots[seq_id] for row, seq_id in enumerate(seq_ids) if seq_id in roots}
 
-    def __call__(self, growths: Sequence[Growth], places: Sequence[Place]) -> Tensor | None:
+    def __call__(self, growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None:
         """The logits after the nodes, in their order; None where the cache has no room for them."""
         reads = []
         own = self.own([growths[place.row].tokens[place.node] for place in places])

@@ -58,7 +58,7 @@ class Chains:
         return DraftLaw(upload(rows, torch.long, draws.device), torch.cat(self.laws))
 
 
-def possible(draws: Draws, budgets: Sequence[Budget]) -> bool:
+def can_draw_unseen(draws: Draws, budgets: Sequence[Budget]) -> bool:
     """Whether all that is asked for are chains whose ends and draws the host need not see."""
     return all(b.width == 1 and b.price == 0 for b in budgets) and not any(
         row.params.logits_processors for row in draws.rows
@@ -115,7 +115,7 @@ def some(at: PathState, rows: Sequence[int]) -> PathState:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class UnseenGuesses:
     """Guesses of one sequence that were read into its tail before the host saw them."""
 
     guesses: Download

@@ -32,7 +32,7 @@ ANY_PRICE = 1e-9  # what survives with less would not be missed: for members to 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemberDraft:
     """What one member gave, made harmless and brought to the host."""
 
     draft: Draft  # as it was given
@@ -43,7 +43,7 @@ class Part:
     untouched: bool  # whether there was no harm in it
 
     @classmethod
-    def of(cls, draft: Draft, draws: Draws, budgets: Sequence[Budget]) -> Part:
+    def of(cls, draft: Draft, draws: Draws, budgets: Sequence[Budget]) -> MemberDraft:
         """A member's draft, within the budgets that it was given."""
         given, survival = draft.tree, draft.survival
         safe = sanitize(given, draws.roots_tokens.to(given.tokens.device), budgets, draws.vocab, draws.kernels)
@@ -58,7 +58,7 @@ class Part:
             untouched=torch.equal(safe.tokens, given.tokens) and torch.equal(safe.parents, given.parents),
         )
 
-    def grown(self, row: int, arm: int, chances: Sequence[float]) -> Grown:
+    def grown(self, row: int, arm: int, chances: Sequence[float]) -> MixedRow:
         """One row; where its survival is not told, `chances` say it by depth."""
         tokens, parents = self.tokens[row], self.parents[row]
         columns = [0, *(column for column in range(1, len(tokens)) if tokens[column] >= 0)]
@@ -69,11 +69,11 @@ class Part:
             depths.append(depths[parent] + 1)
             told = chances[min(depths[-1], len(chances)) - 1] if self.survival is None else self.survival[row][column]
             number[column] = tree.add(tokens[column], parent, told, arm)
-        return Grown(tree, arm, columns)
+        return MixedRow(tree, arm, columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class MixedRow:
     """A row of the round. Where one member guessed it, `member` says who, and `columns` where its nodes were there."""
 
     tree: Branches
@@ -95,7 +95,7 @@ class MixDrafter:
         self.arms = (*names, MERGED)
         self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
         self.accepted = [Acceptance() for _ in members]
-        self.guessed: dict[int, list[Grown]] = {}  # by sequence: the last round's, to be compared
+        self.guessed: dict[int, list[MixedRow]] = {}  # by sequence: the last round's, to be compared
 
     def observe(self, news: Committed) -> None:
         """All members are told, with the states that they read; and their guesses are compared with what is final."""
@@ -128,7 +128,7 @@ class MixDrafter:
             ((_, draft),) = drafts.items()
             arms = torch.tensor(taken)[:, None].repeat(1, draft.tree.tokens.shape[1])
             return replace(draft, arm=arms, arm_s=arm_s)
-        parts = {arm: Part.of(draft, draws, shares[arm]) for arm, draft in drafts.items()}
+        parts = {arm: MemberDraft.of(draft, draws, shares[arm]) for arm, draft in drafts.items()}
         rows = [self.row(row, budget, draws, parts) for row, budget in enumerate(budgets)]
         if tail is not None:
             self.guessed.clear()  # what is behind a tail is not compared with what becomes final
@@ -149,17 +149,17 @@ class MixDrafter:
             return replace(budget, arm=0, width=width, price=price)
         return replace(budget, arm=0) if budget.arm == arm else NO_DRAFT
 
-    def row(self, row: int, budget: Budget, draws: Draws, parts: Mapping[int, Part]) -> Grown:
+    def row(self, row: int, budget: Budget, draws: Draws, parts: Mapping[int, MemberDraft]) -> MixedRow:
         """One row: what its member guessed, or the best of what all did."""
         if budget.depth == 0:
-            return Grown(Branches([draws.rows[row].tokens[-1]]))
+            return MixedRow(Branches([draws.rows[row].tokens[-1]]))
         if budget.arm < len(self.members):
             return parts[budget.arm].grown(row, budget.arm, [1.0])
         grown = [part.grown(row, arm, self.chances(arm)) for arm, part in parts.items()]
         unsure = [own for own in grown if parts[own.member].survival is None and len(own.tree.tokens) > 1]
         if unsure:
             self.guessed[draws.seq_ids[row]] = unsure
-        return Grown(merge([own.tree for own in grown], budget))
+        return MixedRow(merge([own.tree for own in grown], budget))
 
     def chances(self, arm: int) -> list[float]:
         """What guesses of a member that does not say so survive with, by depth."""
@@ -197,7 +197,7 @@ def came_true(tree: Branches, tokens: Sequence[int]) -> tuple[int, int]:
     return right, right
 
 
-def together(draws: Draws, rows: Sequence[Grown], parts: Mapping[int, Part], width: int) -> Draft:
+def together(draws: Draws, rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft], width: int) -> Draft:
     """The rows as one draft: those of one member with its law, as it gave it, and with what need not be read again.
 
     Which rule judges them hangs on the width, so that must follow from budgets, and not from what was drawn.
@@ -216,7 +216,7 @@ def together(draws: Draws, rows: Sequence[Grown], parts: Mapping[int, Part], wid
     return Draft(replace(tree, q=laws(draws, rows, parts, tree.tokens.shape[1])), survival, resume=resume)
 
 
-def laws(draws: Draws, rows: Sequence[Grown], parts: Mapping[int, Part], columns: int) -> DraftLaw | None:
+def laws(draws: Draws, rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft], columns: int) -> DraftLaw | None:
     """The members' laws side by side, each for the rows that it was declared for."""
     declared = {arm: part.tree.q for arm, part in parts.items() if part.tree.q is not None}
     if not declared:
@@ -237,7 +237,7 @@ def laws(draws: Draws, rows: Sequence[Grown], parts: Mapping[int, Part], columns
     return DraftLaw(row_of, torch.cat([law.dense(draws.vocab) for law in declared.values()]))
 
 
-def resumed(rows: Sequence[Grown], parts: Mapping[int, Part], columns: int) -> Resume | None:
+def resumed(rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft], columns: int) -> Resume | None:
     """What a member has read of the rows that are its own, numbered as they lie here; of one member, the first."""
     arm = next((arm for arm, part in parts.items() if part.draft.resume is not None and part.untouched), None)
     resume = None if arm is None else parts[arm].draft.resume

@@ -24,10 +24,10 @@ from forerun.draft import chains
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.chain_graph import ChainGraph
 from forerun.draft.expand import expand
-from forerun.draft.following import Following, Revision, Wish
-from forerun.draft.judge import Judged, Question
+from forerun.draft.following import DraftRow, Following, Revision
+from forerun.draft.judge import JudgeLogits, Question
 from forerun.draft.levels import LevelReader
-from forerun.draft.loop import Pending, Start, draw_chains, possible
+from forerun.draft.loop import Start, UnseenGuesses, can_draw_unseen, draw_chains
 from forerun.draft.vocab import SharedTokens
 from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Drawn, Read, Runner, States
@@ -98,9 +98,9 @@ class ModelDrafter:
         self.cut_tails(wishes)
         passed = self.read_roots(self.catch_up(wishes))
         granted = {wish.seq_id: wish.budget for wish in passed.wishes}
-        if granted and self.graph is not None and possible(draws, list(granted.values())):
+        if granted and self.graph is not None and can_draw_unseen(draws, list(granted.values())):
             return self.draw_unseen(self.graph, draws, granted, passed.logits)
-        if granted and chains.possible(draws, list(granted.values())):
+        if granted and chains.are_plain_chains(draws, list(granted.values())):
             return self.draw_chains(draws, granted, passed.logits)
         ends = {wish.seq_id: len(self.sequences[wish.seq_id].tail) - 1 for wish in passed.wishes}
 
@@ -112,7 +112,7 @@ class ModelDrafter:
         draft = expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], passed.logits, reader)
         return replace(draft, pass_s=self.pass_s)
 
-    def judge(self, questions: Sequence[Question]) -> Judged:
+    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
         """Its logits behind the roots and guesses; what earlier questions had it read is not read again."""
         self.pass_s = 0.0
         rooms = [self.room(self.sequences[q.seq_id], q.late) for q in questions]
@@ -120,12 +120,12 @@ class ModelDrafter:
         # An id beyond its vocabulary is one that it never says: what is read in its place is of no consequence.
         known = self.runner.decoder.config.vocab_size
         wishes = [
-            Wish(q.seq_id, q.late, Budget(depth=1), [g if g < known else 0 for g in q.guesses])
+            DraftRow(q.seq_id, q.late, Budget(depth=1), [g if g < known else 0 for g in q.guesses])
             for q in (questions[i] for i in asked.values())
         ]
         self.cut_tails(wishes)
         passed = self.read_roots(self.catch_up(wishes))
-        return Judged([asked[wish.seq_id] for wish in passed.wishes], passed.logits, self.pass_s)
+        return JudgeLogits([asked[wish.seq_id] for wish in passed.wishes], passed.logits, self.pass_s)
 
     def draw_chains(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
         """Chains of which nothing is asked but their tokens: in one call where there is one, else step by step."""
@@ -185,10 +185,10 @@ class ModelDrafter:
             drawn = draw_chains(draws, starts, logits, read_on)
         download = Download(self.own_tensor(drawn.guesses))
         for seq_id, num_read in drawn.num_read.items():
-            self.sequences[seq_id].pending = Pending(download, rows[seq_id], num_read)
+            self.sequences[seq_id].pending = UnseenGuesses(download, rows[seq_id], num_read)
         return Draft(drawn.tree(draws), pass_s=self.pass_s)
 
-    def wishes(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[Wish]:
+    def wishes(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[DraftRow]:
         """The sequences to be drafted, their depths cut to what the model's context and the cache allow."""
         late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
         wishes = []
@@ -199,7 +199,7 @@ class ModelDrafter:
             new = late.get(seq_id, [following.root])
             depth = min(budget.depth, self.room(following, new))
             if depth > 0:
-                wishes.append(Wish(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
+                wishes.append(DraftRow(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
         return wishes
 
     def room(self, following: Following, late: Sequence[int]) -> int:
@@ -214,7 +214,7 @@ class ModelDrafter:
         """The final text, up to its root, that the cache does not hold."""
         return self.sequences[seq_id].text[self.runner.length(seq_id) :]
 
-    def catch_up(self, wishes: list[Wish]) -> list[Wish]:
+    def catch_up(self, wishes: list[DraftRow]) -> list[DraftRow]:
         """Read and keep long stretches of final text, in chunks; returns the wishes for which there was room."""
         while behind := [w.seq_id for w in wishes if len(self.unread(w.seq_id)) > TAIL_TOKENS]:
             reads, left = [], CHUNK_TOKENS
@@ -230,7 +230,7 @@ class ModelDrafter:
             wishes = passed.wishes
         return wishes
 
-    def read_roots(self, wishes: list[Wish]) -> Passed:
+    def read_roots(self, wishes: list[DraftRow]) -> RootPass:
         """Read what is left of the text, the roots, and guesses to be judged.
 
         Gives the wishes that had room, and the logits after their roots and guesses.
@@ -249,19 +249,19 @@ class ModelDrafter:
                 self.sequences[read.seq_id].append(token)
         return passed
 
-    def read_fitting(self, reads: list[Read], wishes: list[Wish]) -> Passed:
+    def read_fitting(self, reads: list[Read], wishes: list[DraftRow]) -> RootPass:
         """Read as much as there is room for: idle sequences lose their K, V first, then the youngest are left out."""
         active = {wish.seq_id for wish in wishes}
         while reads:
             states = self.read(reads, active)
             if states is not None:
-                return Passed(reads, [w for w in wishes if w.seq_id in active], self.fit_vocabulary(states.logits))
+                return RootPass(reads, [w for w in wishes if w.seq_id in active], self.fit_vocabulary(states.logits))
             youngest = max(read.seq_id for read in reads)  # ids grow with arrival
             self.release([youngest])
             active.discard(youngest)
             reads = [read for read in reads if read.seq_id != youngest]
         left = [w for w in wishes if w.seq_id in active]
-        return Passed([], left, torch.empty(0, self.vocab_size, device=self.runner.cache.keys.device))
+        return RootPass([], left, torch.empty(0, self.vocab_size, device=self.runner.cache.keys.device))
 
     def read(self, reads: Sequence[Read], active: Collection[int], drawn: Drawn | None = None) -> States | None:
         """One pass; None where there is no room even after all sequences outside `active` lost their K, V."""
@@ -294,7 +294,7 @@ class ModelDrafter:
         """The same on the device; no token stays none."""
         return tokens if self.shared is None else self.shared.own(tokens)
 
-    def cut_tails(self, wishes: Sequence[Wish]) -> None:
+    def cut_tails(self, wishes: Sequence[DraftRow]) -> None:
         """Forget guesses that were neither confirmed nor refuted, but for those that these texts go on with.
 
         A root is always read, for its logits; a tail that may branch begins where the kept text ends.
@@ -337,9 +337,9 @@ class ModelDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class RootPass:
     """A pass as far as there was room: what was read, which wishes are left, and the logits asked for."""
 
     reads: Sequence[Read]
-    wishes: list[Wish]
+    wishes: list[DraftRow]
     logits: Float[Tensor, "judged vocab"]

@@ -18,13 +18,13 @@ import torch
 
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.draft.suffix_past import Past, Reader
-from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node, Step, SuffixTree
+from forerun.draft.suffix_tree import LEAST_SHARE, Insertion, Leaf, Node, SuffixTree
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
 
 @dataclass(slots=True)
-class Growing:
+class SuffixSequence:
     """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
 
     `tenant` is None, and the past out of reach, as long as nobody said whose it is.
@@ -62,7 +62,7 @@ class SuffixDrafter:
 
     def __init__(self, past: Past | None = None) -> None:
         self.past = Past() if past is None else past
-        self.sequences: dict[int, Growing] = {}
+        self.sequences: dict[int, SuffixSequence] = {}
 
     def observe(self, news: Committed) -> None:
         """Enter what became final, the root included: in O(1) per token and context that goes on."""
@@ -70,7 +70,7 @@ class SuffixDrafter:
             growing = self.sequences.get(seq_id)
             if growing is None:
                 self.past.reopen(seq_id)
-                growing = self.sequences[seq_id] = Growing(SuffixTree(self.past.depth))
+                growing = self.sequences[seq_id] = SuffixSequence(SuffixTree(self.past.depth))
             if news.tenants:
                 growing.tenant, growing.num_prompt = news.tenants[i], news.num_prompts[i]
             for token in late(growing, tokens, root):
@@ -89,12 +89,12 @@ class SuffixDrafter:
             found.append(self.guess(growing, budget, new))
         return as_draft([row.tokens[-1] for row in draws.rows], found, budgets)
 
-    def guess(self, growing: Growing, budget: Budget, tail: Sequence[int] = ()) -> Guesses:
+    def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> Guesses:
         """The best that any context has to offer: the text's own before the past's among equals, then the longer."""
         if budget.depth == 0:
             return NONE
         tree, past = growing.tree, self.remembered(growing, tail)
-        steps: list[Step] = []
+        steps: list[Insertion] = []
         for token in tail:
             tree.append(token, steps)
         best, expected = NONE, 0.0
@@ -109,7 +109,7 @@ class SuffixDrafter:
         tree.undo(steps)
         return best
 
-    def remembered(self, growing: Growing, tail: Sequence[int]) -> Sequence[Node | Leaf]:
+    def remembered(self, growing: SuffixSequence, tail: Sequence[int]) -> Sequence[Node | Leaf]:
         """What its tenant's past holds for a text's last 1, 2, ... tokens, as long as they occurred there."""
         tree = None if growing.tenant is None else self.past.trees.get(growing.tenant)
         places = growing.reader.read(tree, growing.tree.text)
@@ -127,7 +127,7 @@ class SuffixDrafter:
             limit.append(0 if growing is None or best is NONE else self.limit(growing))
         return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected)
 
-    def limit(self, growing: Growing) -> int:
+    def limit(self, growing: SuffixSequence) -> int:
         """The deepest draft that contexts as long as these can give."""
         longest = max(len(growing.tree.matches), len(growing.reader.places))
         return min(longest, growing.tree.depth // 2)
@@ -140,7 +140,7 @@ class SuffixDrafter:
                 self.past.add(seq_id, growing.tenant, growing.tree.text[growing.num_prompt :])
 
 
-def late(growing: Growing, tokens: Sequence[int], root: int) -> Sequence[int]:
+def late(growing: SuffixSequence, tokens: Sequence[int], root: int) -> Sequence[int]:
     """What of a sequence's news is not in its text yet: its last root is the first token of them, unless it is new."""
     if not growing.tree.text:
         return [*tokens, root]

@@ -30,11 +30,11 @@ class Leaf:
         goes_on = self.end < len(self.text) and self.text[self.end] == token
         return Leaf(self.text, self.end + 1) if goes_on else None
 
-    def offers(self) -> Sequence[Offer]:
+    def offers(self) -> Sequence[Continuation]:
         """The one continuation, if there is any."""
         if self.end >= len(self.text):
             return ()
-        return (Offer(self.text[self.end], 1.0, Leaf(self.text, self.end + 1)),)
+        return (Continuation(self.text[self.end], 1.0, Leaf(self.text, self.end + 1)),)
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Node:
     token: int = -1  # -1: there is no continuation, or several
     child: Node | Leaf | None = None
     several: dict[int, Node | Leaf] | None = None
-    ranked: Sequence[Offer] | None = field(default=None, compare=False)
+    ranked: Sequence[Continuation] | None = field(default=None, compare=False)
 
     def after(self, token: int) -> Node | Leaf | None:
         """The context with one more token; None where it never occurred."""
@@ -82,18 +82,20 @@ class Node:
             ((self.token, self.child),) = self.several.items()
             self.several = None
 
-    def offers(self) -> Sequence[Offer]:
+    def offers(self) -> Sequence[Continuation]:
         """What followed in at least LEAST_SHARE of all cases, most often first, the smaller token among equals."""
         if self.several is None:
-            return () if self.child is None else (Offer(self.token, 1.0, self.child),)
+            return () if self.child is None else (Continuation(self.token, 1.0, self.child),)
         if self.ranked is None:
             total = sum(child.count for child in self.several.values())
-            often = [Offer(t, c.count / total, c) for t, c in self.several.items() if c.count / total >= LEAST_SHARE]
+            often = [
+                Continuation(t, c.count / total, c) for t, c in self.several.items() if c.count / total >= LEAST_SHARE
+            ]
             self.ranked = sorted(often, key=lambda offer: (-offer.share, offer.token))
         return self.ranked
 
 
-class Offer(NamedTuple):
+class Continuation(NamedTuple):
     """A continuation, the share of the cases in which it followed, and the context with it."""
 
     token: int
@@ -109,7 +111,7 @@ class Change(NamedTuple):
     before: Node | Leaf | None
 
 
-class Step(NamedTuple):
+class Insertion(NamedTuple):
     """What appending a token did to a tree, to be undone."""
 
     changes: list[Change]
@@ -144,7 +146,7 @@ class SuffixTree:
         self.num_changes += 1
         return stored
 
-    def append(self, token: int, steps: list[Step] | None = None) -> None:
+    def append(self, token: int, steps: list[Insertion] | None = None) -> None:
         """The growing text's next token, in O(1) per context that ends before it and occurred before.
 
         What is to be taken back is noted in `steps`.
@@ -169,11 +171,11 @@ class SuffixTree:
                 node.put(token, again := self.opened(behind, len(matched) + 1))
                 matched.append(again)
         if steps is not None:
-            steps.append(Step(changes, self.matches, old))
+            steps.append(Insertion(changes, self.matches, old))
         self.num_bytes += TOKEN_BYTES
         self.matches = matched
 
-    def opened(self, behind: Sequence[Offer], depth: int) -> Node:
+    def opened(self, behind: Sequence[Continuation], depth: int) -> Node:
         """The node, in a leaf's place, of a context of `depth` tokens; `behind` is what the leaf offers."""
         if depth < self.depth and behind:
             self.num_bytes += NODE_BYTES
@@ -181,7 +183,7 @@ class SuffixTree:
         self.num_bytes += NODE_BYTES - LEAF_BYTES
         return Node(2)
 
-    def undo(self, steps: Sequence[Step]) -> None:
+    def undo(self, steps: Sequence[Insertion]) -> None:
         """Take back the last tokens of the growing text, from the steps that were noted for them."""
         for step in reversed(steps):
             self.text.pop()

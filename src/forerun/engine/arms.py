@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
 from forerun.draft.base import MERGED, NO_DRAFT, Budget, Outlook
-from forerun.draft.lengths import FADING, Acceptance, Line, damped, expected_tokens
+from forerun.draft.lengths import FADING, Acceptance, LinearCost, damped, expected_tokens
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
 TRIES = 6  # rounds in which every arm is tried at first
@@ -52,7 +52,7 @@ class Arm:
     num_rounds: int = 0
     rested: int = 0  # rounds since it was last in use, in which it could have been
     patience: int = RETRY
-    drafts: Line = field(default_factory=lambda: Line(flat=False))  # by guesses asked for, over all rows
+    drafts: LinearCost = field(default_factory=lambda: LinearCost(flat=False))  # by guesses asked for, over all rows
     reading_s: float = 0.0  # for a token of unread text
 
     @property
@@ -97,8 +97,8 @@ class Arms:
     """Chooses for every round, and learns from it. Rows are known by their sequences' ids for that long."""
 
     arms: list[Arm] = field(default_factory=list)  # the members, then the one that merges
-    plain: Line = field(default_factory=Line)  # the target's pass, by nodes: of chains and of members' trees
-    merging: Line = field(default_factory=Line)  # the same with a merged tree among them
+    plain: LinearCost = field(default_factory=LinearCost)  # the target's pass by nodes: chains and members' trees
+    merging: LinearCost = field(default_factory=LinearCost)  # the same with a merged tree among them
     options: dict[int, dict[int, Option]] = field(default_factory=dict)  # of the round under way
     tried: int | None = None
 

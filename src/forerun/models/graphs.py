@@ -22,7 +22,7 @@ from forerun.models.fixed import LEAST_PATH, Inputs, Layout, Outputs, Shape, run
 from forerun.models.ops import SPLIT, ops_for, power_of_two
 from forerun.models.runner import Begun, Drawn, Read, Runner, States, Tail
 
-Result = TypeVar("Result")
+BodyResult = TypeVar("BodyResult")
 CAPTURED_ROWS = 128  # larger passes are prompts
 LARGE_STEP = 128  # the rows of larger passes are multiples of this
 WARM_UPS = 2  # runs before a capture, in which libraries choose and compile what they will launch
@@ -38,21 +38,21 @@ class Graphs:
         self.pool: Any = None
         self.num_replays = 0
 
-    def run(self, key: Hashable | None, body: Callable[[], Result]) -> Result:
+    def run(self, key: Hashable | None, body: Callable[[], BodyResult]) -> BodyResult:
         """What `body` gives; with a key the same tensors every time, which hold until anything else is run here."""
         if self.device.type == "cpu":
             return body()
         with torch.cuda.device(self.device):  # kernels are launched on the current one
             return self.replay(key, body) if self.enabled and key is not None else body()
 
-    def replay(self, key: Hashable, body: Callable[[], Result]) -> Result:
+    def replay(self, key: Hashable, body: Callable[[], BodyResult]) -> BodyResult:
         """Replay what was captured under this key, now if it was not."""
         if key not in self.captured:
             self.captured[key] = self.capture(body)
         graph, result = self.captured[key]
         graph.replay()
         self.num_replays += 1
-        same: Result = result
+        same: BodyResult = result
         return same
 
     def capture(self, body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from forerun.annotations import Float
 
-Rows = Float[Tensor, "rows *width"]
+RowBatch = Float[Tensor, "rows *width"]
 
 
-def agreed_rows(kernel: Callable[[Rows], Rows], x: Rows, counts: Sequence[int], unit: int) -> int:
+def agreed_rows(kernel: Callable[[RowBatch], RowBatch], x: RowBatch, counts: Sequence[int], unit: int) -> int:
     """The last of the ascending `counts` up to which all give the bits that `unit` rows at a time give; 0 for none."""
     apart = torch.cat([kernel(part.contiguous()) for part in x.split(unit)])
     agreed = 0

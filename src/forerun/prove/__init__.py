@@ -2,7 +2,7 @@
 
 from forerun.prove.prompts import FilePrompt, read_prompts
 from forerun.prove.proof import prove
-from forerun.prove.report import Report
-from forerun.prove.workload import Workload
+from forerun.prove.report import ProofReport
+from forerun.prove.workload import ProofWorkload
 
-__all__ = ["FilePrompt", "Report", "Workload", "prove", "read_prompts"]
+__all__ = ["FilePrompt", "ProofReport", "ProofWorkload", "prove", "read_prompts"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.prove.chi_square import ChiSquare, chi_square
 
-Text = tuple[int, ...]
-NextLaws = Callable[[Sequence[Text]], Float[Tensor, "texts vocab"]]
+TokenIds = tuple[int, ...]
+NextLaws = Callable[[Sequence[TokenIds]], Float[Tensor, "texts vocab"]]
 
 LEAST_EXPECTED = 10
 MOST_CELLS = 200
@@ -32,8 +32,8 @@ class Cells:
     """
 
     num_tokens: int
-    chances: Mapping[Text, float]
-    laws: Mapping[Text, Mapping[int, float]]
+    chances: Mapping[TokenIds, float]
+    laws: Mapping[TokenIds, Mapping[int, float]]
     end_ids: frozenset[int]
 
     @property
@@ -46,7 +46,7 @@ class Cells:
         """Whether there is anything to compare: two cells or more."""
         return len(self.chances) > 1
 
-    def impossible(self, text: Text) -> bool:
+    def impossible(self, text: TokenIds) -> bool:
         """Whether the law excludes its first tokens: one of chance 0, one too few, or one behind an end token."""
         for i in range(self.num_tokens):
             if ended(text[:i], self.end_ids):
@@ -60,7 +60,7 @@ class Cells:
                 return True
         return False
 
-    def test(self, texts: Sequence[Text]) -> ChiSquare:
+    def test(self, texts: Sequence[TokenIds]) -> ChiSquare:
         """How well the texts' first tokens fit; a rest that is too small for a cell joins the smallest one."""
         num_texts = len(texts)
         counts = Counter(text[: self.num_tokens] for text in texts)
@@ -78,8 +78,8 @@ def choose_cells(next_laws: NextLaws, num_texts: int, end_ids: Collection[int] =
     Texts are made longer, from two tokens to four, while three quarters of the law have cells of their own.
     """
     least, ends = LEAST_EXPECTED / num_texts, frozenset(end_ids)
-    chances: dict[Text, float] = {(): 1.0}
-    laws: dict[Text, Mapping[int, float]] = {}
+    chances: dict[TokenIds, float] = {(): 1.0}
+    laws: dict[TokenIds, Mapping[int, float]] = {}
     best: Cells | None = None
     for num_tokens in range(1, MOST_TOKENS + 1):
         open_texts = [text for text, chance in chances.items() if chance >= least and not ended(text, ends)]
@@ -99,6 +99,6 @@ def choose_cells(next_laws: NextLaws, num_texts: int, end_ids: Collection[int] =
     return best
 
 
-def ended(text: Text, ends: frozenset[int]) -> bool:
+def ended(text: TokenIds, ends: frozenset[int]) -> bool:
     """Whether a text has said its end token."""
     return bool(text) and text[-1] in ends

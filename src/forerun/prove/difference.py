@@ -12,7 +12,8 @@ from itertools import zip_longest
 from forerun.config import Speculation
 from forerun.llm import LLM
 from forerun.output import CompletionOutput
-from forerun.prove.plain import Text, last_logits, row_of, scores_after
+from forerun.prove.cells import TokenIds
+from forerun.prove.plain import last_logits, row_of, scores_after
 from forerun.sampling.params import SamplingParams
 
 
@@ -21,12 +22,12 @@ class ProofRequest:
     """One prompt with its parameters, as it is asked plain and drafted; `number` counts from 0."""
 
     number: int
-    prompt: Text
+    prompt: TokenIds
     params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenToken:
     """A token that one of the runs chose, and the target's logit for it in the plain run; None where it had ended."""
 
     token_id: int | None
@@ -35,7 +36,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Divergence:
     """The first place where a drafted answer is not the plain one; `position` counts new tokens from 0.
 
     `gap` is by how much the plain run preferred its own choice, in units of logits, the draw's noise included; None
@@ -50,8 +51,8 @@ class Difference:
     batch: int
     shape: Speculation
     position: int
-    plain: Choice
-    drafted: Choice
+    plain: ChosenToken
+    drafted: ChosenToken
     gap: float | None
     drift: float
     drift_from: int | None
@@ -85,7 +86,7 @@ def find_difference(
     plain: CompletionOutput,
     drafted: CompletionOutput,
     tolerance: float,
-) -> Difference | None:
+) -> Divergence | None:
     """What differs, looked into; None where nothing does. Logits closer than `tolerance` count as equal."""
     clash = compare(plain, drafted)
     steady = clash.drift <= 2 * tolerance  # a log-probability is a logit less the logarithm of a sum of logits
@@ -104,7 +105,7 @@ def find_difference(
         scores = scores_after(llm, row_of(llm, text, len(request.prompt), request.params), logits)
         scale = 1.0 if request.params.greedy else request.params.temperature
         gap = scale * float(scores[ours[0]] - scores[theirs[0]])
-    return Difference(
+    return Divergence(
         request=request.number,
         seed=request.params.resolve_seed(),
         temperature=request.params.temperature,
@@ -120,8 +121,8 @@ def find_difference(
     )
 
 
-def choice(llm: LLM, token: Text, logits: list[float]) -> Choice:
+def choice(llm: LLM, token: TokenIds, logits: list[float]) -> ChosenToken:
     """A chosen token, or none."""
     if not token:
-        return Choice(None, None, None)
-    return Choice(token[0], llm.tokenizer.surface(token[0]), logits[token[0]])
+        return ChosenToken(None, None, None)
+    return ChosenToken(token[0], llm.tokenizer.surface(token[0]), logits[token[0]])

@@ -15,9 +15,10 @@ from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.models.loading import Progress
 from forerun.output import CompletionOutput
-from forerun.prove.difference import Difference, ProofRequest, find_difference
-from forerun.prove.plain import Text, rounding_noise
-from forerun.prove.workload import Workload, engine_as
+from forerun.prove.cells import TokenIds
+from forerun.prove.difference import Divergence, ProofRequest, find_difference
+from forerun.prove.plain import rounding_noise
+from forerun.prove.workload import ProofWorkload, engine_as
 from forerun.sampling.params import SamplingParams
 
 PLAIN = Speculation(depth=0)
@@ -39,7 +40,7 @@ class Equality:
     num_accepted: int
     exact_backend: bool
     rounding_noise: float
-    differences: tuple[Difference, ...]
+    differences: tuple[Divergence, ...]
 
     @property
     def same_logits(self) -> bool:
@@ -53,7 +54,7 @@ class Equality:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DraftedRun:
     """One drafted run beside its plain one, answer by answer."""
 
     requests: Sequence[ProofRequest]
@@ -63,13 +64,13 @@ class Run:
     drafted: Sequence[CompletionOutput]
 
 
-def prove_equality(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progress) -> Equality:
+def prove_equality(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: Progress) -> Equality:
     """Run everything plain and drafted, and compare."""
     exact = llm.engine.runner.cache.keys.device.type == "cpu"
     before = llm.stats.num_drafted, llm.stats.num_accepted
     noise: float | None = None
     num_runs = num_tokens = 0
-    differences: list[Difference] = []
+    differences: list[Divergence] = []
     for run in runs(llm, prompts, workload, progress):
         if noise is None:
             texts = [request.prompt + one.token_ids for request, one in zip(run.requests, run.plain, strict=True)]
@@ -99,7 +100,7 @@ def prove_equality(llm: LLM, prompts: Sequence[Text], workload: Workload, progre
     )
 
 
-def runs(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progress) -> Iterator[Run]:
+def runs(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: Progress) -> Iterator[DraftedRun]:
     """Every temperature, batch size and shape, drafted, beside the plain run of that temperature."""
     ways = list(product(workload.batches, workload.shapes))
     step, num_steps = 0, len(workload.temperatures) * (1 + len(ways))
@@ -114,10 +115,10 @@ def runs(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progre
         for batch, shape in ways:
             drafted = answers(llm, requests, batch, shape, report)
             step += 1
-            yield Run(requests, batch, shape, plain, drafted)
+            yield DraftedRun(requests, batch, shape, plain, drafted)
 
 
-def params(workload: Workload, temperature: float, number: int) -> SamplingParams:
+def params(workload: ProofWorkload, temperature: float, number: int) -> SamplingParams:
     """The parameters of one request."""
     return SamplingParams(
         temperature=temperature, seed=workload.seed + number, max_tokens=workload.max_tokens, logprobs=0

@@ -17,10 +17,10 @@ from forerun.config import Speculation, Verification
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.models.loading import Progress
-from forerun.prove.cells import Cells, Text, choose_cells
+from forerun.prove.cells import Cells, TokenIds, choose_cells
 from forerun.prove.chi_square import LEVEL, holm, smallest_bias
 from forerun.prove.plain import last_logits, law_after
-from forerun.prove.workload import Workload, engine_as
+from forerun.prove.workload import ProofWorkload, engine_as
 from forerun.sampling.params import SamplingParams
 
 TOP_K = 8
@@ -49,7 +49,7 @@ class FirstToken:
 class Opening:
     """A context whose continuations are counted: the beginning of a prompt, and the token fixed behind it."""
 
-    prompt: Text
+    prompt: TokenIds
     token: int
     temperature: float
     cells: Cells
@@ -97,7 +97,9 @@ class LawResult:
         return self.adjusted_p >= LEVEL
 
 
-def prove_laws(llm: LLM, prompts: Sequence[Text], workload: Workload, progress: Progress) -> tuple[LawResult, ...]:
+def prove_laws(
+    llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: Progress
+) -> tuple[LawResult, ...]:
     """One test for every rule, shape and opening, corrected for their number."""
     openings = choose_openings(llm, prompts, workload)
     tests = [(rule, shape, opening) for opening in openings for rule, shape in workload.laws]
@@ -147,7 +149,7 @@ def prove_law(
     )
 
 
-def choose_openings(llm: LLM, prompts: Sequence[Text], workload: Workload) -> list[Opening]:
+def choose_openings(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload) -> list[Opening]:
     """The prompts whose continuations vary most, by their exact law, at the lowest temperature that is enough."""
     best: list[Opening] = []
     for temperature in TEMPERATURES:
@@ -168,7 +170,9 @@ def num_cells(opening: Opening) -> int:
     return len(opening.cells.chances)
 
 
-def openings_at(llm: LLM, prompts: Sequence[Text], workload: Workload, temperature: float) -> Iterator[Opening]:
+def openings_at(
+    llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, temperature: float
+) -> Iterator[Opening]:
     """The first prompts' beginnings as openings, where there is anything to compare."""
     most = min(OPENING_TOKENS, llm.requests.max_length // 2)
     params = SamplingParams(temperature=temperature, top_k=TOP_K, seed=workload.seed)
@@ -177,7 +181,9 @@ def openings_at(llm: LLM, prompts: Sequence[Text], workload: Workload, temperatu
         logits[list(llm.requests.eos_ids)] = -math.inf
         token = int(logits.argmax())
 
-        def laws(texts: Sequence[Text], start: Text = (*prompt, token), num_prompt: int = len(prompt)) -> Tensor:
+        def laws(
+            texts: Sequence[TokenIds], start: TokenIds = (*prompt, token), num_prompt: int = len(prompt)
+        ) -> Tensor:
             return law_after(llm, [start + text for text in texts], num_prompt, params)
 
         cells = choose_cells(laws, workload.num_texts, llm.requests.eos_ids)

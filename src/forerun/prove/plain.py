@@ -14,16 +14,15 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.llm import LLM
 from forerun.models.runner import Read
+from forerun.prove.cells import TokenIds
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
-
-Text = tuple[int, ...]
 
 PASS_TOKENS = 512
 CHUNKS = (1, 2, 3, 5, 16)
 
 
-def last_logits(llm: LLM, texts: Sequence[Text]) -> Float[Tensor, "texts vocab"]:
+def last_logits(llm: LLM, texts: Sequence[TokenIds]) -> Float[Tensor, "texts vocab"]:
     """The target's logits after each whole text, every text read in one go, several side by side."""
     runner, found = llm.engine.runner, []
     for group in grouped(texts, min(PASS_TOKENS, runner.cache.num_free_tokens // 2)):
@@ -33,9 +32,9 @@ def last_logits(llm: LLM, texts: Sequence[Text]) -> Float[Tensor, "texts vocab"]
     return torch.cat(found)
 
 
-def grouped(texts: Sequence[Text], most_tokens: int) -> list[list[Text]]:
+def grouped(texts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]:
     """Texts in order, in groups of at most so many tokens; a longer text is a group of its own."""
-    groups: list[list[Text]] = []
+    groups: list[list[TokenIds]] = []
     room = 0
     for text in texts:
         if not groups or len(text) > room:
@@ -46,12 +45,14 @@ def grouped(texts: Sequence[Text], most_tokens: int) -> list[list[Text]]:
     return groups
 
 
-def row_of(llm: LLM, text: Text, num_prompt: int, params: SamplingParams, sample: int = 0) -> RowSampling:
+def row_of(llm: LLM, text: TokenIds, num_prompt: int, params: SamplingParams, sample: int = 0) -> RowSampling:
     """A text as a round's draws see it; `params` has a seed."""
     return RowSampling(0, params, params.resolve_seed(), sample, text, num_prompt, llm.requests.eos_ids)
 
 
-def law_after(llm: LLM, texts: Sequence[Text], num_prompt: int, params: SamplingParams) -> Float[Tensor, "texts vocab"]:
+def law_after(
+    llm: LLM, texts: Sequence[TokenIds], num_prompt: int, params: SamplingParams
+) -> Float[Tensor, "texts vocab"]:
     """The exact law of the token after each text, all transforms applied, in float64."""
     logits = last_logits(llm, texts).double()
     draws = draws_of(llm, [row_of(llm, text, num_prompt, params) for text in texts])
@@ -71,7 +72,7 @@ def draws_of(llm: LLM, rows: Sequence[RowSampling]) -> Draws:
     return Draws(rows, runner.decoder.config.vocab_size, num_ids=llm.requests.num_ids, device=device)
 
 
-def rounding_noise(llm: LLM, texts: Sequence[Text]) -> float:
+def rounding_noise(llm: LLM, texts: Sequence[TokenIds]) -> float:
     """The largest difference between logits of one position, computed among other numbers of rows: 0 on CPUs.
 
     Every text is read whole, side by side with the others, and in chunks of several sizes.
@@ -85,7 +86,7 @@ def rounding_noise(llm: LLM, texts: Sequence[Text]) -> float:
     return worst
 
 
-def read_in_chunks(llm: LLM, text: Text, chunk: int) -> Float[Tensor, "tokens vocab"]:
+def read_in_chunks(llm: LLM, text: TokenIds, chunk: int) -> Float[Tensor, "tokens vocab"]:
     """The logits after every token of a text that is read `chunk` tokens at a time."""
     runner, seq_id = llm.engine.runner, next(llm.requests.seq_ids)
     found = []

@@ -14,21 +14,21 @@ from forerun.llm import LLM
 from forerun.models.loading import Progress
 from forerun.prove.equality import prove_equality
 from forerun.prove.law import prove_laws
-from forerun.prove.report import Place, Report
-from forerun.prove.workload import Workload
+from forerun.prove.report import Environment, ProofReport
+from forerun.prove.workload import ProofWorkload
 from forerun.request import Prompt, Request
 
 
 def prove(
-    llm: LLM, prompts: Sequence[Prompt], workload: Workload | None = None, progress: Progress | None = None
-) -> Report:
+    llm: LLM, prompts: Sequence[Prompt], workload: ProofWorkload | None = None, progress: Progress | None = None
+) -> ProofReport:
     """Prove on this model that speculation does not change what it says.
 
     `llm` has a drafter and nothing under way; its verification does not matter, all three are tried. Each prompt is
     text or token ids. Takes as long as the workload asks for; `progress` is told of "equality" and "law". Raises
     InvalidRequest where nothing would be proven.
     """
-    workload = workload or Workload()
+    workload = workload or ProofWorkload()
     if llm.drafter is None:
         raise InvalidRequest("draft", "there is none, so there is nothing to compare: name a drafter, such as 'ngram'")
     if not prompts:
@@ -38,9 +38,9 @@ def prove(
     report = progress or (lambda _what, _done: None)
     equality = prove_equality(llm, asked, workload, report)
     laws = prove_laws(llm, given, workload, report)
-    return Report(Place.of(llm), workload, equality, laws)
+    return ProofReport(Environment.of(llm), workload, equality, laws)
 
 
-def largest_shape(workload: Workload) -> Speculation:
+def largest_shape(workload: ProofWorkload) -> Speculation:
     """The shape to plan an LLM's memory for."""
     return max(workload.shapes, key=lambda shape: shape.depth * shape.width)

@@ -18,11 +18,11 @@ from forerun.llm import LLM
 from forerun.prove.chi_square import LEVEL
 from forerun.prove.equality import Equality
 from forerun.prove.law import LawResult
-from forerun.prove.workload import Workload
+from forerun.prove.workload import ProofWorkload
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Environment:
     """What the proof is bound to. Equal fingerprints give equal tokens."""
 
     model: str
@@ -36,7 +36,7 @@ class Place:
     python: str
 
     @classmethod
-    def of(cls, llm: LLM) -> Place:
+    def of(cls, llm: LLM) -> Environment:
         """Where this model runs."""
         return cls(
             model=llm.name,
@@ -52,11 +52,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProofReport:
     """The whole proof. `holds` only if every part of it does."""
 
-    place: Place
-    workload: Workload
+    place: Environment
+    workload: ProofWorkload
     equality: Equality
     laws: tuple[LawResult, ...]
 

@@ -11,16 +11,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from forerun.prove.difference import Choice, Difference
+from forerun.prove.difference import ChosenToken, Divergence
 from forerun.prove.equality import Equality
 from forerun.prove.law import LawResult
-from forerun.prove.report import Place, Report
+from forerun.prove.report import Environment, ProofReport
 from forerun.prove.workload import shape_name
 
 MOST_SHOWN = 3
 
 
-def proof_card(report: Report) -> RenderableType:
+def proof_card(report: ProofReport) -> RenderableType:
     """The whole report as a table of two columns, and the verdict below it."""
     card = Table.grid(padding=(0, 2))
     card.add_column(style="dim", no_wrap=True)
@@ -49,7 +49,7 @@ def add_list(card: Table, heading: str, sentences: Sequence[str]) -> None:
         card.add_row("" if i else heading, sentence)
 
 
-def verdict(report: Report) -> Text:
+def verdict(report: ProofReport) -> Text:
     """The one line that counts."""
     if report.holds:
         return Text("It holds: speculation changed nothing that was looked at.", "bold green")
@@ -63,7 +63,7 @@ def marked(holds: bool, line: str) -> Text:
     return Text.assemble(("✓ ", "green") if holds else ("✗ ", "bold red"), line)
 
 
-def place_line(place: Place) -> str:
+def place_line(place: Environment) -> str:
     """What the proof is bound to."""
     versions = f"forerun {place.forerun}, torch {place.torch}, python {place.python}"
     return f"{place.fingerprint}: {place.dtype}, {place.device} ({place.kernels}), {versions}"
@@ -103,7 +103,7 @@ def opening_line(law: LawResult) -> str:
     )
 
 
-def difference_lines(d: Difference) -> Iterator[str]:
+def difference_lines(d: Divergence) -> Iterator[str]:
     """Where a difference is, what was chosen, and why."""
     yield (
         f"request {d.request} (seed {d.seed}, temperature {d.temperature:g}, batch {d.batch}, {shape_name(d.shape)}), "
@@ -122,7 +122,7 @@ def difference_lines(d: Difference) -> Iterator[str]:
         yield f"  a fault: from position {d.drift_from} on the target had read something else (cache or positions)"
 
 
-def choice_text(choice: Choice) -> str:
+def choice_text(choice: ChosenToken) -> str:
     """A token, its id and its logit."""
     if choice.token_id is None:
         return "had ended"

@@ -15,7 +15,7 @@ from forerun.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class ProofWorkload:
     """What `prove` runs; everything in it is a function of these numbers.
 
     Equality: `num_prompts` requests of `max_tokens` tokens (the prompts given, again from the first where there are
@@ -37,7 +37,7 @@ class Workload:
             require_whole(name, getattr(self, name), 1)
         require_whole("seed", self.seed, 0)
 
-    def thorough(self) -> Workload:
+    def thorough(self) -> ProofWorkload:
         """The same with about ten times the work."""
         return replace(
             self,

@@ -24,7 +24,7 @@ from forerun.sampling.transforms import Logits, PathState, RowSampling, Transfor
 from forerun.sampling.winners import RoundNoise, first_largest
 from forerun.tree import DraftTree
 
-__all__ = ["Children", "Draws", "Offer", "PathState", "RowSampling"]
+__all__ = ["Children", "Draws", "HostChildren", "PathState", "RowSampling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Children:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class HostChildren:
     """Children as the host sees them: node by node tokens and survival, and their law on the device."""
 
     tokens: Sequence[Sequence[int]]
@@ -242,7 +242,7 @@ class Draws:
         width: int,
         *,
         survival: bool = True,
-    ) -> Offer:
+    ) -> HostChildren:
         """What `children` gives after these guesses behind the roots of `rows`, told to the host.
 
         The very tokens; by compiled kernels survival is the same only up to rounding.
@@ -258,9 +258,11 @@ class Draws:
             at = replace(at, drawn=upload(drawn, torch.int64, self.device).view(len(rows), longest))
         children = self.children(logits, at, width, survival=survival)
         chances = None if children.survival is None else children.survival.tolist()
-        return Offer(children.tokens.tolist(), chances, children.law)
+        return HostChildren(children.tokens.tolist(), chances, children.law)
 
-    def _offered(self, logits: Logits, rows: Sequence[int], positions: Sequence[int], width: int) -> Offer | None:
+    def _offered(
+        self, logits: Logits, rows: Sequence[int], positions: Sequence[int], width: int
+    ) -> HostChildren | None:
         """Coupled children by compiled kernels, and by torch where those are not certain; None where there are none."""
         if self.kernels is None or self.plain_laws is None or logits.dtype != torch.float32:
             return None
@@ -274,7 +276,7 @@ class Draws:
                 found.undecided, children.tokens.tolist(), children.survival.tolist(), strict=True
             ):
                 tokens[i], survival[i] = own, chances
-        return Offer(tokens, survival)
+        return HostChildren(tokens, survival)
 
     def _placed(self, rows: Sequence[int], positions: Sequence[int]) -> PathState:
         """States without paths."""

@@ -29,7 +29,7 @@ from forerun.sampling.transforms import Logits
 from forerun.text.detokenize import REPLACEMENT
 from forerun.text.tokenizer import Tokenizer
 from forerun.trace.explain import Path, Spell, explain, numbers, paths_of
-from forerun.trace.values import Emitted, Round, Trace
+from forerun.trace.values import Emitted, Trace, TracedRound
 from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
 
@@ -90,7 +90,7 @@ class WatchedEngine(Engine):
             engine.runner, engine.drafter, options=engine.options, controller=FixedDepth(), num_ids=engine.num_ids
         )
         self.tokenizer = tokenizer
-        self.rounds: list[Round] = []
+        self.rounds: list[TracedRound] = []
         self.text = ""
         self.passing: tuple[Plan, DraftTree] | None = None
 
@@ -116,7 +116,7 @@ class WatchedEngine(Engine):
             self.rounds.append(replace(round_, emitted=emitted, segments=delta.segments, text=self.text))
         return deltas, rows
 
-    def tell(self, reading: Reading, verdict: Verdict) -> Round:
+    def tell(self, reading: Reading, verdict: Verdict) -> TracedRound:
         """The round as the verdict has it, before stop conditions and text."""
         assert self.passing is not None, "a round drafts before it accepts"
         plan, tree = self.passing
@@ -128,7 +128,7 @@ class WatchedEngine(Engine):
         spell = speller(self.tokenizer, list(part.row.sequence.tokens))
         (run,) = accept(verdict, [part.tree])
         said = enumerate(zip(run.nodes, run.tokens, run_origins(run), strict=True))
-        return Round(
+        return TracedRound(
             number=len(self.rounds) + 1,
             num_prompt_tokens=part.row.num_chunk,
             rule=found.rule,

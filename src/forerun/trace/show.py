@@ -19,7 +19,7 @@ from rich.text import Text
 
 from forerun.engine.sequence import Origin
 from forerun.trace.explain import quote
-from forerun.trace.values import Fate, Guess, Round, Rule, Trace
+from forerun.trace.values import Fate, Guess, Rule, Trace, TracedRound
 
 Styles = Mapping[Origin, Style]
 
@@ -65,7 +65,7 @@ SVG_FORMAT = """\
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TableLine:
     """A line of a round's table: a guess, or the token behind the guesses."""
 
     branch: str
@@ -117,19 +117,19 @@ def legend(trace: Trace) -> Iterator[Text]:
         yield Text(SHARED_NOISE)
 
 
-def lines_of(round_: Round, styles: Styles) -> Iterator[Line]:
+def lines_of(round_: TracedRound, styles: Styles) -> Iterator[TableLine]:
     """The round's guesses, each below the one it follows, then the token behind them."""
     look = {"accepted": styles[Origin.DRAFTED], "rejected": WRONG, "not judged": DIM}
     for branch, guess in laid_out(round_):
         q = "-" if guess.q is None else f"{guess.q:.3f}"
         mark, style = MARKS[guess.verdict], look[guess.verdict]
-        yield Line(branch, quote(guess.text), style, q, guess.p, mark, guess.reason)
+        yield TableLine(branch, quote(guess.text), style, q, guess.p, mark, guess.reason)
     for token in round_.emitted:
         if token.origin is not Origin.DRAFTED:
-            yield Line("", quote(token.text), styles[token.origin], "", token.p, "+", ORIGINS[token.origin])
+            yield TableLine("", quote(token.text), styles[token.origin], "", token.p, "+", ORIGINS[token.origin])
 
 
-def laid_out(round_: Round, node: int = 0, indent: str = "") -> Iterator[tuple[str, Guess]]:
+def laid_out(round_: TracedRound, node: int = 0, indent: str = "") -> Iterator[tuple[str, Guess]]:
     """Guesses below a node, depth first, with the branches that lead to them; a chain needs none."""
     children = round_.children(node)
     for guess in children:
@@ -139,7 +139,7 @@ def laid_out(round_: Round, node: int = 0, indent: str = "") -> Iterator[tuple[s
         yield from laid_out(round_, guess.node, indent + below)
 
 
-def as_table(round_: Round, lines: Sequence[Line], width: int) -> Table:
+def as_table(round_: TracedRound, lines: Sequence[TableLine], width: int) -> Table:
     """The lines in columns, the first of this width in every round, below what the round did."""
     done = f"{len(round_.guesses)} guessed, {round_.num_accepted} accepted" if round_.guesses else ""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=Style())
@@ -152,7 +152,7 @@ def as_table(round_: Round, lines: Sequence[Line], width: int) -> Table:
     return table
 
 
-def so_far(before: str, round_: Round, styles: Styles) -> Table:
+def so_far(before: str, round_: TracedRound, styles: Styles) -> Table:
     """The text, its latest part at least, with what the round has added in the colours of origins."""
     text = Text(printed(before))
     for segment in round_.segments:

@@ -62,7 +62,7 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TracedRound:
     """One target pass: it read `num_prompt_tokens` of prompt (its root not counted) and the guesses side by side.
 
     `rule` is the one that judged: guesses without a law are judged by `follow` in every mode. `emitted` ends before
@@ -106,7 +106,7 @@ class Trace:
     verification: Verification
     finish_reason: str
     same_as_plain: bool | None
-    rounds: Sequence[Round]
+    rounds: Sequence[TracedRound]
 
     def as_object(self) -> dict[str, Any]:
         """The same as what JSON can hold."""

@@ -6,21 +6,18 @@ what was accepted.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
+from forerun.config import Verification
 from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict, block_law, follow, token_law, walk
 
-Rule = Literal["coupled", "token", "block"]
 
-
-def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, rule: Rule) -> Verdict:
+def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, rule: Verification) -> Verdict:
     """Which guesses become final, and the token after them.
 
     `logits` has one row per node that is read, batch-major, in node order. Guesses without a law (`tree.q` None) are
