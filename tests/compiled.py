@@ -32,13 +32,13 @@ def has(level: str) -> bool:
     return torch.backends.cpu.get_cpu_capability() in {"x86-64-v4": ("AVX512",), "x86-64-v3": ("AVX512", "AVX2")}[level]
 
 
-def compiled_for(level: str, folder: Path) -> ctypes.CDLL:
+def compiled_for(level: str, folder: Path, optimization: str = "-O3") -> ctypes.CDLL:
     """The library as compiled for a processor that can do less than this one, perhaps; skips where it cannot run."""
     if not has(level):
         pytest.skip(f"this processor does not run {level} code")
     require_compiler()
-    path = folder / f"{level}.so"
-    flags = [flag.replace("native", level) for flag in FLAGS]
+    path = folder / f"{level}{optimization}.so"
+    flags = [flag.replace("native", level).replace("-O3", optimization) for flag in FLAGS]
     sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
     subprocess.run([compiler(), *flags, "-Wall", "-Wextra", "-Werror", *sources, "-o", str(path)], check=True)
     return ctypes.CDLL(str(path))

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from forerun import machine
-from forerun.machine import Machine, bandwidth_bytes_per_s, forget_peak_rss, peak_rss_bytes, processor, sources_digest
+from forerun.machine import (
+    Machine,
+    bandwidth_bytes_per_s,
+    forget_peak_rss,
+    peak_rss_bytes,
+    processor,
+    sources_digest,
+    vector_instructions,
+)
 
 
 def test_the_processors_name_is_the_systems(tmp_path: Path) -> None:
@@ -16,6 +24,17 @@ def test_the_processors_name_is_the_systems(tmp_path: Path) -> None:
     assert processor(cpuinfo) == "Some: Chip 9"
     cpuinfo.write_text("Processor : none of that name\n")
     assert processor(cpuinfo) == processor(tmp_path / "missing")
+
+
+def test_vector_instructions_are_told_from_all_else_that_a_processor_can(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    assert vector_instructions(cpuinfo) == ()
+    flags = "fpu sse ssse3 sse4_1 avx avx2 avx512f avx512_bf16 amx_tile amx_bf16 fma f16c sme smep sev aes hypervisor"
+    cpuinfo.write_text(f"processor : 0\nmodel name : A\nflags\t\t: {flags}\nprocessor : 1\nflags : sse\n")
+    known = {"sse", "ssse3", "sse4_1", "avx", "avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "fma", "f16c"}
+    assert set(vector_instructions(cpuinfo)) == known
+    cpuinfo.write_text("processor : 0\nFeatures : fp asimd asimdhp sve sve2 sme i8mm bf16 paca\n")
+    assert set(vector_instructions(cpuinfo)) == {"asimd", "asimdhp", "sve", "sve2", "sme", "i8mm", "bf16"}
 
 
 def test_threads_are_torchs_own() -> None:

@@ -4,7 +4,7 @@ A small drafter guesses the next tokens of a large language model, the large mod
 and the answer is exactly what it would have said alone, only sooner.
 """
 
-import logging
+__version__ = "0.1.0"  # before the imports: modules that they load read it
 
 from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
@@ -32,7 +32,3 @@ __all__ = [
     "StaticTree",
     "__version__",
 ]
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless the program wants the log
-
-__version__ = "0.1.0"

@@ -1,13 +1,15 @@
-"""The machine: what a measurement must say of where it was made, and of what.
+"""The machine: what a measurement must say of where it was made, and what the last bits of results depend on.
 
-Decides how a processor is named, how memory bandwidth and the most memory held are measured, and which sources are told
-apart. Knows nothing of models.
+This file decides how a processor is named, how memory bandwidth and the most memory held are measured, which sources
+are told apart, and what of a machine makes torch's libraries add up in another order.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -21,6 +23,18 @@ SOURCES = (".py", ".cpp", ".hpp")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 BANDWIDTH_ELEMENTS = 250_000_000  # 1 GB of float32: no cache holds it
 BANDWIDTH_TRIES = 5
+VECTOR_FLAGS = {  # by the field that tells them, that of x86 or of Arm: "sme" is memory encryption on the former
+    "flags": re.compile("(?:s?sse|avx|amx)[a-z0-9_]*|fma|f16c"),
+    "Features": re.compile("(?:asimd|sve|sme)[a-z0-9_]*|bf16|i8mm"),
+}
+LIBRARY_SETTINGS = (  # variables by which oneDNN and MKL are told to use other instructions or formats than they would
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +61,31 @@ class Machine:
 
 def processor(cpuinfo: Path = CPUINFO) -> str:
     """The processor's own name where the system tells it."""
+    return cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine()
+
+
+def vector_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
+    """The vector and matrix instructions that the processor has, in the system's names; none where it does not tell."""
+    told = ((cpuinfo_field(cpuinfo, field).split(), form) for field, form in VECTOR_FLAGS.items())
+    return tuple(sorted({flag for flags, form in told for flag in flags if form.fullmatch(flag)}))
+
+
+def cpuinfo_field(cpuinfo: Path, name: str) -> str:
+    """What the system says under this name of its first processor; nothing where it does not."""
     if cpuinfo.exists():
         fields = (line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines())
-        for name, _, value in fields:
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+        return next((value.strip() for own, _, value in fields if own.strip() == name), "")
+    return ""
+
+
+def order_of_sums() -> str:
+    """All that torch's libraries choose a matrix product by on this CPU, and with it the order of its sums.
+
+    They look at the instructions, at the sizes of caches (for which the processor's name stands), at the number of
+    threads, and at a few variables.
+    """
+    settings = [f"{name}={os.environ[name]}" for name in LIBRARY_SETTINGS if name in os.environ]
+    return " ".join((processor(), *vector_instructions(), *settings, f"{torch.get_num_threads()} threads"))
 
 
 def bandwidth_bytes_per_s(num_elements: int = BANDWIDTH_ELEMENTS) -> float:

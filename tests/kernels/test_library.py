@@ -116,11 +116,8 @@ def works() -> bool:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the package said to its users."""
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if (record.name, record.levelno) == ("forerun", logging.WARNING)
-    ]
+    own = (record for record in caplog.records if record.name.startswith("forerun"))
+    return [record.getMessage() for record in own if record.levelno == logging.WARNING]
 
 
 def test_the_library_is_compiled_once_and_kept_for_its_user_alone(
@@ -398,6 +395,18 @@ def test_the_command_answers_without_home_cache_or_compiler(
     assert "computed by       torch, " in done.stderr
     (said,) = warnings_of(caplog)
     assert "no C++ compiler found (looked for /etc/passwd)" in said
+
+
+def test_a_program_without_logging_shows_warnings_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    library.warn_of_torch("there are none here")
+    library.logger.info("a detail")
+    forget()
+    shown = capsys.readouterr().err
+    assert "The compiled kernels are not used: there are none here." in shown
+    assert "a detail" not in shown
 
 
 def test_the_cache_folder_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -147,6 +148,16 @@ def test_formats_that_they_do_not_know(target_dir: Path) -> None:
     assert find_kernels("auto", torch.float64) is None
     with pytest.raises(UnsupportedModel, match=r"compute in float32 and bfloat16, not in torch\.float64"):
         find_kernels("native", torch.float64)
+
+
+@pytest.mark.full
+def test_bits_do_not_depend_on_what_a_compiler_makes_of_the_code(tmp_path: Path) -> None:
+    """Which is why its name and version are no part of the fingerprint."""
+    default, plain = (Kernels(compiled_for("native", tmp_path, level)) for level in ("-O3", "-O1"))
+    for numbers, shape in itertools.product(FORMATS, SHAPES):
+        x, weight = cancelling_product(70, *shape, torch.bfloat16 if numbers == "bfloat16" else torch.float32)
+        first, second = (kernels.linear(weight, None, numbers == "int8")(x) for kernels in (default, plain))
+        assert torch.equal(first, second), (numbers, shape)
 
 
 def test_kernels_and_torch_have_different_fingerprints(target_dir: Path) -> None:

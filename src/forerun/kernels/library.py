@@ -27,7 +27,7 @@ from forerun.kernels.build import TIMEOUT_S, NoKernels, Progress, compile_to, co
 HAS_OWNERS = hasattr(os, "geteuid")
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-logger = logging.getLogger("forerun")
+logger = logging.getLogger(__name__)
 
 
 class Library:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun import __version__
 from forerun.cache.paged import PagedCache
 from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
@@ -22,12 +23,14 @@ from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
+from forerun.machine import order_of_sums
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
 from forerun.models.generation import GenerationDefaults
 from forerun.models.graphs import GraphRunner
 from forerun.models.native import find_kernels, kernels_name
+from forerun.models.ops import load_kernels
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
@@ -180,16 +183,26 @@ class Blueprint:
         """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""
         return None if self.placement.fixed or self.kernels == "torch" else find_sampling_kernels()
 
+    def arithmetic(self) -> str:
+        """What the last bits of results depend on beside `computed_by`, versions and the number format.
+
+        The compiled kernels give the same bits for any number of threads and from any compiler, but filters and
+        penalties are torch's: of its row-wise functions, which depend on the instructions that torch uses. Without the
+        kernels there are its matrix products as well; on a GPU there is triton.
+        """
+        if self.placement.device.type != "cpu":
+            return f"triton {load_kernels().triton.__version__}"
+        own = not self.placement.fixed and find_kernels(self.kernels, self.dtype) is not None
+        return " ".join((torch.backends.cpu.get_cpu_capability(), "" if own else order_of_sums()))
+
     def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
 
         Weights enter by size and by the first and last MiB of each file that is loaded: headers, and a sample of the
         values.
         """
-        digest = sha256(f"{torch.__version__} {self.dtype}".encode())
-        digest.update(self.computed_by.encode())
-        if self.quantize is not None:
-            digest.update(self.quantize.encode())
+        digest = sha256(f"{__version__} {torch.__version__} {self.format} {self.computed_by}".encode())
+        digest.update(self.arithmetic().encode())
         files = {entry.file for entry in Checkpoint(self.folder, self.dtype).stored.values()}
         for path in sorted([*files, self.folder / "config.json"]):
             size = path.stat().st_size

@@ -1,0 +1,100 @@
+"""The fingerprint: everything that the last bits of an answer depend on, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled import require_compiler
+from forerun import machine
+from forerun.config import KernelChoice
+from forerun.models import loading, native
+from forerun.models.loading import Blueprint
+
+Change = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def instructions(patch: pytest.MonkeyPatch) -> None:
+    """Kernels compiled for another processor."""
+    found = native.find_kernels("native", torch.float32)
+    assert found is not None
+    patch.setattr(found, "instructions", "AVX9")
+
+
+def variable(name: str, value: str) -> Change:
+    return lambda patch: patch.setenv(name, value)
+
+
+def value(owner: object, name: str, found: object) -> Change:
+    return lambda patch: patch.setattr(owner, name, found)
+
+
+ALWAYS: dict[str, Change] = {
+    "forerun's version": value(loading, "__version__", "9.9"),
+    "torch's version": value(torch, "__version__", "2.99.0"),
+    "the instructions of torch's row-wise functions": value(torch.backends.cpu, "get_cpu_capability", lambda: "AVX9"),
+}
+LIBRARIES: dict[str, Change] = {
+    "the processor": value(machine, "processor", lambda: "another"),
+    "its instructions": value(machine, "vector_instructions", lambda: ("avx9",)),
+    "the number of threads": lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),
+    "what oneDNN may use": variable("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    "how oneDNN rounds": variable("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
+    "what MKL may use": variable("MKL_CBWR", "COMPATIBLE"),
+}
+NEVER: dict[str, Change] = {
+    "where kernels are kept": variable("XDG_CACHE_HOME", "/nowhere"),
+    "another library's variable": variable("MKL_VERBOSE", "0"),
+    "the number of cores": value(os, "cpu_count", lambda: 99),
+}
+
+
+def changes(target_dir: Path, kernels: KernelChoice, change: Change, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the fingerprint is another one afterwards; without the change it is the same again."""
+    blueprint = Blueprint.of(str(target_dir), dtype="float32", kernels=kernels)
+    before = blueprint.fingerprint()
+    with monkeypatch.context() as patch:
+        change(patch)
+        return blueprint.fingerprint() != before
+
+
+@pytest.mark.parametrize("what", [*ALWAYS, *LIBRARIES, *NEVER])
+def test_torchs_operators_are_known_by_all_that_libraries_look_at(
+    what: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = (ALWAYS | LIBRARIES | NEVER)[what]
+    assert changes(target_dir, "torch", change, monkeypatch) == (what not in NEVER)
+
+
+@pytest.mark.parametrize("what", ["the kernels' instructions", *ALWAYS, *LIBRARIES, *NEVER])
+def test_compiled_kernels_are_known_by_their_instructions(
+    what: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sums have one order, for any number of threads and whatever the processor is called."""
+    require_compiler()
+    always = ALWAYS | {"the kernels' instructions": instructions}
+    change = (always | LIBRARIES | NEVER)[what]
+    assert changes(target_dir, "native", change, monkeypatch) == (what in always)
+
+
+def test_options_that_change_the_numbers_change_it_and_others_do_not(target_dir: Path) -> None:
+    def of(**options: Any) -> str:
+        return Blueprint.of(str(target_dir), **options).fingerprint()
+
+    require_compiler()
+    numbers = [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "quantize": "int8"}]
+    found = [of(**each, kernels=kernels) for each in numbers for kernels in ("native", "torch")]
+    assert len(set(found)) == 6
+    assert of(dtype="float32", kernels="auto", device="cpu", one_gemm=True) == found[0]
