@@ -30,7 +30,8 @@ from benchmarks.drafters import PLAIN, Mode, answer, mode_of, passages
 
 from forerun.accept.outcome import Stats
 from forerun.bench.figures import Spread
-from forerun.bench.material import SHIPPED, Item, workload_of
+from forerun.bench.material import Item, workload_of
+from forerun.bench.plan import SHIPPED
 from forerun.config import Quantization, Speculation
 from forerun.demo.material import TARGET, TARGET_PARAMETERS, widen
 from forerun.draft.cascade import CascadeDrafter

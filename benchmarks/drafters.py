@@ -22,8 +22,9 @@ from dataclasses import dataclass, field, replace
 
 from forerun.bench.figures import Spread
 from forerun.bench.lane import Lane
-from forerun.bench.material import SHIPPED, Item, Passage, shipped, workload_of
+from forerun.bench.material import Item, Passage, shipped, workload_of
 from forerun.bench.pace import Pace
+from forerun.bench.plan import SHIPPED
 from forerun.config import EngineOptions, Quantization, Speculation
 from forerun.demo.material import DRAFT, DRAFT_PARAMETERS, TARGET, TARGET_PARAMETERS, load_prompts, widen
 from forerun.draft.base import Drafter

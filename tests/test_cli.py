@@ -99,8 +99,8 @@ class ScriptedLLM(LLM):
 
 def load_instead(monkeypatch: pytest.MonkeyPatch, build: Callable[..., object]) -> None:
     """Commands get what `build` gives instead of a model."""
-    for command in ("generate", "chat"):
-        monkeypatch.setattr(f"forerun.commands.{command}.build_llm", build)
+    for module in ("answering", "conversation"):
+        monkeypatch.setattr(f"forerun.commands.{module}.build_llm", build)
 
 
 @pytest.fixture

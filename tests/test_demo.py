@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from forerun import cli
 from forerun.accept.outcome import Outcome, RowOutcome
-from forerun.commands import demo as command
+from forerun.demo import material
 from forerun.demo.material import Pair, Prompt, load_prompts
 from forerun.demo.meet import Heat, Meet
 from forerun.demo.race import RaceStep, Side, Track
@@ -278,12 +278,10 @@ def test_any_terminal_shows_a_race_to_its_end(width: int, height: int) -> None:
 @pytest.fixture
 def run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command on the reference pair."""
-    monkeypatch.setattr(command, "Pair", lambda: pair)
-    monkeypatch.setattr(command, "load_prompts", lambda: PROMPTS)
-    monkeypatch.setattr(command, "LIMIT_S", 1e6)
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(command.demo)
-    return lambda *arguments: CliRunner().invoke(app, ["--small", "--max-tokens", "24", *arguments])
+    monkeypatch.setattr(material, "Pair", lambda: pair)
+    monkeypatch.setattr(material, "load_prompts", lambda: PROMPTS)
+    monkeypatch.setattr("forerun.commands.demo.LIMIT_S", 1e6)
+    return lambda *arguments: CliRunner().invoke(cli.app, ["demo", "--small", "--max-tokens", "24", *arguments])
 
 
 def test_without_a_terminal_the_command_prints_both_texts_and_the_numbers(run: Callable[..., Result]) -> None:

@@ -15,7 +15,7 @@ MODULES = sorted((SRC / "forerun").rglob("*.py"))
 ORDER = """
     annotations errors folders __version__
     limits
-    device fields kernels progress shape
+    device fields kernels progress shape streams
     tree config machine
     sampling cache text
     models
@@ -31,7 +31,7 @@ ORDER = """
     card
     bench
     demo
-    options
+    options page
     commands
     cli
     __init__ __main__

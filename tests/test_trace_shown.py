@@ -6,15 +6,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import typer
 from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
+from forerun import cli
 from forerun.card import STYLES
-from forerun.commands import trace as command
 from forerun.engine.sequence import Origin
-from forerun.trace import values
+from forerun.trace import record, values
 from forerun.trace.explain import quote
 from forerun.trace.show import picture, svg
 from forerun.trace.values import Guess, Trace
@@ -120,19 +119,17 @@ def test_the_object_is_json_and_as_documented() -> None:
     assert not set(names) - documented
 
 
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(command.trace)
-RUN = ["-m", str(TARGET), "-d", MODEL, "--seed", "5", "-n", "6", "--depth", "3", "--temperature", "0.8"]
+RUN = ["trace", "-m", str(TARGET), "-d", MODEL, "--seed", "5", "-n", "6", "--depth", "3", "--temperature", "0.8"]
 
 
 def test_the_command_prints_the_picture_or_the_object_and_draws(tmp_path: Path) -> None:
     file = tmp_path / "a.svg"
-    shown = CliRunner().invoke(app, [*RUN, "--width", "2", "--svg", str(file), "Once upon a time"])
+    shown = CliRunner().invoke(cli.app, [*RUN, "--width", "2", "--svg", str(file), "Once upon a time"])
     assert shown.exit_code == 0, shown.output
     assert "├" in shown.stdout
     assert "Same tokens as plain decoding: yes (seed 5)." in shown.stdout
     assert file.read_text("utf-8").startswith("<svg ")
-    told = CliRunner().invoke(app, [*RUN, "--json", "--verification", "token", "Once upon a time"])
+    told = CliRunner().invoke(cli.app, [*RUN, "--json", "--verification", "token", "Once upon a time"])
     found = json.loads(told.stdout)
     assert (found["draft"], found["depth"], found["width"], found["seed"]) == (MODEL, 3, 1, 5)
     assert found["prompt"] == "Once upon a time"
@@ -142,7 +139,7 @@ def test_the_command_prints_the_picture_or_the_object_and_draws(tmp_path: Path) 
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "no" / "a.svg"
-    failed = CliRunner().invoke(app, [*RUN, "--svg", str(missing), "Once"])
+    failed = CliRunner().invoke(cli.app, [*RUN, "--svg", str(missing), "Once"])
     assert failed.exit_code == 2
     assert "svg: " in failed.stderr
     assert failed.stdout == ""
@@ -150,7 +147,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_the_command_fails_where_the_promise_does(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = replace(traces(CASES[0])[0], same_as_plain=False)
-    monkeypatch.setattr(command, "record", lambda *_: broken)
-    failed = CliRunner().invoke(app, [*RUN, "Once"])
+    monkeypatch.setattr(record, "trace", lambda *_: broken)
+    failed = CliRunner().invoke(cli.app, [*RUN, "Once"])
     assert failed.exit_code == 1
     assert "Same tokens as plain decoding: NO" in failed.stdout

@@ -2,19 +2,25 @@
 
 A small drafter guesses the next tokens of a large language model, the large model checks all guesses in one pass,
 and the answer is exactly what it would have said alone, only sooner.
+
+Names are imported when they are first used, so that `forerun --help` need not wait for torch.
 """
 
-__version__ = "0.1.0"  # before the imports: modules that they load read it
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from forerun.async_llm import AsyncLLM
-from forerun.config import EngineOptions, Speculation
-from forerun.engine.delta import Delta
-from forerun.errors import ForerunError, InvalidRequest
-from forerun.llm import LLM
-from forerun.output import CompletionOutput, RequestMetrics, RequestOutput
-from forerun.request import Request
-from forerun.sampling.params import SamplingParams
-from forerun.shape import StaticTree
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from forerun.async_llm import AsyncLLM
+    from forerun.config import EngineOptions, Speculation
+    from forerun.engine.delta import Delta
+    from forerun.errors import ForerunError, InvalidRequest
+    from forerun.llm import LLM
+    from forerun.output import CompletionOutput, RequestMetrics, RequestOutput
+    from forerun.request import Request
+    from forerun.sampling.params import SamplingParams
+    from forerun.shape import StaticTree
 
 __all__ = [
     "LLM",
@@ -32,3 +38,29 @@ __all__ = [
     "StaticTree",
     "__version__",
 ]
+
+_MODULES = {
+    "async_llm": ("AsyncLLM",),
+    "config": ("EngineOptions", "Speculation"),
+    "engine.delta": ("Delta",),
+    "errors": ("ForerunError", "InvalidRequest"),
+    "llm": ("LLM",),
+    "output": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    "request": ("Request",),
+    "sampling.params": ("SamplingParams",),
+    "shape": ("StaticTree",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported from its module the first time that it is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """What the module has, the names that are not imported yet included."""
+    return sorted({*globals(), *__all__})

@@ -1,14 +1,14 @@
 """The command line: the table of commands, and what holds for all of them.
 
-Standard output carries the answer and nothing else; cards, bars and errors go to standard error. A user's mistake is
-one line and status 2. The commands themselves are in `commands`, one file each.
+A mistake of the user's is one line on standard error and status 2. The commands themselves are in `commands`, one file
+each; each of them imports what it needs when it is run, so that help and mistakes do not wait for torch.
 """
 
 from __future__ import annotations
 
-import io
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,23 +20,59 @@ from forerun.commands.generate import generate
 from forerun.commands.prove import prove
 from forerun.commands.trace import trace
 from forerun.commands.widen import widen
+from forerun.page import USAGE_ERROR, Index, Page, usage_line
+from forerun.streams import MISTAKE, end_at_faults, guard_streams, show_error
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+NAME = "forerun"
+EXAMPLES = """
+forerun demo --small
+forerun generate --model stdlib --draft model:stdlib-draft "def main("
+forerun generate --help
+"""
+
+
+class Program(Index):
+    """The group of all commands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; without any, help is what is asked for."""
+        return super().parse_args(ctx, args or ["--help"])
+
+    def main(self, *arguments: Any, **extra: Any) -> NoReturn:
+        """Run what is asked for and exit with its status."""
+        try:
+            status = super().main(*arguments, **extra | {"prog_name": NAME, "standalone_mode": False})
+        except USAGE_ERROR as error:
+            show_error(usage_line(error))
+            status = MISTAKE
+        sys.stdout.flush()
+        sys.exit(status)
+
+
+app = typer.Typer(
+    cls=Program,
+    epilog=EXAMPLES,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
 for command in (generate, chat, demo, trace, prove, bench, widen):
-    app.command()(command)
+    app.command(cls=Page, epilog=command.examples)(command)
 
 
 @app.callback(invoke_without_command=True)
 def options_of_all(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
     """Exact speculative decoding: a drafter guesses, the target checks, the answer stays the same."""
     if version:
-        typer.echo(f"forerun {__version__}")
+        typer.echo(f"{NAME} {__version__}")
         raise typer.Exit()
 
 
 def main() -> None:
-    """The `forerun` command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
-    app()
+    """Run the command line that the process was started with, and exit with its status."""
+    guard_streams()
+    end_at_faults()
+    try:
+        app()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to do that a traceback could tell of

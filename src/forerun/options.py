@@ -1,49 +1,107 @@
 """The options of the command line, as frozen values, and how a command takes them.
 
-Decides names, defaults and help of options; one dataclass is one group, shared by commands. It knows nothing of what
-commands do.
+This file decides names, defaults and help of the options that commands share; one dataclass is one group.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, Protocol, cast, get_type_hints, runtime_checkable
 
 import typer
 
-from forerun.card import show_error
 from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Speculation, Verification
 from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
-from forerun.models.bundled import BUNDLED_NAMES
-from forerun.sampling.params import SamplingParams
+from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.shape import StaticTree
+from forerun.streams import MISTAKE, show_error
 
-DtypeOption = Annotated[str, typer.Option(help="Number format: auto, float32, bfloat16.")]
+INTERRUPTED = 130
+DRAFTERS = "ngram, suffix, model:DIR, early-exit:LAYERS, cascade[A,B] or mix[A,B]"
+DRAFTER_BEGINNINGS = ("ngram", "suffix", "model:", "early-exit:", "cascade[", "mix[", *(f"model:{n}" for n in BUNDLED))
+
+
+def complete_model(incomplete: str) -> Iterator[str]:
+    """Bundled names and folders that begin like this, for the shell."""
+    yield from (name for name in BUNDLED if name.startswith(incomplete))
+    yield from (f"{path}/" for path in Path().glob(f"{incomplete}*") if path.is_dir())
+
+
+def complete_draft(incomplete: str) -> Iterator[str]:
+    """Drafters that begin like this, for the shell."""
+    yield from (name for name in DRAFTER_BEGINNINGS if name.startswith(incomplete))
+
+
+MODEL, ANSWER, OUTPUT = "Model", "Answer", "Output"  # titles of groups
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help=f"Target: a Hugging Face folder, a hub id, or a bundled model ({BUNDLED_NAMES}).",
+        autocompletion=complete_model,
+        rich_help_panel=MODEL,
+    ),
+]
+DRAFT = typer.Option(
+    "--draft",
+    "-d",
+    help=f"Drafter: {DRAFTERS}. Without one, decoding is plain.",
+    autocompletion=complete_draft,
+    rich_help_panel=MODEL,
+)
+REQUIRED_DRAFT = typer.Option(
+    "--draft", "-d", help=f"Drafter: {DRAFTERS}.", autocompletion=complete_draft, rich_help_panel=MODEL
+)
+DtypeOption = Annotated[
+    str, typer.Option(help="Number format: auto, float32, float16 or bfloat16.", rich_help_panel=MODEL)
+]
 QuantizeOption = Annotated[
-    Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 bits: int8.")
+    Quantization | None,
+    typer.Option(help="Hold the weights of target and draft model in 8 bits.", rich_help_panel=MODEL),
 ]
 KernelsOption = Annotated[
-    KernelChoice, typer.Option(help="What computes: compiled kernels where there is a C++ compiler, or torch.")
+    KernelChoice,
+    typer.Option(
+        help="What computes: compiled kernels (auto: where there is a C++ compiler) or torch.", rich_help_panel=MODEL
+    ),
 ]
 MaxModelLenOption = Annotated[
-    int | None, typer.Option(min=1, help="Context in tokens; default: what the model allows.")
+    int | None,
+    typer.Option(min=1, help="Context in tokens; default: what the model and memory allow.", rich_help_panel=MODEL),
 ]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.", rich_help_panel=MODEL)
+]
 TreeOption = Annotated[
-    Path | None, typer.Option(help="Guess trees of this shape: a file with paths of ranks, as in [[0], [1], [0, 0]].")
+    Path | None,
+    typer.Option(
+        help="Draft trees of this shape: a file with paths of ranks, as in [[0], [1], [0, 0]].", rich_help_panel=MODEL
+    ),
 ]
 AdapterOption = Annotated[
     Path | None,
-    typer.Option(help="With --draft early-exit:E, layers trained for that exit: a folder; short for early-exit:E:DIR."),
+    typer.Option(
+        help="With --draft early-exit:E, a folder of layers trained for that exit; like early-exit:E:DIR.",
+        rich_help_panel=MODEL,
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="Where to run: cpu, cuda, or auto: a GPU where there is one.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="Where to run: cpu, cuda, or auto for a GPU where there is one.", rich_help_panel=MODEL)
+]
 OneGemmOption = Annotated[
-    bool, typer.Option("--one-gemm", help="On a GPU: one matrix product for any number of rows; the same bits.")
+    bool,
+    typer.Option(
+        "--one-gemm",
+        help="On a GPU, one matrix product for any number of rows, for the same bits.",
+        rich_help_panel=MODEL,
+    ),
 ]
 
 
@@ -51,15 +109,14 @@ OneGemmOption = Annotated[
 class ModelOptions:
     """Options that say what answers."""
 
-    model: Annotated[
-        str, typer.Option("--model", "-m", help=f"Hugging Face folder, hub id, or bundled: {BUNDLED_NAMES}.")
-    ]
-    draft: Annotated[
-        str | None,
-        typer.Option("--draft", "-d", help="What guesses ahead: ngram, suffix, model:DIR, mix[A,B]. None: plain."),
-    ] = None
-    depth: Annotated[int, typer.Option(min=0, help="Tokens guessed per round.")] = DEFAULT_DEPTH
-    verification: Annotated[Verification, typer.Option(help="How guesses are judged.")] = "coupled"
+    TITLE: ClassVar[str] = MODEL
+
+    model: ModelOption
+    draft: Annotated[str | None, DRAFT] = None
+    depth: Annotated[int, typer.Option(min=0, help="Tokens drafted per round.")] = DEFAULT_DEPTH
+    verification: Annotated[
+        Verification, typer.Option(help="How drafts are judged: coupled keeps the tokens, token and block the law.")
+    ] = "coupled"
     dtype: DtypeOption = "auto"
     quantize: QuantizeOption = None
     kernels: KernelsOption = "auto"
@@ -84,6 +141,8 @@ class ModelOptions:
 class AnswerOptions:
     """Options that say how to draw an answer, when to stop, and how to show it."""
 
+    TITLE: ClassVar[str] = ANSWER
+
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = 1.0
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0
@@ -94,13 +153,25 @@ class AnswerOptions:
         default_factory=list
     )
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False
-    raw: Annotated[bool, typer.Option("--raw", help="No colours.")] = False
+    raw: Annotated[bool, typer.Option("--raw", help="No colours; NO_COLOR does the same everywhere.")] = False
 
-    def params(self) -> SamplingParams:
-        """The same as sampling parameters, with a seed drawn where none was given, so that it can be reported."""
-        shown = {name: value for name, value in asdict(self).items() if name != "raw"}
-        seed = SamplingParams(**shown).resolve_seed()
-        return SamplingParams(**shown | {"seed": seed})
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters among them, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "raw"}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Options that say where numbers go, the same in every command."""
+
+    TITLE: ClassVar[str] = OUTPUT
+
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with everything, instead of what people read.")
+    ] = False
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write that JSON object to this file as well.")
+    ] = None
 
 
 def adapted(draft: str | None, adapter: Path | None) -> str | None:
@@ -116,21 +187,38 @@ def adapted(draft: str | None, adapter: Path | None) -> str | None:
     return str(replace(spec, argument=f"{spec.argument}:{adapter}"))
 
 
-Command = Callable[..., None]
+Run = Callable[..., None]
 
 
-def with_options(run: Command) -> Command:
-    """A command whose dataclass parameters stand for the options that are their fields.
+@runtime_checkable
+class Command(Protocol):
+    """What a name on the command line runs, with examples for its help."""
+
+    examples: str
+
+    def __call__(self, **values: Any) -> None:
+        """Run it with the values of its options."""
+        ...
+
+
+def with_options(examples: str) -> Callable[[Run], Command]:
+    """A command whose dataclass parameters stand for the options that are their fields, with examples for its help.
 
     A ForerunError becomes one red line and status 2, Ctrl-C status 130.
     """
+    return functools.partial(_with_options, examples=examples)
+
+
+def _with_options(run: Run, examples: str) -> Command:
     hints = get_type_hints(run, include_extras=True)
     own = inspect.signature(run).parameters.values()
     groups = {p.name: hints[p.name] for p in own if hasattr(hints[p.name], "__dataclass_fields__")}
-    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name not in groups]
+    parameters: list[inspect.Parameter] = []
     for group in groups.values():
         types = get_type_hints(group, include_extras=True)
-        parameters += [_parameter(option, types[option.name]) for option in fields(group)]
+        parameters += [_parameter(option, types[option.name], group.TITLE) for option in fields(group)]
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    parameters += [p.replace(annotation=hints[p.name], kind=by_name) for p in own if p.name not in groups]
 
     @functools.wraps(run)
     def entry(**values: Any) -> None:
@@ -142,16 +230,23 @@ def with_options(run: Command) -> Command:
             run(**values, **gathered)
         except ForerunError as error:
             show_error(error)
-            raise typer.Exit(2) from error
+            raise typer.Exit(MISTAKE) from error
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
 
     entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     entry.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return entry
+    entry.examples = examples  # type: ignore[attr-defined]
+    return cast(Command, entry)
 
 
-def _parameter(option: Field[Any], kind: Any) -> inspect.Parameter:
+def _parameter(option: Field[Any], kind: Any, title: str) -> inspect.Parameter:
+    """A field as a parameter, its option among those of a title."""
     default = option.default if option.default_factory is MISSING else option.default_factory()
     default = inspect.Parameter.empty if default is MISSING else default
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    (info,) = kind.__metadata__
+    titled = copy(info)
+    titled.rich_help_panel = info.rich_help_panel or title
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind.__origin__, titled]
+    )

@@ -12,12 +12,12 @@ from typer.testing import CliRunner, Result
 
 from bench.synthetic import GROUP, even, taped
 from forerun import cli
+from forerun.bench import measure
 from forerun.bench.figures import GroupFigures, Mismatch, group_figures
 from forerun.bench.plan import Turn
 from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.run import Stage
 from forerun.bench.show import bench_card
-from forerun.commands import bench as command
 from forerun.sampling.recorded import Recorded
 from unchecked import unchecked
 
@@ -37,7 +37,7 @@ def files(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(target_dir: Path, draft_dir: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command on the stories pair, its cache in the files' folder, with a bandwidth that takes no time."""
-    monkeypatch.setattr(command, "bandwidth_bytes_per_s", lambda: 1e9)
+    monkeypatch.setattr(measure, "bandwidth_bytes_per_s", lambda: 1e9)
     models = ["--model", str(target_dir), "--draft", f"model:{draft_dir}"]
 
     def invoke(*arguments: str) -> Result:
@@ -58,7 +58,7 @@ def numbers_of(value: object) -> list[float]:
 
 
 def test_one_line_of_json_has_every_cell(run: Callable[..., Result], files: Path) -> None:
-    result = run("--prompts", str(files / "tales.txt"), "--batch", "1,3", "--temperature", "0,0.8")
+    result = run("--prompts", str(files / "tales.txt"), "--batch", "1,3", "--temperature", "0,0.8", "--json")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") == 1
     told = json.loads(result.stdout)
@@ -88,21 +88,22 @@ def test_one_line_of_json_has_every_cell(run: Callable[..., Result], files: Path
 
 def test_a_replay_runs_once_whatever_the_temperatures(run: Callable[..., Result], files: Path) -> None:
     goal = files / "out.json"
-    result = run("--replay", str(files / "told.jsonl"), "--draft", "ngram", "--json", str(goal))
+    result = run("--replay", str(files / "told.jsonl"), "--draft", "ngram", "--output", str(goal))
     assert result.exit_code == 0, result.output
-    assert result.stdout == ""
+    assert result.stderr == ""
     told = json.loads(goal.read_text())
     assert [c["temperature"] for c in told["cells"]] == [0.0] * 3
     assert told["cells"][-1]["tokens_per_round"] > 1.5  # it repeats itself
-    assert "told, batch 1, temperature 0" in result.stderr
+    assert "told, batch 1, temperature 0" in result.stdout
 
 
 def test_a_tree_is_cut_to_each_depth_and_no_deeper_than_itself(run: Callable[..., Result], files: Path) -> None:
     for paths, depths in (("[[0], [1], [0, 0], [0, 0, 0]]", {0, 2, 3}), ("[[0], [1], [2], [1, 0]]", {0, 2})):
         (files / "tree.json").write_text(paths)
-        result = run("--prompts", str(files / "tales.txt"), "--temperature", "1", "--tree", str(files / "tree.json"))
+        where = ["--prompts", str(files / "tales.txt"), "--output", str(files / "told.json")]
+        result = run(*where, "--temperature", "1", "--tree", str(files / "tree.json"))
         assert result.exit_code == 0, result.output
-        told = json.loads(result.stdout)
+        told = json.loads((files / "told.json").read_text())
         assert told["same_tokens"]
         assert {cell["depth"] for cell in told["cells"]} == depths
         assert told["settings"]["tree"]["paths"] == json.loads(paths)
@@ -110,7 +111,7 @@ def test_a_tree_is_cut_to_each_depth_and_no_deeper_than_itself(run: Callable[...
             guesses = sum(len(path) <= cell["depth"] for path in json.loads(paths))
             assert cell["tokens_per_round"] == pytest.approx(1 + cell["acceptance_rate"] * guesses, rel=0.2)
             assert cell["pass_ratio"] is not None, "rounds that were drafted in full"
-        assert "one shape" in result.stderr
+        assert "one shape" in result.stdout
     (files / "tree.json").write_text("[[0, 1]]")
     result = run("--tree", str(files / "tree.json"))
     assert result.exit_code == 2
@@ -126,16 +127,16 @@ def test_a_token_that_is_not_the_recorded_one_fails_the_command(
         return real(self, row, position) ^ (position == 15)
 
     monkeypatch.setattr(Recorded, "said", wrong)
-    result = run("--replay", str(files / "told.jsonl"))
+    result = run("--replay", str(files / "told.jsonl"), "--output", str(files / "told.json"))
     assert result.exit_code == 1
-    told = json.loads(result.stdout)
+    told = json.loads((files / "told.json").read_text())
     assert not told["same_tokens"]
     (group,) = told["groups"]
     assert {d["prompt"] for d in group["differences"]} == {f"{files}/told.jsonl:{i}" for i in (1, 2)}
     assert len(group["differences"]) == 2 * 3 * 2  # prompts, depths, repetitions
-    assert "same tokens: NO" in result.stderr
-    assert "FAULT" in result.stderr
-    assert f"{files}/told.jsonl:" in "".join(result.stderr.split())
+    assert "same tokens: NO" in result.stdout
+    assert "FAULT" in result.stdout
+    assert f"{files}/told.jsonl:" in "".join(result.stdout.split())
 
 
 def test_interrupted_it_says_how_to_go_on_and_does(
@@ -149,7 +150,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
         made.append(what)
         return real(self, *what)  # type: ignore[arg-type]
 
-    arguments = ["--prompts", str(files / "tales.txt"), "--temperature", "0"]
+    arguments = ["--prompts", str(files / "tales.txt"), "--temperature", "0", "--json"]
     monkeypatch.setattr(Stage, "run", counting)
     stopped = run(*arguments)
     assert stopped.exit_code == 130

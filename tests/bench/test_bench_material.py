@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from forerun.bench.material import (
-    GENERATED,
-    REPLAYED,
-    SHIPPED,
     Workload,
     check_lengths,
     prompt_file,
@@ -18,7 +15,7 @@ from forerun.bench.material import (
     shipped,
     workload_of,
 )
-from forerun.bench.plan import Selection
+from forerun.bench.plan import GENERATED, REPLAYED, SHIPPED, Selection
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import BUNDLED
 from forerun.text.tokenizer import Tokenizer

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from forerun.bench.material import Passage
 from forerun.bench.plan import Group, Selection, Turn
 from forerun.bench.setup import Models, about, set_up
-from forerun.commands import bench as command
-from forerun.commands.bench import BenchOptions
+from forerun.demo import material
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import BUNDLED
 from forerun.models.loading import Blueprint
@@ -77,12 +76,10 @@ def test_a_pass_reads_all_weights_but_rows_that_are_looked_up(name: str, dtype: 
 
 
 def test_widening_is_for_bundled_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "widen", lambda name, size, _progress: f"{name}@{size}")
-    wide = BenchOptions(widen=True).models(lambda _what, _done: None)
-    assert (wide.target, wide.draft) == ("stdlib@500000000", "model:stdlib-draft@21000000")
-    lookup = BenchOptions(widen=True, draft="ngram").models(lambda _what, _done: None)
-    assert (lookup.target, lookup.draft) == ("stdlib@500000000", "ngram")
-    assert BenchOptions().models(lambda _what, _done: None).target == "stdlib"
-    for options in (BenchOptions("some/model", widen=True), BenchOptions(draft="model:a/b", widen=True)):
+    monkeypatch.setattr(material, "widen", lambda name, size, _progress: f"{name}@{size}")
+    wide = material.widened_pair("stdlib", "model:stdlib-draft", None)
+    assert wide == ("stdlib@500000000", "model:stdlib-draft@21000000")
+    assert material.widened_pair("stdlib", "ngram", None) == ("stdlib@500000000", "ngram")
+    for target, draft in (("some/model", "ngram"), ("stdlib", "model:a/b")):
         with pytest.raises(InvalidRequest, match="widen"):
-            options.models(lambda _what, _done: None)
+            material.widened_pair(target, draft, None)

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from forerun import cli
-from forerun.commands.chat import label_of_widened
-from forerun.commands.widen import read_amount
+from forerun.commands.conversation import label_of_widened
+from forerun.commands.widening import read_amount
 from forerun.draft.label import draft_label
 from forerun.errors import InvalidRequest, TokenizerError, UnsupportedModel, WidenedDiffers
 from forerun.llm import LLM
@@ -583,12 +583,12 @@ def test_a_damaged_label_is_refused(made: object, tmp_path: Path, target_dir: Pa
 def test_the_command_writes_and_reports(tmp_path: Path, draft_dir: Path) -> None:
     out = tmp_path / "wide"
     for _ in range(2):
-        result = run("widen", "--model", str(draft_dir), "--out", str(out), "--parameters", "5M")
+        result = run("widen", "--model", str(draft_dir), "--folder", str(out), "--parameters", "5M")
         assert result.exit_code == 0, result.stderr
         for words in ("0.28 M parameters: ", "4.9 M parameters: ", "logits  differ by at most ", str(out)):
             assert words in result.stdout
     explicit = run(
-        "widen", "-m", str(draft_dir), "-o", str(tmp_path / "b"), "--layers", "9", "--at-end", "--mlp", "512"
+        "widen", "-m", str(draft_dir), "-f", str(tmp_path / "b"), "--layers", "9", "--at-end", "--mlp", "512"
     )
     assert explicit.exit_code == 0
     assert read_config(tmp_path / "b").layers == 9
@@ -606,7 +606,7 @@ def test_the_command_writes_and_reports(tmp_path: Path, draft_dir: Path) -> None
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path, draft_dir: Path) -> None:
-    result = run("widen", "--model", str(draft_dir), "--out", str(tmp_path / "wide"), *arguments)
+    result = run("widen", "--model", str(draft_dir), "--folder", str(tmp_path / "wide"), *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

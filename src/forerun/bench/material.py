@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from forerun.bench.plan import GENERATED, SHIPPED
 from forerun.errors import InvalidRequest
 from forerun.prove.prompts import read_prompts
 from forerun.text.tokenizer import Tokenizer
 
-GENERATED, REPLAYED = ("code", "prose"), ("edits",)
-SHIPPED = (*GENERATED, *REPLAYED)
-
 Words = str | list[int]
+DEFAULT_WORKLOADS = "code,edits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,21 @@ def shipped(name: str) -> list[Passage]:
     lines = folder.joinpath(f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
     return [Passage(e["prompt"], e["answer"], f"{e['source']}, edit {i}") for i, e in enumerate(entries, start=1)]
+
+
+def passages_of(workload: str | None, prompts: Path | None, replay: Path | None) -> dict[str, list[Passage]]:
+    """The texts that are asked for, by the name of their workload: what ships, or one file of the user's."""
+    given = [
+        name for name, value in (("workload", workload), ("prompts", prompts), ("replay", replay)) if value is not None
+    ]
+    if len(given) > 1:
+        raise InvalidRequest(given[1], f"it says what to run, and so does --{given[0]}: give one of them.")
+    if prompts is not None:
+        return {prompts.stem: prompt_file(prompts)}
+    if replay is not None:
+        return {replay.stem: replay_file(replay)}
+    names = (workload or DEFAULT_WORKLOADS).split(",")
+    return {name.strip(): shipped(name.strip()) for name in names}
 
 
 def prompt_file(path: Path) -> list[Passage]:

@@ -7,6 +7,7 @@ to quartile. The only file that imports matplotlib.
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ def check_picture(path: Path) -> None:
     """Raise, before anything is run, where a picture could not be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackage("--picture needs matplotlib, which is not installed: pip install 'forerun[bench]'")
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise InvalidRequest("picture", f"{path} must be a .png file in a folder that is there.")
+    if path.suffix != ".png":
+        raise InvalidRequest("picture", f"{path} must be a .png file.")
 
 
-def draw(report: BenchReport, path: Path) -> None:
-    """Write the picture as a PNG."""
+def draw(report: BenchReport) -> bytes:
+    """The picture as the content of a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -44,7 +45,9 @@ def draw(report: BenchReport, path: Path) -> None:
         left.legend(fontsize="small", frameon=False)
     models = report.about["models"]
     picture.suptitle(f"{models['target']}, drafted by {models['draft']}", fontsize="medium", wrap=True)
-    picture.savefig(path, dpi=DPI)
+    file = io.BytesIO()
+    picture.savefig(file, format="png", dpi=DPI)
+    return file.getvalue()
 
 
 def lines(

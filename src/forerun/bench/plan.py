@@ -12,6 +12,9 @@ from forerun.config import Speculation, require_whole
 from forerun.errors import InvalidRequest
 from forerun.shape import StaticTree
 
+GENERATED, REPLAYED = ("code", "prose"), ("edits",)
+SHIPPED = (*GENERATED, *REPLAYED)  # the workloads that come with the package
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

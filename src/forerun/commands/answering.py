@@ -1,25 +1,27 @@
 """What commands that answer share: loading the model with a bar, saying what was run, and streaming one answer.
 
-This file decides what Ctrl-C means: the answer ends after the round under way.
+After Ctrl-C an answer ends with the round under way.
 """
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 
-from forerun.card import AnswerTiming, Setting
+from forerun.accept.outcome import Stats
+from forerun.card import AnswerTiming, Painter, Setting, run_card
+from forerun.commands.destination import Result
+from forerun.commands.interrupt import patient_interrupt
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Origin
 from forerun.llm import LLM
-from forerun.options import ModelOptions
+from forerun.options import AnswerOptions, ModelOptions
 from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
 
@@ -77,28 +79,28 @@ class Answer:
         return AnswerTiming(len(self.token_ids), self.first_s, self.total_s)
 
 
-@dataclass(slots=True)
-class Interrupt:
-    """Whether Ctrl-C was pressed."""
+def sampling_params(options: AnswerOptions) -> SamplingParams:
+    """The options as sampling parameters, with a seed drawn where none was given, so that it can be reported."""
+    params = SamplingParams(**options.sampling())
+    return replace(params, seed=params.resolve_seed())
 
-    asked: bool = False
 
-
-@contextmanager
-def patient_interrupt() -> Iterator[Interrupt]:
-    """Within it the first Ctrl-C is only noted, so that a round is never torn; a second one acts at once."""
-    interrupt = Interrupt()
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(*_: object) -> None:
-        interrupt.asked = True
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
+def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Result) -> Answer:
+    """Load the model, stream its answer to standard output, and tell of it on a card or as JSON."""
+    params = sampling_params(how)
+    errors = Console(stderr=True, no_color=how.raw or None)
+    llm = build_llm(where, errors)
+    setting = setting_of(llm, where, cast(int, params.seed))
+    painter = Painter(Console(), how.raw)
+    show = (lambda *_: None) if result.as_json else painter.write
+    said = answer(llm, text, params, show, LoadingBar(errors))
+    if not result.as_json:
+        painter.end()
+        if not painter.visible:
+            errors.print()  # the text, wherever it went, ends without a line's end
+        errors.print(run_card(setting, said.timing, llm.stats, said.origins, llm.plan.lines(), llm.arms))
+    result.tell(as_object(said, setting, llm))
+    return said
 
 
 def answer(
@@ -127,3 +129,34 @@ def answer(
                 result.finish_reason = "cancelled"
                 break
     return result
+
+
+def as_object(said: Answer, setting: Setting, llm: LLM) -> dict[str, Any]:
+    """An answer as JSON: what was said, where each token came from, and how it went."""
+    return {
+        "text": said.text,
+        "token_ids": said.token_ids,
+        "origins": [origin.value for origin in said.origins],
+        "finish_reason": said.finish_reason,
+        "stop_reason": said.stop_reason,
+        **asdict(setting),
+        "stats": stats_object(llm.stats, said.timing, llm.arms),
+        "memory_plan": llm.plan.lines(),
+    }
+
+
+def stats_object(stats: Stats, timing: AnswerTiming, arms: Sequence[str] = ()) -> dict[str, Any]:
+    """The counters and rates of a run, by the names they have everywhere; of a mix, those of its `arms` too."""
+    by_arm = {arms[arm]: asdict(own) for arm, own in sorted(stats.arms.items())}
+    return {
+        "num_tokens": timing.num_tokens,
+        "first_token_s": timing.first_s,
+        "total_s": timing.total_s,
+        "tokens_per_s": timing.tokens_per_s,
+        "num_rounds": stats.num_rounds,
+        "num_drafted": stats.num_drafted,
+        "num_accepted": stats.num_accepted,
+        "tokens_per_round": stats.tokens_per_round,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_at_depth": list(stats.acceptance_at_depth),
+    } | ({"arms": by_arm} if by_arm else {})

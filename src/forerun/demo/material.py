@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+from forerun.draft.spec import parse_spec
+from forerun.errors import InvalidRequest
 from forerun.llm import LLM
+from forerun.models.bundled import BUNDLED, BUNDLED_NAMES, DRAFT, TARGET
 from forerun.models.config import amount
 from forerun.models.loading import Blueprint, Progress
 from forerun.models.widen import Wider, cached_widened
 
-TARGET, DRAFT = "stdlib", "stdlib-draft"
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 500_000_000, 21_000_000
 
 
@@ -60,6 +62,19 @@ def widen(name: str, num_parameters: int, progress: Progress | None) -> str:
     """The folder of a bundled model at another size."""
     wider = Wider.of(Blueprint.of(name).config, num_parameters)
     return str(cached_widened(name, wider, progress))
+
+
+def widened_pair(target: str, draft: str, progress: Progress | None) -> tuple[str, str]:
+    """The folder of a bundled target and the drafter to it at the demo's sizes; a drafter without a model stays.
+
+    Raises InvalidRequest for models that are not bundled.
+    """
+    spec = parse_spec(draft)
+    if target not in BUNDLED or spec.argument not in (None, *BUNDLED):
+        raise InvalidRequest("widen", f"{target} drafted by {draft} is not of the bundled models {BUNDLED_NAMES}.")
+    if spec.argument is not None:
+        draft = f"{spec.name}:{widen(spec.argument, DRAFT_PARAMETERS, progress)}"
+    return widen(target, TARGET_PARAMETERS, progress), draft
 
 
 def title(model: str) -> str:

@@ -15,4 +15,5 @@ BUNDLED = {
     "stdlib-draft": FOLDER / "stdlib" / "draft",
     "stdlib-draft-1024": FOLDER / "stdlib" / "draft-1024",  # with a tokenizer of its own
 }
+TARGET, DRAFT = "stdlib", "stdlib-draft"  # the pair that commands run unless told otherwise
 BUNDLED_NAMES = ", ".join(BUNDLED)

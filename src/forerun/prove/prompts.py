@@ -6,10 +6,12 @@ Decides which fields hold a prompt and what is said about a line that holds none
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import InvalidRequest
+from forerun.request import Request
 
 FIELDS = ("prompt", "text", "turns")
 
@@ -68,6 +70,15 @@ def prompt_of(line: str, place: str) -> str:
     if not isinstance(text, str) or not text:
         raise _invalid(place, f'"{name}" is {json.dumps(entry[name])[:40]}: it must hold some text')
     return text
+
+
+def check_lengths(encode: Callable[[Request], object], prompts: Sequence[FilePrompt]) -> None:
+    """Raise InvalidRequest, with file and line, for a prompt that the model cannot be given: `encode` refuses it."""
+    for prompt in prompts:
+        try:
+            encode(Request.of(prompt.text))
+        except InvalidRequest as error:
+            raise _invalid(prompt.place, str(error)) from error
 
 
 def _invalid(place: str | Path, message: str) -> InvalidRequest:

@@ -1,0 +1,101 @@
+"""Files that commands write: checked before any work is done, and written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from forerun.errors import InvalidRequest
+from forerun.options import OutputOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A file that an option names and that is written when the work is done. Making one checks that it can be."""
+
+    option: str
+    path: Path
+
+    def __post_init__(self) -> None:
+        folder = self._file.parent
+        if not folder.is_dir():
+            raise InvalidRequest(self.option, f"the folder {folder} is not there: make it, or name another file.")
+        if self.path.is_dir():
+            raise InvalidRequest(self.option, f"{self.path} is a folder: name a file in it.")
+        if self.path.exists() and not os.access(self.path, os.W_OK):
+            raise InvalidRequest(self.option, f"{self.path} may not be written: name another file.")
+        if self._replaced:
+            try:
+                self._beside.touch(exist_ok=True)
+                self._beside.unlink()
+            except OSError as error:
+                raise self._failure(error) from error
+
+    @property
+    def _file(self) -> Path:
+        """The file itself, behind any links to it."""
+        return self.path.resolve()
+
+    @property
+    def _replaced(self) -> bool:
+        """Whether the file is replaced as a whole; a device or a pipe is written to."""
+        return self.path.is_file() or not self.path.exists()
+
+    @property
+    def _beside(self) -> Path:
+        """Where the content is before it takes the file's place."""
+        return self._file.with_name(f".{self._file.name}.{os.getpid()}.part")
+
+    def write(self, content: str | bytes) -> None:
+        """Write the file. Where that fails, what was there before is there still, and InvalidRequest is raised."""
+        data = content.encode() if isinstance(content, str) else content
+        try:
+            if self._replaced:
+                self._replace(data)
+            else:
+                self.path.write_bytes(data)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _replace(self, data: bytes) -> None:
+        try:
+            with self._beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if self._file.exists():
+                shutil.copymode(self._file, self._beside)
+            self._beside.replace(self._file)
+        finally:
+            self._beside.unlink(missing_ok=True)
+
+    def _failure(self, error: OSError) -> InvalidRequest:
+        return InvalidRequest(self.option, f"{self.path} cannot be written ({error.strerror}): name another file.")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where a command's JSON object goes: to standard output, to a file, to both, or nowhere."""
+
+    as_json: bool
+    file: Destination | None
+
+    @classmethod
+    def of(cls, options: OutputOptions) -> Result:
+        """What the options ask for. Raises InvalidRequest for a file that cannot be written."""
+        return cls(options.as_json, None if options.output is None else Destination("output", options.output))
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """Write the object, on one line, to where it is wanted."""
+        line = dumps(told) + "\n"
+        if self.as_json:
+            typer.echo(line, nl=False)
+        if self.file is not None:
+            self.file.write(line)

@@ -1,0 +1,94 @@
+"""Widening from the command line: what to grow to, and what came of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from forerun.errors import InvalidRequest
+from forerun.fields import read_fields
+from forerun.models.config import UNITS, WIDENED, ModelConfig, amount
+from forerun.models.widen import Wider, count_parameters
+
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMB]?)", re.IGNORECASE)
+
+
+def wider_of(config: ModelConfig, parameters: str | None, sizes: Mapping[str, int | None], spread: bool) -> Wider:
+    """The shape that a number of parameters or some sizes ask for. Raises InvalidRequest for both, or for neither."""
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if parameters is not None and given:
+        raise InvalidRequest("parameters", "it chooses the whole shape: give it or the sizes, not both.")
+    if parameters is not None:
+        return replace(Wider.of(config, read_amount(parameters)), spread=spread)
+    if not given:
+        raise InvalidRequest(
+            "parameters", "there is nothing to grow to: give --parameters 0.5B, or --hidden and so on."
+        )
+    return Wider(**{"hidden": config.hidden, "layers": config.layers, **given}, spread=spread)
+
+
+def read_amount(text: str) -> int:
+    """A number of parameters as people write it: 21M, 0.5B, 500000."""
+    found = AMOUNT.fullmatch(text.strip())
+    if found is None:
+        raise InvalidRequest("parameters", f"{text!r} is no number of parameters: write it like 21M or 0.5B.")
+    return round(float(found[1]) * UNITS[found[2].upper()])
+
+
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """Both shapes, and where the larger checkpoint is."""
+
+    source: ModelConfig
+    wide: ModelConfig
+    folder: Path
+
+    @property
+    def check(self) -> Mapping[str, Any]:
+        """What comparing the logits of both found when it was made."""
+        found: Mapping[str, Any] = read_fields(self.folder / "config.json").values[WIDENED]["check"]
+        return found
+
+    def card(self) -> Table:
+        """For a reader."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row("from", describe(self.source))
+        table.add_row("to", describe(self.wide))
+        found, allowed, largest = (self.check[key] for key in ("largest_difference", "tolerance", "largest_logit"))
+        table.add_row("logits", f"differ by at most {found:.2g} ({allowed:.2g} allowed, the largest is {largest:.3g})")
+        table.add_row("folder", Text(str(self.folder)))
+        return table
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON."""
+        shapes = {"from": shape_object(self.source), "to": shape_object(self.wide)}
+        return {**shapes, "check": dict(self.check), "folder": str(self.folder)}
+
+
+def shape_object(config: ModelConfig) -> dict[str, int]:
+    """A model's size and shape, by the names that the options have."""
+    c = config
+    return {
+        "parameters": count_parameters(c),
+        "hidden": c.hidden,
+        "layers": c.layers,
+        "heads": c.heads,
+        "kv_heads": c.kv_heads,
+        "mlp": c.intermediate,
+        "vocab_size": c.vocab_size,
+    }
+
+
+def describe(config: ModelConfig) -> str:
+    """A model's size and shape on a line."""
+    heads = f"{config.heads} heads ({config.kv_heads} of keys)"
+    shape = f"{config.hidden} wide, {config.layers} layers, {heads}, {config.intermediate} neurons"
+    return f"{amount(count_parameters(config))} parameters: {shape}, vocabulary {config.vocab_size}"

@@ -1,0 +1,114 @@
+"""Help pages: how the options, examples and exit statuses of a command are laid out.
+
+Options stand in groups, names on the left and what they do on the right, or below where the terminal is narrow. Names
+and examples are never cut or broken, so that they can be copied.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+WIDEST, NARROWEST = 100, 40
+NAMES = 30  # columns of names, where there is room for them
+NARROW = 72  # below that help stands under the names
+RANGE = re.compile(r"<(\w+) range>")
+ARGUMENTS, OPTIONS = "Arguments", "Options"
+STATUSES = (
+    ("0", "Everything went well."),
+    ("1", "Tokens differ from those of plain decoding (prove, bench, trace and demo)."),
+    ("2", "A mistake in what was asked for, or something that cannot be read, written or used. One line says what."),
+    ("3", "A fault in forerun itself. Please report what is printed."),
+    ("130", "Ctrl-C."),
+    ("141", "The reader of the output went away."),
+)
+
+
+class Page(TyperCommand):
+    """A command whose help is laid out by this file."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the whole page."""
+        formatter.write(render(self, ctx))
+
+
+class Index(TyperGroup):
+    """A group of commands whose help is laid out by this file."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the whole page."""
+        rows = [(name, self.commands[name].get_short_help_str(1000)) for name in self.list_commands(ctx)]
+        formatter.write(render(self, ctx, rows))
+
+
+def render(command: Any, ctx: Any, commands: Sequence[tuple[str, str]] = ()) -> str:
+    """A command's page, as wide as the terminal."""
+    width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns))
+    parts = [fill(f"Usage: {ctx.command_path} {' '.join(command.collect_usage_pieces(ctx))}", width)]
+    parts += [fill(paragraph, width) for paragraph in paragraphs(command.help)]
+    if command.epilog:
+        parts.append("Examples:\n" + textwrap.indent(command.epilog.strip("\n"), "  "))
+    if commands:
+        parts.append("Commands:\n" + definitions(commands, width, 12))
+    for title, rows in groups(command, ctx):
+        parts.append(f"{title}:\n" + definitions(rows, width, NAMES))
+    parts.append("Exit status:\n" + definitions(STATUSES, width, 12))
+    return "\n\n".join(parts) + "\n"
+
+
+def paragraphs(text: str | None) -> list[str]:
+    """The paragraphs of a docstring, each on one line."""
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text or "") if part.strip()]
+
+
+def groups(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The options by the group they belong to, arguments first and what belongs to none last."""
+    found: dict[str, list[tuple[str, str]]] = {ARGUMENTS: []}
+    for param in command.get_params(ctx):
+        record = param.get_help_record(ctx)
+        if record is not None:
+            argument = param.param_type_name == "argument"
+            title = ARGUMENTS if argument else getattr(param, "rich_help_panel", None) or OPTIONS
+            found.setdefault(title, []).append((RANGE.sub(r"<\1>", record[0]), record[1]))
+    found[OPTIONS] = found.pop(OPTIONS, [])
+    yield from ((title, rows) for title, rows in found.items() if rows)
+
+
+def definitions(rows: Sequence[tuple[str, str]], width: int, names: int) -> str:
+    """Names beside what they mean; below each other where a line is too short for both."""
+    left = min(names, max(len(name) for name, _ in rows) + 2)
+    if width < NARROW and left > NARROWEST // 3:
+        return "\n".join(f"  {name}\n{fill(text, width, ' ' * 6)}" for name, text in rows)
+    lines = []
+    for name, text in rows:
+        body = fill(text, width, " " * (left + 2))
+        fits = len(name) + 2 <= left
+        lines.append(f"  {name:{left}}{body.lstrip()}" if fits else f"  {name}\n{body}")
+    return "\n".join(lines)
+
+
+def fill(text: str, width: int, indent: str = "") -> str:
+    """Text in lines of at most `width` columns; names with hyphens stay whole."""
+    return textwrap.fill(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+USAGE_ERROR: Any = typer.BadParameter.__base__  # Typer does not export the class that all mistakes of usage have
+
+
+def usage_line(error: Any) -> str:
+    """A mistake of usage on one line: what it is, what may have been meant, and where the options are."""
+    meant = sorted(getattr(error, "possibilities", None) or ())
+    message: str = error.message if meant else error.format_message()
+    message = message.replace("Value error, ", "").rstrip(".")
+    if meant:
+        message += f". Did you mean {' or '.join(meant)}?"
+    hint = f"; {error.ctx.command_path} -h lists what there is" if error.ctx is not None else ""
+    return message if message.endswith("?") else message + hint

@@ -1,0 +1,100 @@
+"""The standard streams: what goes where, and how the program ends when one of them cannot be written.
+
+Standard output carries the answer and nothing else; errors, cards beside an answer, and bars go to standard error. A
+reader that goes away (`| head -1`) ends the program without a word, as it ends other programs; a full disk ends it with
+one line.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NoReturn, cast
+
+MISTAKE = 2
+FAULT = 3
+READER_GONE = 141  # what a shell reports of a program that a closed pipe has killed: 128 + SIGPIPE
+
+
+def show_error(error: object) -> None:
+    """Print one line on standard error: what is wrong and what to do."""
+    from rich.console import Console
+    from rich.text import Text
+
+    line = " ".join(str(error).split())
+    Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red"), Text(line, "red"), sep="")
+
+
+def show_note(text: str) -> None:
+    """Print one line on standard error that is not an error."""
+    print(text, file=sys.stderr)
+
+
+def end_at_faults() -> None:
+    """Give an error that nothing was prepared for a status of its own, since 1 says that tokens differ."""
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.__excepthook__(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FAULT)
+
+    sys.excepthook = end
+
+
+def guard_streams() -> None:
+    """Make writing to the standard streams end the program in an orderly way where it fails, from here on."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or Nowhere()  # a process may be started without
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
+        setattr(sys, name, Guarded(stream))
+
+
+class Nowhere(io.TextIOBase):
+    """A text stream whose text is dropped."""
+
+    def write(self, text: str) -> int:
+        """Take the text as written."""
+        return len(text)
+
+
+class Guarded:
+    """A text stream whose failures to write raise SystemExit with the status that the program shall end with."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """The same as the stream's own."""
+        try:
+            return int(self._stream.write(text))
+        except OSError as error:
+            self._end(error)
+
+    def flush(self) -> None:
+        """The same as the stream's own."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._end(error)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def _end(self, error: OSError) -> NoReturn:
+        """Drop what cannot be written, say so where that can be read, and exit."""
+        broken, self._stream = self._stream, Nowhere()
+        with suppress(OSError, ValueError):  # what is left in its buffer is written once more when it is closed
+            number, nowhere = broken.fileno(), os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+        if error.errno == errno.EPIPE:
+            raise SystemExit(READER_GONE) from None
+        if sys.stdout is cast(Any, self):
+            show_error(f"standard output cannot be written: {error.strerror}")
+        raise SystemExit(MISTAKE) from None

@@ -1,0 +1,166 @@
+"""What commands write: checked before any work, whole or not at all; and --json means one thing in all of them."""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from forerun.commands.destination import Destination
+from forerun.errors import InvalidRequest
+from unchecked import unchecked
+
+COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+
+
+def test_a_file_is_written_with_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    Destination("output", path).write("text")
+    assert path.read_text() == "text"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask()
+    path.chmod(0o640)
+    Destination("output", path).write(b"more")
+    assert path.read_bytes() == b"more"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "far" / "real.json")
+    Destination("output", tmp_path / "link.json").write("text")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "far" / "real.json").read_text() == "text"
+
+
+def test_a_device_is_written_to_and_not_replaced() -> None:
+    Destination("output", Path("/dev/null")).write("text")
+    assert not Path("/dev/null").is_file()
+    with pytest.raises(InvalidRequest, match=r"output: /dev/full cannot be written \(No space left on device\)"):
+        Destination("output", Path("/dev/full")).write("text")
+    assert not Path("/dev/full").is_file()
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_failure_leaves_what_was_there(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("before")
+    goal = Destination("output", path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if call == "write":
+        monkeypatch.setattr(Path, "open", full)
+    else:
+        monkeypatch.setattr({"fsync": os, "replace": Path}[call], call, full)
+    with pytest.raises(InvalidRequest, match="No space left on device"):
+        goal.write("after")
+    monkeypatch.undo()
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("no/a.json", "the folder .*/no is not there"), (".", "is a folder: name a file in it"), ("f/a.json", "f is not")],
+)
+def test_what_cannot_be_written_is_refused_at_once(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    with pytest.raises(InvalidRequest, match=f"^output: .*{said}"):
+        Destination("output", tmp_path / name)
+
+
+def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "touch", denied)
+    with pytest.raises(InvalidRequest, match="Permission denied"):
+        Destination("output", tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"chat"}))
+def test_json_and_output_are_the_same_options_everywhere(name: str) -> None:
+    options = {spelling: option for option in COMMANDS[name].params for spelling in option.opts}
+    assert options["--json"].is_flag
+    assert options["--output"] is options["-o"]
+    assert not options["--output"].is_flag
+    assert options["--json"].help == {o.name: o for o in COMMANDS["generate"].params}["as_json"].help
+
+
+@pytest.fixture
+def lines(tmp_path: Path, target_dir: Path, draft_dir: Path) -> dict[str, list[str]]:
+    """A short run of the commands."""
+    (tmp_path / "prompts.txt").write_text("Once upon a time\nLily had a red ball\n")
+    pair = ["--model", str(target_dir), "--draft", f"model:{draft_dir}"]
+    prompts = ["--prompts", str(tmp_path / "prompts.txt"), "--num-prompts", "2"]
+    return {
+        "generate": [*pair, "-n", "6", "Once"],
+        "trace": [*pair, "-n", "6", "Once"],
+        "prove": [*pair, *prompts, "-n", "4", "--num-texts", "100"],
+        "bench": [*pair, *prompts, "-n", "4", "--repeats", "1", "--depth", "2", "-t", "0", "--threads", "1"],
+        "widen": ["-m", str(draft_dir), "--parameters", "1M", "--folder", str(tmp_path / "wide")],
+    }
+
+
+@pytest.mark.parametrize("name", ["generate", "trace", "prove", "bench", "widen"])
+def test_json_is_one_line_instead_and_output_a_file_beside(
+    name: str, lines: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.bench.measure.bandwidth_bytes_per_s", lambda: 1e9)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*more: str) -> Result:
+        with unchecked():
+            return CliRunner().invoke(cli.app, [name, *lines[name], *more], env={"COLUMNS": "100"})
+
+    both = run("--json", "-o", str(tmp_path / "both.json"))
+    assert both.exit_code == 0, both.output
+    assert both.stdout.count("\n") == 1
+    assert both.stderr == ""
+    assert (tmp_path / "both.json").read_text() == both.stdout
+    if name == "widen":
+        lines[name][-1] += "r"
+    shown = run("--output", str(tmp_path / "beside.json"))
+    assert "{" not in shown.stdout
+    told = json.loads((tmp_path / "beside.json").read_text())
+    assert named(told) == named(json.loads(both.stdout))
+
+
+def named(told: Any) -> Any:
+    """The names in an object, at all depths."""
+    if isinstance(told, dict):
+        return {name: named(value) for name, value in told.items()}
+    return [named(value) for value in told[:1]] if isinstance(told, list) else None
+
+
+@pytest.mark.parametrize("name", ["generate", "trace", "prove", "bench", "widen", "demo"])
+@pytest.mark.parametrize("option", ["--output", "--svg", "--picture"])
+def test_no_command_works_before_its_files_can_be_written(
+    name: str, option: str, lines: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that would take time comes after the imports of a command."""
+    if option not in {spelling for each in COMMANDS[name].params for spelling in each.opts}:
+        pytest.skip("the command has no such option")
+
+    def begun() -> None:
+        raise AssertionError("the command has begun")
+
+    monkeypatch.setattr(f"forerun.commands.{name}.importing", begun)
+    result = CliRunner().invoke(cli.app, [name, *lines.get(name, []), option, "/no/such/folder/file.png"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {option[2:]}: the folder /no/such/folder is not there")
+    assert result.stderr.count("\n") == 1

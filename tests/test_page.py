@@ -1,0 +1,124 @@
+"""Help pages: every option, whole, at any width; examples that work; near names for mistakes; completion."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from unchecked import unchecked
+
+ROOT = Path(__file__).resolve().parent.parent
+STORIES = ROOT / "tests" / "data" / "stories260k", ROOT / "tests" / "data" / "stories280k"
+COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+EXAMPLES = [
+    (name, line)
+    for name, command in [("", None), *COMMANDS.items()]
+    for line in (command.epilog if command else cli.EXAMPLES).strip().splitlines()
+]
+
+
+def invoke(*arguments: str, columns: int = 80) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": None})
+
+
+@pytest.mark.parametrize("columns", [1, 40, 60, 80, 100, 300])
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_a_page_has_every_option_whole_and_fits(name: str, columns: int) -> None:
+    page = invoke(*name.split(), "--help", columns=columns)
+    assert page.exit_code == 0
+    assert page.stderr == ""
+    words = page.stdout.split()
+    options = COMMANDS[name].params if name else []
+    for option in options:
+        for spelling in option.opts if option.param_type_name == "option" else ["PROMPT"]:
+            assert any(word.strip(",") == spelling for word in words), spelling
+    examples = {f"  {line}" for _, line in EXAMPLES}
+    allowed = max(40, min(100, columns))
+    for line in page.stdout.splitlines():
+        assert len(line) <= allowed or line in examples or " " not in line.strip() or "--" in line, line
+    assert "…" not in page.stdout
+    assert page.stdout == invoke(*name.split(), "-h", columns=columns).stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_page_has_a_purpose_examples_and_statuses(name: str) -> None:
+    page = invoke(name, "-h").stdout
+    assert page.index("Examples:") < page.index("Options:") < page.index("Exit status:")
+    for status in ("0", "1", "2", "3", "130", "141"):
+        assert re.search(rf"^  {status} +[A-Z]", page, re.MULTILINE)
+    assert f"forerun {name} " in page
+
+
+@pytest.mark.parametrize(("name", "line"), EXAMPLES, ids=lambda value: value)
+def test_examples_parse(name: str, line: str) -> None:
+    words = shlex.split(line)
+    assert words[0] == "forerun"
+    assert name in ("", words[1])
+    arguments = words[2 : words.index(">") if ">" in words else None]
+    if "--help" not in arguments:
+        with COMMANDS[words[1]].make_context(words[1], list(arguments)):
+            pass
+
+
+@pytest.mark.parametrize("line", [line for name, line in EXAMPLES if name in ("generate", "trace", "prove", "widen")])
+def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stories pair in place of what they name, and less of everything."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("Once upon a time\nLily had a red ball\n")
+    Path("prompts.jsonl").write_text('{"prompt": "Once upon a time"}\n{"prompt": "Lily had a red ball"}\n')
+    words = shlex.split(line)[1:]
+    words = words[: words.index(">") if ">" in words else None]
+    less = {"prove": ["--num-prompts", "2", "-n", "6", "--num-texts", "100"], "generate": ["-n", "8"]}
+    models = {"stdlib-draft": STORIES[1], "model:stdlib-draft": f"model:{STORIES[1]}", "stdlib": STORIES[0]}
+    words = [str(models.get(word, word)) for word in words if word != "--thorough"]
+    if words[0] == "widen":
+        words = ["2M" if word == "0.1B" else word for word in words]
+    with unchecked():
+        result = invoke(*words, *less.get(words[0], []))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gnerate"], "No such command 'gnerate'. Did you mean 'generate'?"),
+        (["generate", "--temprature", "1"], "No such option: --temprature. Did you mean --temperature?"),
+        (["generate", "x"], "Missing option '--model' / '-m'; forerun generate -h lists what there is"),
+        (["generate", "-m", "x", "--depth", "-1"], "Invalid value for '--depth'"),
+        (["generate", "-m", "x", "--verification", "x"], "'x' is not one of 'coupled', 'token', 'block'"),
+    ],
+)
+def test_mistakes_of_usage_are_one_line_with_what_may_have_been_meant(arguments: list[str], said: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert said in result.stderr
+    assert "Value error" not in result.stderr
+
+
+def test_without_arguments_there_is_help() -> None:
+    assert invoke().stdout == invoke("--help").stdout
+
+
+def test_the_shell_completes_commands_models_and_drafters() -> None:
+    def completed(*words: str) -> list[str]:
+        env = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        start = [sys.executable, "-m", "forerun"]
+        env |= os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        return subprocess.run(start, env=env, capture_output=True, text=True, check=False, cwd=ROOT).stdout.split()
+
+    assert completed("forerun", "ge") == ["generate"]
+    assert completed("forerun", "generate", "--temp") == ["--temperature"]
+    assert completed("forerun", "generate", "--model", "stdlib-d") == ["stdlib-draft", "stdlib-draft-1024"]
+    assert completed("forerun", "bench", "-d", "ng") == ["ngram"]
+    assert completed("forerun", "generate", "-m", "tests/da") == ["tests/data/"]

@@ -1,0 +1,98 @@
+"""Starting: help, version and mistakes do not wait for torch, public names are there, and Ctrl-C is quiet at once."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forerun
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+ENV = os.environ | {"PYTHONPATH": str(SRC)}
+SLOW = {"torch", "numpy", "tokenizers", "safetensors", "jinja2", "huggingface_hub", "matplotlib"}
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-W", "error", "-c", code, *arguments]
+    return subprocess.run(start, env=ENV, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--version"], 0),
+        (["-h"], 0),
+        (["bench", "-h"], 0),
+        (["generate", "--temprature", "1"], 2),
+        (["generate", "-m", "x", "-o", "/no/such/folder/x.json", "hi"], 2),
+    ],
+)
+def test_help_and_mistakes_import_nothing_that_is_slow(arguments: list[str], status: int) -> None:
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print(sorted({SLOW!r} & set(sys.modules)), file=sys.stderr))
+from forerun.__main__ import main
+main()
+"""
+    run = python(code, *arguments)
+    assert run.returncode == status
+    assert run.stderr.splitlines()[-1] == "[]"
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    assert set(forerun.__all__) == {*forerun._HOMES, "__version__"}
+    assert set(forerun.__all__) <= set(dir(forerun))
+    for name in forerun.__all__:
+        assert getattr(forerun, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'LMM'"):
+        forerun.LMM  # noqa: B018
+    with pytest.raises(ImportError):
+        from forerun import NoSuchName  # type: ignore[attr-defined]  # noqa: F401
+    run = python("from forerun import *; print(SamplingParams(), LLM)")
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_package_runs_as_a_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "forerun", "--version"], env=ENV, capture_output=True, text=True, check=False
+    )
+    assert run.stdout == f"forerun {forerun.__version__}\n"
+
+
+def test_control_c_while_modules_are_imported_is_quiet() -> None:
+    """The signal comes in the middle of the import of torch, and again in that of a command's own modules."""
+    for module in ("torch", "forerun.commands.answering", "typer"):
+        code = f"""
+import os, signal, sys
+class Trap:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Trap())
+from forerun.__main__ import main
+main()
+"""
+        run = python(code, "generate", "-m", "stdlib", "x")
+        assert (run.returncode, run.stdout, run.stderr) == (130, "", ""), module
+
+
+def test_control_c_before_the_first_round_is_quiet(tmp_path: Path) -> None:
+    """While the model is loaded, at any place where Python looks for signals."""
+    code = """
+import os, signal, sys
+from forerun.models import loading
+real = loading.Blueprint.load
+def load(self, *arguments, **more):
+    signal.raise_signal(signal.SIGINT)
+    return real(self, *arguments, **more)
+loading.Blueprint.load = load
+from forerun.__main__ import main
+main()
+"""
+    target = SRC.parent / "tests" / "data" / "stories260k"
+    run = python(code, "generate", "-m", str(target), "x")
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,96 @@
+"""Where a standard stream cannot be written the program ends with one line, or none, and a status of its own."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forerun import streams
+from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+
+
+def forerun(command: str) -> subprocess.CompletedProcess[str]:
+    """A shell line in which `forerun` is the real command."""
+    env = os.environ | {"PYTHONPATH": str(SRC), "FORERUN": f"{sys.executable} -W error -m forerun"}
+    shell = ["bash", "-c", command.replace("forerun", "$FORERUN")]
+    return subprocess.run(shell, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+class Memory(io.TextIOWrapper):
+    """A stream that can be read afterwards, or cannot be written at all."""
+
+    def __init__(self, failure: int = 0) -> None:
+        super().__init__(io.BytesIO(), "utf-8", write_through=True)
+        self.failure = failure
+
+    def write(self, text: str) -> int:
+        if self.failure:
+            raise OSError(self.failure, os.strerror(self.failure))
+        return super().write(text)
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.buffer, io.BytesIO)
+        return self.buffer.getvalue().decode()
+
+
+@pytest.mark.parametrize("where", ["stdout", "stderr"])
+@pytest.mark.parametrize(
+    ("code", "status"), [(errno.EPIPE, READER_GONE), (errno.ENOSPC, MISTAKE), (errno.EIO, MISTAKE)]
+)
+def test_a_stream_that_cannot_be_written_ends_the_program(
+    where: str, code: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Memory()
+    monkeypatch.setattr(sys, "stdout", told)
+    monkeypatch.setattr(sys, "stderr", told)
+    monkeypatch.setattr(sys, where, Memory(code))
+    guard_streams()
+    with pytest.raises(SystemExit) as end:
+        print("text", file=getattr(sys, where))
+    assert end.value.code == status
+    lines = 1 if where == "stdout" and status == MISTAKE else 0
+    assert told.text.count("\n") == lines
+    print("more", file=getattr(sys, where), flush=True)  # goes nowhere, and does not fail again
+
+
+def test_a_guarded_stream_is_the_stream_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Memory()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", None)  # a process may be started without one
+    guard_streams()
+    print("text", end="")
+    assert isinstance(sys.stdout, Guarded)
+    assert stream.text == "text"
+    assert not sys.stdout.isatty()
+    print("nowhere", file=sys.stderr)
+
+
+def test_full_disks_and_readers_that_go_away_leave_no_traceback() -> None:
+    full = forerun("forerun --version > /dev/full")
+    assert full.returncode == MISTAKE
+    assert full.stderr == "error: standard output cannot be written: No space left on device\n"
+    gone = forerun("forerun --version | true; exit ${PIPESTATUS[0]}")
+    assert gone.returncode in (0, READER_GONE)  # whichever of the two was faster
+    assert gone.stderr == ""
+    slow = forerun("forerun bench --help | (exec <&-; sleep 0.1); exit ${PIPESTATUS[0]}")
+    assert (slow.returncode, slow.stderr) == (READER_GONE, "")
+    closed = forerun("forerun --version >&- 2>&-")
+    assert closed.returncode == 0
+
+
+def test_a_fault_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 says that tokens differ, which a traceback must not say."""
+    code = "from forerun.streams import end_at_faults; end_at_faults(); print('so far', end=''); 1 / 0"
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == FAULT
+    assert run.stdout == "so far"
+    assert "ZeroDivisionError" in run.stderr
+    assert streams.FAULT not in (0, 1, 2)
