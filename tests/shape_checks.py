@@ -54,6 +54,7 @@ def checked_now_and_then(subject: Any) -> Any:
 def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, checked in its first calls of each test and in one of EVERY later ones."""
     num_calls, test, check = 0, 0, None
+    function.__annotations__ = {name: resolved(hint, function) for name, hint in function.__annotations__.items()}
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -70,3 +71,11 @@ def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
         return check(*arguments, **named)
 
     return call
+
+
+def resolved(hint: Any, function: Callable[..., Any]) -> Any:
+    """What an annotation that is a string stands for here and now, as a test may replace the name later."""
+    try:
+        return eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    except (NameError, TypeError):  # defined further down, or a form that only type checkers know
+        return hint

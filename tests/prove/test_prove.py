@@ -10,11 +10,11 @@ from tiny import tiny_llm
 from forerun import InvalidRequest, Speculation
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder
-from forerun.prove import Report, Workload, prove
+from forerun.prove import ProofReport, ProofWorkload, prove
 from forerun.prove.show import verdict
 from unchecked import unchecked
 
-WORKLOAD = Workload(
+WORKLOAD = ProofWorkload(
     num_prompts=2, max_tokens=12, temperatures=(0.0, 1.0), shapes=(Speculation(3), Speculation(3, 2)), num_texts=250
 )
 PROMPTS = ["a d f", "b b c h"]
@@ -26,12 +26,12 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def report(llm: LLM) -> Report:
+def report(llm: LLM) -> ProofReport:
     with unchecked():
         return prove(llm, PROMPTS, WORKLOAD)
 
 
-def test_a_true_engine_holds(report: Report) -> None:
+def test_a_true_engine_holds(report: ProofReport) -> None:
     assert report.holds
     e = report.equality
     assert (e.num_runs, e.num_requests, e.differences) == (8, 2, ())
@@ -42,7 +42,9 @@ def test_a_true_engine_holds(report: Report) -> None:
     assert len(report.proven) == 4
 
 
-def test_equal_tokens_of_unequal_logits_are_luck(llm: LLM, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_tokens_of_unequal_logits_are_luck(
+    llm: LLM, report: ProofReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A linear layer that adds something by the number of its rows, too little to change a token here."""
     whole = Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: whole(self, hidden) + 1e-6 * len(hidden))
@@ -56,7 +58,7 @@ def test_equal_tokens_of_unequal_logits_are_luck(llm: LLM, report: Report, monke
     assert "speculation changed nothing" in verdict(report).plain
 
 
-def test_the_report_is_json_and_names_what_it_holds_for(llm: LLM, report: Report) -> None:
+def test_the_report_is_json_and_names_what_it_holds_for(llm: LLM, report: ProofReport) -> None:
     told = report.as_object()
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     assert told["holds"] is True
@@ -79,12 +81,12 @@ def test_the_report_is_json_and_names_what_it_holds_for(llm: LLM, report: Report
     assert told["workload"]["seed"] == 0
 
 
-def test_a_seed_settles_the_whole_report(llm: LLM, report: Report) -> None:
+def test_a_seed_settles_the_whole_report(llm: LLM, report: ProofReport) -> None:
     with unchecked():
         assert prove(llm, PROMPTS, WORKLOAD).as_object() == report.as_object()
 
 
-def test_the_engine_is_left_as_it_was(llm: LLM, report: Report) -> None:
+def test_the_engine_is_left_as_it_was(llm: LLM, report: ProofReport) -> None:
     assert llm.engine.options.verification == "coupled"
     assert llm.engine.scheduler.max_num_seqs == llm.engine.options.max_num_seqs
     assert llm.engine.runner.cache.num_rows == 0
@@ -92,7 +94,7 @@ def test_the_engine_is_left_as_it_was(llm: LLM, report: Report) -> None:
 
 def test_progress_is_told(llm: LLM) -> None:
     told: list[tuple[str, float]] = []
-    small = Workload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=200)
+    small = ProofWorkload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=200)
     with unchecked():
         prove(llm, PROMPTS, small, lambda what, done: told.append((what, done)))
     for what in ("equality", "law"):
@@ -107,14 +109,14 @@ def test_nothing_to_prove_is_a_mistake(llm: LLM, target_dir: Path) -> None:
     with pytest.raises(InvalidRequest, match="prompts: there are none"):
         prove(llm, [])
     with pytest.raises(InvalidRequest, match="draft: it guessed nothing"):
-        prove(llm, PROMPTS, Workload(max_tokens=1))
+        prove(llm, PROMPTS, ProofWorkload(max_tokens=1))
     with pytest.raises(InvalidRequest, match="num_texts: among 20 texts"), unchecked():
-        prove(llm, PROMPTS, Workload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=20))
+        prove(llm, PROMPTS, ProofWorkload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=20))
     with pytest.raises(InvalidRequest, match="num_texts: 0"):
-        Workload(num_texts=0)
+        ProofWorkload(num_texts=0)
 
 
 def test_thorough_is_more_of_all() -> None:
-    more = Workload().thorough()
-    assert more.num_prompts * more.max_tokens == 8 * Workload().num_prompts * Workload().max_tokens
-    assert more.num_texts * more.num_openings == 12 * Workload().num_texts
+    more = ProofWorkload().thorough()
+    assert more.num_prompts * more.max_tokens == 8 * ProofWorkload().num_prompts * ProofWorkload().max_tokens
+    assert more.num_texts * more.num_openings == 12 * ProofWorkload().num_texts
