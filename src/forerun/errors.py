@@ -9,6 +9,7 @@ Each message says the offending value and what to do about it. Broken invariants
     │   ├── UnsupportedModel        an architecture or option the decoder does not compute
     │   ├── MissingWeights          a shard or tensor is not there
     │   ├── WrongShape              a tensor disagrees with config.json
+    │   ├── ModelOutputInvalid      the model's own logits hold NaN, or no number at all
     │   ├── WidenedDiffers          a widened checkpoint does not compute what its source computes
     │   └── TokenizerError          tokenizer or chat template missing or damaged
     ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
@@ -23,7 +24,7 @@ Each message says the offending value and what to do about it. Broken invariants
     ├── DeviceUnavailable           a device, or what is needed to use it, is not there
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
-    ├── RequestFailed               a request's own code (a logits processor) raised; the cause says what
+    ├── RequestFailed               a round failed for one request alone; the cause says why
     └── EngineClosed                work was handed to an engine that has shut down
 """
 
@@ -50,6 +51,10 @@ class MissingWeights(ModelError):
 
 class WrongShape(ModelError):
     """A tensor's shape disagrees with config.json."""
+
+
+class ModelOutputInvalid(ModelError):
+    """The model gave logits from which no token can be drawn: its weights or its arithmetic are broken."""
 
 
 class WidenedDiffers(ModelError):
@@ -122,10 +127,13 @@ class MissingPackage(ForerunError):
 
 
 class RequestFailed(ForerunError):
-    """Code that came with the request of sequence `seq_id` raised in a round; `__cause__` is what it raised."""
+    """A round failed for the request of sequence `seq_id` alone; `__cause__` says why.
+
+    Code that came with the request raised, or the model gave no logits to draw from.
+    """
 
     def __init__(self, seq_id: int) -> None:
-        super().__init__(f"sequence {seq_id}: code that came with its request raised an error")
+        super().__init__(f"sequence {seq_id}: a round failed for its request alone")
         self.seq_id = seq_id
 
 

@@ -167,7 +167,9 @@ class CascadeDrafter:
         for chain, guesses, (length, next_token, *_) in zip(
             chains, chains_of(tree), verdict.packed.tolist(), strict=True
         ):
-            run = [*guesses[:length], next_token][: chain.left]
+            run = [token for token in (*guesses[:length], next_token) if token >= 0][: chain.left]
+            if next_token < 0:  # the judge has no law there, so its chain ends
+                chain.left = len(run)
             if laws is not None:
                 chain.laws.append(laws[first : first + len(run)])
             chain.extend(run)

@@ -203,9 +203,11 @@ class Engine:
 
     def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: tokens and stops to the sequences, K and V to the cache, the news to the drafter."""
-        runs = iter(accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn))
+        accepted = accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn)
+        reading.check_drawn(accepted)
+        runs = iter(accepted)
         deltas, outcomes, kept = [], [], []
-        logits = reading.states.logits
+        logits = reading.states.logits[:, : self.num_ids]  # padding ids have no log-probabilities
         for part, first in zip(reading.parts, reading.first_rows(), strict=True):
             sequence = part.row.sequence
             if part.num_scored:

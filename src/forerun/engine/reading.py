@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.accept.commit import HostTree
+from forerun.accept.commit import Accepted, HostTree
 from forerun.annotations import Float, Int
 from forerun.draft.base import Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
+from forerun.errors import ForerunError, InvalidRequest, ModelOutputInvalid, RequestFailed
 from forerun.models.runner import Begun, Drawn, Read, States
 from forerun.tree import DraftTree
 
@@ -131,6 +132,16 @@ class Reading:
         logits = self.states.logits
         return torch.cat([logits[f : f + part.num_nodes] for part, f in zip(self.parts, firsts, strict=True)])
 
+    def check_drawn(self, runs: Seq[Accepted]) -> None:
+        """Raise RequestFailed for the first sequence that has no law for its next token; its logits say why."""
+        if all(run.tokens[-1] >= 0 for run in runs):
+            return
+        drawing = ((part, first) for part, first in zip(self.parts, self.first_rows(), strict=True) if part.tree)
+        for (part, first), run in zip(drawing, runs, strict=True):
+            if run.tokens[-1] < 0:
+                sequence, row = part.row.sequence, first + part.num_scored + run.nodes[-1]
+                raise RequestFailed(sequence.id) from lawless(sequence, self.states.logits[row])
+
     def features(self, kept: Seq[Kept]) -> Float[Tensor, "total taps hidden"] | None:
         """The tapped states of the tokens that stay, packed."""
         if self.states.taps is None:
@@ -138,3 +149,14 @@ class Reading:
         sizes = [part.row.num_chunk + part.num_nodes for part in self.parts]
         rows = dict(zip((part.row.sequence.id for part in self.parts), self.states.taps.split(sizes), strict=True))
         return torch.cat([rows[k.sequence.id][torch.tensor(k.path)] for k in kept])
+
+
+def lawless(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:
+    """Why no token can be drawn after a sequence: the model's fault, or what its request allows."""
+    behind = f"behind {len(sequence.tokens)} tokens of sequence {sequence.id}"
+    if logits.isnan().any() or logits.isneginf().all():
+        return ModelOutputInvalid(
+            f"the model's logits {behind} hold NaN or no number at all: check that its files are whole, or load it "
+            "with dtype 'float32'."
+        )
+    return InvalidRequest("sampling_params", f"no token is left to draw {behind}: allow more of them.")

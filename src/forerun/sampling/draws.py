@@ -176,9 +176,13 @@ class Draws:
         """The target's own token after each node: the largest of transformed logits plus the position's noise.
 
         A function of logits, path, parameters, seed and position alone: what plain decoding draws there. Exactly
-        law-distributed (the Gumbel-max trick); greedy rows get no noise; ties go to the lowest id.
+        law-distributed (the Gumbel-max trick); greedy rows get no noise; ties go to the lowest id. -1 where there is
+        no law: logits with NaN, or nothing above -inf.
         """
-        return self._chosen(*self._transformed(logits, at), at, Purpose.COUPLED)[:, 0]
+        shaped, narrowed = self._transformed(logits, at)
+        tokens = self._chosen(shaped, narrowed, at, Purpose.COUPLED)
+        reached = self._choose(at, lambda: shaped.gather(1, tokens), lambda: narrowed.gather(1, tokens))
+        return torch.where(reached > -math.inf, tokens, -1)[:, 0]  # of a row with NaN the largest is NaN
 
     def choose(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
         """What `draw` gives at these rows and positions, told to the host; of pathless draws alone."""
@@ -198,8 +202,12 @@ class Draws:
         return self._scores(*self._transformed(logits, at), at, Purpose.COUPLED)
 
     def recover(self, law: Logits, at: PathState) -> Int[Tensor, " nodes"]:
-        """A token from each log-law (need not be normalised): recovered and bonus tokens of the rejection modes."""
-        return self._drawn(law, at, Purpose.RECOVER)[:, 0]
+        """A token from each log-law (need not be normalised): recovered and bonus tokens of the rejection modes.
+
+        -1 where the law is none, as in `draw`.
+        """
+        tokens = self._drawn(law, at, Purpose.RECOVER)
+        return torch.where(law.gather(1, tokens) > -math.inf, tokens, -1)[:, 0]
 
     def coins(self, at: PathState, tokens: Int[Tensor, " nodes"]) -> Float[Tensor, " nodes"]:
         """Acceptance coins, uniform in (0, 1): one for each node state and the token judged there."""
@@ -312,8 +320,10 @@ class Draws:
         return self._choose(at, lambda: self._point(shaped, 1.0, 0.0), lambda: narrowed.softmax(1))
 
     def _point(self, shaped: Logits, inside: float, outside: float) -> Logits:
-        """The law of greedy rows: all on the largest logit, the lowest id among equals."""
-        return torch.full_like(shaped, outside).scatter_(1, first_largest(shaped), inside)
+        """The law of greedy rows: all on the largest logit, the lowest id among equals; NaN there if that is none."""
+        first = first_largest(shaped)
+        there = torch.where(shaped.gather(1, first) > -math.inf, inside, math.nan).to(shaped.dtype)
+        return torch.full_like(shaped, outside).scatter_(1, first, there)
 
     def _choose(self, at: PathState, greedy: Callable[[], Tensor], sampled: Callable[[], Tensor]) -> Tensor:
         """One of two by each node's row; what no row wants is not computed."""

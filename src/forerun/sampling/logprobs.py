@@ -36,7 +36,7 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """The log-probability and rank of each row's `chosen` token, and its `top` likeliest tokens; in float32.
 
-    `logits` are the model's own and not NaN; `top` is at most the vocabulary and may be 0.
+    `logits` are the model's own, of real ids alone; `top` is at most their number and may be 0.
     """
     law = logits.to(torch.float32).log_softmax(1)
     picked = torch.as_tensor(chosen, dtype=torch.int64, device=law.device)[:, None]

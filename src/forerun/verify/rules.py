@@ -124,7 +124,7 @@ def block_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, 
     left = torch.where(point, _without(scaled, token), (scaled - offers.q).clamp_min(0))
     mass = _total(left)
     enough = mass + 1 - w
-    success = torch.where(enough > 0, mass / torch.where(enough > 0, enough, 1.0), 1.0).clamp_max(1)
+    success = torch.where(enough == 0, 1.0, mass / enough).clamp_max(1)  # NaN, of a law that is none, accepts nothing
     success = torch.where(token >= 0, success, w)
     after = torch.where(token >= 0, _normalised(left, mass, p), p)
     accept = torch.where(tree.parents >= 0, success[:, 0][row.clamp_min(0)], 0.0)
