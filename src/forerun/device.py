@@ -67,6 +67,11 @@ class Placement:
         return self.device.type == "cuda"
 
     @property
+    def same_bits(self) -> bool:
+        """Whether a row's bits are promised to depend on the row alone, and drafted tokens with them."""
+        return self.device.type == "cpu" or self.one_gemm
+
+    @property
     def label(self) -> str:
         """What results depend on beside weights and versions: the processor, and how sums are made."""
         if self.device.type == "cpu":

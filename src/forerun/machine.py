@@ -17,12 +17,15 @@ from pathlib import Path
 
 import torch
 
+from forerun.device import CPU
+
 CPUINFO = Path("/proc/cpuinfo")
 PACKAGE = Path(__file__).parent
 SOURCES = (".py", ".cpp", ".hpp")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 BANDWIDTH_ELEMENTS = 250_000_000  # 1 GB of float32: no cache holds it
 BANDWIDTH_TRIES = 5
+GPU_SUMS = 10
 VECTOR_FLAGS = {  # by the field that tells them, that of x86 or of Arm: "sme" is memory encryption on the former
     "flags": re.compile("(?:s?sse|avx|amx)[a-z0-9_]*|fma|f16c"),
     "Features": re.compile("(?:asimd|sve|sme)[a-z0-9_]*|bf16|i8mm"),
@@ -88,15 +91,28 @@ def order_of_sums() -> str:
     return " ".join((processor(), *vector_instructions(), *settings, f"{torch.get_num_threads()} threads"))
 
 
-def bandwidth_bytes_per_s(num_elements: int = BANDWIDTH_ELEMENTS) -> float:
-    """How fast memory is read: the best of several sums of a float32 tensor, with torch's present threads."""
-    tensor = torch.ones(num_elements)
-    best_s = float("inf")
+def bandwidth_bytes_per_s(num_elements: int = BANDWIDTH_ELEMENTS, device: torch.device = CPU.device) -> float:
+    """How fast the device's memory is read: the best of several sums of a float32 tensor.
+
+    A CPU adds it up with torch's present threads. On a GPU several sums are awaited at once, so that what it takes to
+    start one does not count.
+    """
+    tensor = torch.ones(num_elements, device=device)
+    num_sums, best_s = 1 if device.type == "cpu" else GPU_SUMS, float("inf")
     for _ in range(BANDWIDTH_TRIES):
+        wait_for(device)
         started_s = time.perf_counter()
-        tensor.sum()
+        for _ in range(num_sums):
+            tensor.sum()
+        wait_for(device)
         best_s = min(best_s, time.perf_counter() - started_s)
-    return tensor.numel() * tensor.itemsize / best_s
+    return num_sums * tensor.numel() * tensor.itemsize / best_s
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_rss_bytes() -> int | None:

@@ -4,9 +4,11 @@ import io
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -18,6 +20,7 @@ from forerun.bench.plan import Turn
 from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.run import Stage
 from forerun.bench.show import bench_card
+from forerun.device import Placement
 from forerun.sampling.recorded import Recorded
 from unchecked import unchecked
 
@@ -37,7 +40,7 @@ def files(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(target_dir: Path, draft_dir: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command on the stories pair, its cache in the files' folder, with a bandwidth that takes no time."""
-    monkeypatch.setattr(measure, "bandwidth_bytes_per_s", lambda: 1e9)
+    monkeypatch.setattr(measure, "bandwidth_bytes_per_s", lambda device: 1e9)
     models = ["--model", str(target_dir), "--draft", f"model:{draft_dir}"]
 
     def invoke(*arguments: str) -> Result:
@@ -272,3 +275,27 @@ def test_a_difference_is_told_with_its_prompt() -> None:
     assert "same tokens: NO (1 answers)" in text
     assert "depth 3, repetition 1: b.py" in text
     assert "FAULT" in text
+
+
+@pytest.mark.parametrize("one_gemm", [True, False])
+def test_on_a_gpu_tokens_may_differ_unless_one_gemm_is_asked_for(
+    one_gemm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BenchReport, "peak_bytes", 10**9)
+    plain, drafted = (taped(even(d, 2, 0, 1.0, 0.0), GROUP, Turn(0, d), [[1], [d]]) for d in (0, 3))
+    gpu = Placement(torch.device("cuda", 0), fixed=True, one_gemm=one_gemm)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(bench_card(replace(made_report(group_figures(GROUP, [plain, drafted])), placement=gpu)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("FAULT" in text) == one_gemm
+    assert ("with --one-gemm they must not" in text) == (not one_gemm)
+    assert ("peak memory" in text, "host memory" in text) == (False, True)
+
+
+def test_a_device_that_is_not_there_is_refused_by_name(
+    run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    for name, said in (("cuda", "built without CUDA"), ("tpu", "'tpu' is not known: use auto, cpu, cuda")):
+        result = run("--prompts", str(files / "tales.txt"), "--device", name)
+        assert (result.exit_code, said in result.stderr) == (2, True), result.stderr

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -12,8 +14,11 @@ from forerun.bench.material import Passage
 from forerun.bench.plan import Group, Selection, Turn
 from forerun.bench.setup import Models, about, set_up
 from forerun.demo import material
+from forerun.device import Placement
+from forerun.draft.model import ModelDrafter
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import BUNDLED
+from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
 
 SELECTION = Selection(batches=(3,), depths=(2,), num_tokens=20)
@@ -43,6 +48,19 @@ def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) 
     assert changed["draft_fingerprint"] != first["models"]["draft_fingerprint"]
     assert changed["fingerprint"] == first["models"]["fingerprint"]
     assert Models(models.target, "ngram").draft_fingerprint() == ""
+
+
+def test_models_are_loaded_where_they_are_asked_for(models: Models) -> None:
+    """Target and drafter; what decides the result says so."""
+    fixed = Placement(torch.device("cpu"), fixed=True)  # as on a GPU, but for the device
+    there = replace(models, device=fixed)
+    stage = set_up(there, PASSAGES, SELECTION)
+    drafter = stage.llm.drafter
+    assert isinstance(drafter, ModelDrafter)
+    assert all(isinstance(runner, GraphRunner) for runner in (stage.llm.engine.runner, drafter.runner))
+    said = about(there, stage, SELECTION)["models"]
+    assert said["kernels"] == f"torch, {fixed.label}"
+    assert said["fingerprint"] != about(models, set_up(models, PASSAGES, SELECTION), SELECTION)["models"]["fingerprint"]
 
 
 def test_no_repetition_is_drafted_from_the_answers_of_another(target_dir: Path) -> None:

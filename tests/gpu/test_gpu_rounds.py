@@ -9,6 +9,7 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
+from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.graphs import GraphRunner, Graphs
 from forerun.models.runner import Read
 from forerun.output import RequestOutput
@@ -139,3 +140,8 @@ def test_a_gpu_and_a_cpu_say_nearly_the_same(target_dir: Path) -> None:
     found, wanted = last_logits(on_gpu, [text]).cpu(), last_logits(on_cpu, [text])
     assert (found - wanted).abs().max() <= NEAR_TIE
     assert on_gpu.fingerprint != on_cpu.fingerprint
+
+
+def test_bandwidth_is_that_of_the_card() -> None:
+    """No host's memory is read at 200 GB/s by a sum, and no card's much slower."""
+    assert bandwidth_bytes_per_s(device=torch.device("cuda")) > 2e11

@@ -42,7 +42,8 @@ def measure(
     what = about(models, stage, selection)
     state = State.open(path or default_path(key_of(what)), what, fresh)
     bar("benchmark", 0.0, "memory bandwidth")
-    start = bandwidth_bytes_per_s()
+    target = models.blueprint()
+    start = bandwidth_bytes_per_s(device=target.placement.device)
     try:
         groups = bench(stage, selection, state, lambda detail, done: bar("benchmark", done, detail))
     except KeyboardInterrupt:
@@ -52,5 +53,5 @@ def measure(
         raise
     bar("benchmark", 1.0, "memory bandwidth")
     places = {name: [item.place for item in workload.items] for name, workload in stage.workloads.items()}
-    bandwidth = Bandwidth(start, bandwidth_bytes_per_s())
-    return BenchReport(what, bandwidth, models.blueprint().pass_bytes, places, tuple(groups))
+    bandwidth = Bandwidth(start, bandwidth_bytes_per_s(device=target.placement.device))
+    return BenchReport(what, bandwidth, target.pass_bytes, places, tuple(groups), target.placement)

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun.bench.figures import CellFigures, GroupFigures, Mismatch
+from forerun.device import CPU, Placement
 from forerun.prove.report import jsonable
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """How fast memory was read before and after the runs, in bytes per second."""
+    """How fast the device's memory was read before and after the runs, in bytes per second."""
 
     start: float
     end: float
@@ -40,6 +41,7 @@ class BenchReport:
     pass_bytes: int
     places: Mapping[str, Sequence[str]]
     groups: tuple[GroupFigures, ...]
+    placement: Placement = CPU
 
     @property
     def same_tokens(self) -> bool:

@@ -1,7 +1,7 @@
 """Setting up a benchmark: models loaded for just the texts that they will meet, and what decides the result.
 
-Decides how long a context and how many sequences memory is planned for, and that all of them fit at once: a batch that
-waits for room would not be the batch that is named. Knows nothing of options or of what is shown.
+This file decides how long a context and how many sequences memory is planned for, and that all of them fit at once: a
+batch that waits for room would not be the batch that is named.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from forerun.bench.material import Passage, Workload, check_lengths, workload_of
 from forerun.bench.plan import Selection
 from forerun.bench.run import Stage
 from forerun.config import KernelChoice, Quantization
+from forerun.device import Placement
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM
@@ -32,10 +33,19 @@ class Models:
     quantize: Quantization | None = None
     kernels: KernelChoice = "auto"
     threads: int | None = None
+    device: str | Placement = "cpu"
+    one_gemm: bool = False
 
     def blueprint(self) -> Blueprint:
         """The target, found and understood."""
-        return Blueprint.of(self.target, dtype=self.dtype, quantize=self.quantize, kernels=self.kernels)
+        return Blueprint.of(
+            self.target,
+            dtype=self.dtype,
+            quantize=self.quantize,
+            kernels=self.kernels,
+            device=self.device,
+            one_gemm=self.one_gemm,
+        )
 
     def draft_fingerprint(self) -> str:
         """What tells the drafter's weights apart from others."""
@@ -52,7 +62,8 @@ class Models:
             dtype=self.dtype,
             quantize=self.quantize,
             kernels=self.kernels,
-            device="cpu",  # whose bandwidth and name the result gives
+            device=self.device,
+            one_gemm=self.one_gemm,
             speculation=selection.wish(max(selection.depths)),
             max_model_len=max_model_len,
             max_num_seqs=batch,

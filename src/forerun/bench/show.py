@@ -16,6 +16,7 @@ from rich.text import Text
 from forerun.bench.figures import CellFigures, GroupFigures, Spread
 from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
+from forerun.device import is_cpu
 
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
@@ -97,7 +98,7 @@ def facts(report: BenchReport) -> Table:
     start, end = size(round(report.bandwidth.start)), size(round(report.bandwidth.end))
     grid.add_row("bandwidth", f"{start}/s before the runs, {end}/s after; a pass reads {size(report.pass_bytes)}")
     if report.peak_bytes is not None:
-        grid.add_row("peak memory", size(report.peak_bytes))
+        grid.add_row("peak memory" if is_cpu(report.placement.device) else "host memory", size(report.peak_bytes))
     if tree := settings.get("tree"):
         grid.add_row("guesses", f"trees of one shape, of {len(tree['paths'])} guesses, cut to each depth")
     repeats = settings["repeats"]
@@ -110,4 +111,7 @@ def verdict(report: BenchReport) -> Text:
     """The one line that counts."""
     if report.same_tokens:
         return Text("Every depth gave the same tokens as plain decoding.", "bold green")
+    if not report.placement.same_bits:
+        line = "Tokens differ from plain decoding's. On a GPU they may, where two are nearly as likely"
+        return Text(f"{line}: with --one-gemm they must not.", "bold yellow")
     return Text("FAULT: tokens differ from plain decoding's. That must not be: please report it.", "bold red")

@@ -22,9 +22,11 @@ from forerun.options import (
     OUTPUT,
     REQUIRED_DRAFT,
     AdapterOption,
+    DeviceOption,
     DtypeOption,
     KernelsOption,
     ModelOption,
+    OneGemmOption,
     OutputOptions,
     QuantizeOption,
     ThreadsOption,
@@ -74,6 +76,8 @@ class BenchOptions:
     quantize: QuantizeOption = None
     kernels: KernelsOption = "auto"
     threads: ThreadsOption = None
+    device: DeviceOption = "cpu"
+    one_gemm: OneGemmOption = False
     adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
@@ -125,7 +129,16 @@ def bench(
         target, draft = options.model, options.draft
         if options.widen:
             target, draft = widened_pair(target, draft, bar)
-        models = Models(target, draft, options.dtype, options.quantize, options.kernels, options.threads)
+        models = Models(
+            target,
+            draft,
+            options.dtype,
+            options.quantize,
+            options.kernels,
+            options.threads,
+            options.device,
+            options.one_gemm,
+        )
         report = measure(models, passages, selection, options.state, options.fresh, bar)
     if not result.as_json:
         Console(highlight=False).print(bench_card(report))

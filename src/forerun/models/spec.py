@@ -40,8 +40,8 @@ class ModelSpec:
 
     `model` is a folder, a bundled name or a hub id, and so is `tokenizer` where it is not the model's own. `revision`
     is the branch, tag or commit of a hub id. `dtype` is a name or a torch.dtype and is kept as one of "auto",
-    "float32", "float16" and "bfloat16". `quantize` and `kernels` are for CPUs. `device` is "cpu", "cuda", "cuda:1",
-    "auto" or a Placement; `one_gemm` is for GPUs.
+    "float32", "float16" and "bfloat16". `quantize` and `kernels` are for CPUs. `device` is "cpu" (None too), "cuda",
+    "cuda:1", "auto", a torch.device or a Placement; `one_gemm` is for GPUs.
     Raises InvalidRequest with the name of the field.
     """
 
@@ -51,7 +51,7 @@ class ModelSpec:
     dtype: str | torch.dtype = "auto"
     quantize: Quantization | None = None
     kernels: KernelChoice = "auto"
-    device: str | Placement = "cpu"
+    device: str | torch.device | Placement | None = None
     one_gemm: bool = False
 
     def __post_init__(self) -> None:
