@@ -13,10 +13,10 @@ from forerun.ecosystem import (
     WORDS,
     drafting_of,
     memory_of,
-    nearest,
     read_speculative_config,
 )
 from forerun.errors import UnknownKeyword
+from forerun.near import nearest
 
 TARGET = Path(__file__).resolve().parent / "data" / "stories260k"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}

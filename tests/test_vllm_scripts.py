@@ -6,6 +6,8 @@ the tests fill in is which checkpoint is meant.
 
 import contextlib
 import io
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,3 +150,25 @@ def test_prompts_as_dicts_and_suffix_decoding() -> None:
     assert run(TOKEN_PROMPTS) == [
         LLM(str(TARGET), dtype="float32").generate("Once upon a time", params)[0].outputs[0].text
     ]
+
+
+DEFAULTS = """
+from vllm import LLM
+
+llm = LLM(model="MODEL", generation_config="auto")
+sampling_params = llm.get_default_sampling_params()
+sampling_params.max_tokens = 4
+if sampling_params.top_k == 7:
+    sampling_params.temperature = 0
+outputs = llm.generate("Once upon a time", sampling_params)
+print(repr(outputs[0].outputs[0].text))
+print(llm.get_default_sampling_params().temperature)
+"""
+
+
+def test_the_models_default_parameters_can_be_changed_field_by_field(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TARGET, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 7, "temperature": 0.6}), encoding="utf-8")
+    (expected,) = LLM(str(TARGET)).generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))
+    assert run(DEFAULTS.replace("MODEL", str(folder))) == [repr(expected.outputs[0].text), "0.6"]

@@ -7,10 +7,9 @@ alone. The words that both libraries share are parameters of `LLM` itself and do
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnknownKeyword
 from forerun.limits import shown
+from forerun.near import nearest
 
 YES_OR_NO = (True, False, None)
 
@@ -133,19 +133,6 @@ METHODS = {  # of speculative_config, and the keys that each one needs or may ha
 }
 NGRAM_LENGTH = 5  # vLLM's prompt_lookup_max where nothing is said
 SUFFIX_DEPTH = 24  # and its num_speculative_tokens for suffix decoding
-SYNONYMS = {  # names that spelling alone does not lead to ours
-    "batch_size": "max_num_seqs",
-    "max_batch": "max_num_seqs",
-    "max_batch_size": "max_num_seqs",
-    "max_length": "max_model_len",
-    "max_seq_len": "max_model_len",
-    "torch_dtype": "dtype",
-    "load_in_8bit": "quantize",
-    "drafter": "draft",
-    "draft_model": "draft",
-    "assistant_model": "draft",
-    "depth": "speculation",
-}
 
 
 def check_words(words: Mapping[str, object], function: Callable[..., object]) -> None:
@@ -162,13 +149,6 @@ def check_words(words: Mapping[str, object], function: Callable[..., object]) ->
             raise UnknownKeyword(function.__name__, name, nearest(name, [*own, *WORDS]))
         if not word.accepts(value):
             raise InvalidRequest(name, f"{shown(value)} is not served here: {word.answer}.")
-
-
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """The name that was probably meant."""
-    if SYNONYMS.get(name) in known:
-        return SYNONYMS[name]
-    return next(iter(difflib.get_close_matches(name, known, 1)), None)
 
 
 def memory_of(memory_bytes: int | None, share: object, device: torch.device) -> int | None:

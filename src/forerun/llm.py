@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -198,8 +199,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that bring none: the model's own, unless `generation_config` says otherwise."""
-        return self.requests.default_params
+        """A copy of the parameters of requests that bring none, as `generation_config` settled them."""
+        return copy(self.requests.default_params)
 
     def generate(
         self,

@@ -18,7 +18,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import RowSampling
 from forerun.tree import DraftTree
 
-Key = tuple[int, tuple[int, ...], int]  # the request's parameters as an object, its prompt, the sample
+Known = tuple[SamplingParams, Sequence[int]]  # a request's parameters, and what a sample of it says
 FILLER = 300  # guessed where the answer is not known any more
 VOCAB = 512
 
@@ -36,19 +36,17 @@ class Oracle:
     wrong guess, it goes on with tokens of its own. Trees offer wrong siblings first, as many as the budget allows.
     """
 
-    answers: dict[Key, Sequence[int]] = field(default_factory=dict)
-    asked: list[SamplingParams] = field(default_factory=list)
+    answers: dict[tuple[tuple[int, ...], int], list[Known]] = field(default_factory=dict)  # by prompt and sample
     errs: Callable[[int], bool] = never
     known: set[int] = field(default_factory=set)
     taps: tuple[int, ...] = ()
     arms: tuple[str, ...] = ("oracle",)
 
     def learn(self, results: Sequence[RequestOutput], params: Sequence[SamplingParams]) -> None:
-        """Remember these as the answers to requests with these very parameter objects."""
-        self.asked += params  # an id stays an object's own while the object lives
+        """Remember these as the answers to requests with these parameters."""
         for result, asked in zip(results, params, strict=True):
             for sample in result.outputs:
-                self.answers[id(asked), result.prompt_token_ids, sample.index] = sample.token_ids
+                self.answers.setdefault((result.prompt_token_ids, sample.index), []).append((asked, sample.token_ids))
 
     def observe(self, news: Committed) -> None:
         self.known.update(news.seq_ids)
@@ -65,7 +63,8 @@ class Oracle:
         """One row's tree: the answer as a spine, wrong guesses beside it while there are nodes to spare."""
         tokens, parents, spine = [row.tokens[-1]], [-1], 0
         prompt, said = tuple(row.tokens[: row.num_prompt]), row.tokens[row.num_prompt :]
-        answer = self.answers.get((id(row.params), prompt, row.sample), ())
+        known = self.answers.get((prompt, row.sample), [])
+        answer = next((tokens for params, tokens in reversed(known) if params == row.params), ())
         assert tuple(answer[: len(said)]) == tuple(said[: len(answer)]), "the oracle knows another answer"
         for level in range(budget.depth):
             place = len(said) + level

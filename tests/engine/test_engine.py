@@ -63,8 +63,7 @@ def taught(asked: Seq[tuple[list[int], SamplingParams]]) -> tuple[Oracle, list[l
     for prompt, params in asked:
         (tokens,) = finish(engine_of(LONGEST), maker.sequences(Request.of(prompt, params)))
         answers.append(tokens)
-        oracle.asked.append(params)
-        oracle.answers[id(params), tuple(prompt), 0] = tuple(tokens[len(prompt) :])
+        oracle.answers.setdefault((tuple(prompt), 0), []).append((params, tuple(tokens[len(prompt) :])))
     return oracle, answers
 
 

@@ -52,3 +52,13 @@ def test_prompts_end_before_the_context_does() -> None:
     for length in (6, 7):
         with pytest.raises(PromptTooLong, match=f"{length} tokens leave no room in a context of 6"):
             maker().sequences(Request.of([1] * length, SamplingParams()))
+
+
+def test_a_request_goes_by_the_parameters_of_its_beginning() -> None:
+    params = SamplingParams(max_tokens=2, seed=1)
+    (sequence,) = maker().sequences(Request.of([1, 5], params))
+    params.max_tokens = params.seed = 4
+    assert (sequence.room, sequence.params.seed) == (2, 1)
+    (default,) = maker().sequences(Request.of([1, 5]))
+    assert default.params == SamplingParams()
+    assert default.params is not maker().default_params

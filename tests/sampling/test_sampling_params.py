@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnknownKeyword
 from forerun.sampling.params import SamplingParams
 
 NAN, INF = math.nan, math.inf
@@ -164,3 +164,32 @@ def test_processors_are_kept_in_order() -> None:
         return logits
 
     assert SamplingParams(logits_processors=[first, print]).logits_processors == (first, print)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_a_value_that_cannot_be_set_changes_nothing(name: str, value: object) -> None:
+    params = SamplingParams(temperature=0.5, max_tokens=256)
+    with pytest.raises(InvalidRequest) as refused:
+        setattr(params, name, value)
+    assert refused.value.field == name
+    assert params == SamplingParams(temperature=0.5, max_tokens=256)
+
+
+def test_assigned_values_are_those_of_construction() -> None:
+    params = SamplingParams()
+    params.stop, params.temperature, params.logit_bias = "end", np.float32(0.5), {np.int64(3): 1}
+    made = SamplingParams(stop="end", temperature=0.5, logit_bias={3: 1.0})
+    assert params == made
+    assert repr(params) == repr(made)
+    assert pickle.loads(pickle.dumps(params)) == made
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("num_return_sequences", "n"), ("topk", "top_k")],
+)
+def test_a_name_that_does_not_exist_is_told_the_right_one(wrong: str, right: str) -> None:
+    with pytest.raises(UnknownKeyword, match=rf"SamplingParams\(\) has no keyword '{wrong}': did you mean '{right}'\?"):
+        SamplingParams(**{wrong: 1})
+    with pytest.raises(UnknownKeyword, match=f"did you mean '{right}'"):
+        setattr(SamplingParams(), wrong, 1)

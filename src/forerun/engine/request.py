@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -52,6 +53,7 @@ class Requests:
             raise InvalidRequest("sampling_params", f"{shown(params)} must be SamplingParams.")
         if not isinstance(request.tenant, str):
             raise InvalidRequest("tenant", f"{shown(request.tenant)} must be a string that names whose request it is.")
+        params = copy(params)  # its owner may change it while the request runs
         tokens = self.prompt_tokens(request)
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:

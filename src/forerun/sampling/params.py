@@ -1,7 +1,7 @@
-"""SamplingParams: what a request may ask of sampling, checked once and then trusted.
+"""SamplingParams: what a request may ask of sampling, checked whenever it is set and then trusted.
 
-Decides the range of every field and which fields contradict each other; everything that needs the vocabulary is
-checked by `check_vocabulary`. It does not look at logits or noise, and does not say how a law is computed.
+The file decides the range of every field and which fields contradict each other; everything that needs the vocabulary
+is checked by `check_vocabulary`. It does not look at logits or noise, and does not say how a law is computed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, no_type_check
 
 from torch import Tensor
 
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnknownKeyword
 from forerun.limits import FLOAT32, FLOAT32_LEAST, INT64, real, refusal, shown, whole
+from forerun.near import nearest
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits [vocab]) -> logits [vocab]. Must be a pure function: guessed continuations are asked too."""
@@ -28,13 +29,17 @@ MOST_LOGPROBS = 128  # a prompt of 100,000 tokens takes 1 GB for these
 MOST_STOPS = 64  # all of them are looked for after every token
 MOST_CHARACTERS = 1024  # of one of them
 COUNT = f"a count of tokens, at most {INT64}"
+LAST_FIELD = "skip_special_tokens"  # the constructor's last assignment
 NO_LISTS = (str, bytes, bytearray, memoryview)  # though Python counts them as sequences
 
 
 @no_type_check  # run-time type checks in tests would forestall its own, which users meet
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class SamplingParams:
     """How to draw one request's tokens and when to stop; valid from construction on.
+
+    A field may be assigned later; it is checked as in construction, and a value that is refused changes nothing. A
+    request goes by the values at the time it is made.
 
     `temperature` below 1e-5 counts as 0, the point mass at the largest logit. `top_k` 0 or -1, `top_p` 1 and
     `min_p` 0 are off. `max_tokens` None runs until the context is full. `seed` is taken modulo 2**64; None draws
@@ -44,7 +49,7 @@ class SamplingParams:
     1.18e-38, and biases lie between -3.4e38 and 3.4e38, or are -inf to ban a token: these are the limits of float32,
     within which every finite logit stays finite. `n` is at most 1024; `logprobs` and `prompt_logprobs` are at most
     128; there are at most 64 `stop` strings, of at most 1024 characters each.
-    Raises InvalidRequest naming the field.
+    Raises InvalidRequest naming the field, UnknownKeyword for a field that does not exist.
     """
 
     temperature: float = 1.0
@@ -68,6 +73,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
     skip_special_tokens: bool = True
+
+    def __new__(cls, *_: object, **given: object) -> SamplingParams:
+        for name in given:
+            if name not in cls.__slots__:
+                raise UnknownKeyword(cls.__name__, name, nearest(name, cls.__slots__))
+        return object.__new__(cls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, LAST_FIELD):  # complete: this is no assignment of the constructor's
+            value = getattr(replace(self, **{name: value}), name)  # type: ignore[arg-type]
+        object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
         self._check_law()

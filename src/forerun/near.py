@@ -1,0 +1,37 @@
+"""Near names: what was probably meant by a name that does not exist.
+
+The file decides which name is suggested where a user's is unknown: one that other libraries use for the same thing, or
+else one that is spelled alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+SYNONYMS = {  # names that spelling alone does not lead to ours
+    "assistant_model": "draft",
+    "batch_size": "max_num_seqs",
+    "bad_words_ids": "banned_tokens",
+    "depth": "speculation",
+    "draft_model": "draft",
+    "drafter": "draft",
+    "eos_token_id": "stop_token_ids",
+    "load_in_8bit": "quantize",
+    "max_batch": "max_num_seqs",
+    "max_batch_size": "max_num_seqs",
+    "max_length": "max_model_len",
+    "max_new_tokens": "max_tokens",
+    "max_seq_len": "max_model_len",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "top_logprobs": "logprobs",
+    "torch_dtype": "dtype",
+}
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that was probably meant by another one; None where nothing is near."""
+    if SYNONYMS.get(name) in known:
+        return SYNONYMS[name]
+    return next(iter(difflib.get_close_matches(name, known, 1)), None)
