@@ -25,6 +25,7 @@ from forerun.verify.verify import verify
 from unchecked import unchecked
 
 VOCAB, COUNT, ROOT, DEPTH = 50, 100_000, 3, 2
+BATCH = 250  # sequences whose trees are grown together
 PARAMS = SamplingParams(temperature=0.9, top_p=0.8)
 GENERATOR = torch.Generator().manual_seed(4)
 TARGET = 2 * torch.randn(VOCAB, VOCAB, generator=GENERATOR)
@@ -74,19 +75,26 @@ GROWN = {
 }
 
 
+def batches(rows: list[RowSampling]) -> list[list[RowSampling]]:
+    return [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
+
+
 def grown(rule: Verification, budget: Budget) -> Tensor:
-    """What sequences emit whose trees a model drafter grew."""
-    rows = sequences(COUNT // 8, PARAMS, ROOT, seed=3)
+    """What sequences emit whose trees a model drafter grew. The time that a batch takes is quadratic in its size."""
 
     def read(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor:
         return DRAFT[[growths[place.row].tokens[place.node] for place in places]]
 
-    with unchecked():
-        draws = Draws(rows, VOCAB, rejection=rule != "coupled")
-        tree = expand(draws, [budget] * len(rows), DRAFT[ROOT].expand(len(rows), VOCAB), read).tree
-        assert (tree.q is not None) == draws.rejection
-        at = tree.tokens[tree.valid]
-        return emitted(tree, verify(tree, TARGET[at], draws, rule))
+    texts = []
+    for rows in batches(sequences(COUNT // 8, PARAMS, ROOT, seed=3)):
+        with unchecked():
+            draws = Draws(rows, VOCAB, rejection=rule != "coupled")
+            tree = expand(draws, [budget] * len(rows), DRAFT[ROOT].expand(len(rows), VOCAB), read).tree
+            assert (tree.q is not None) == draws.rejection
+            at = tree.tokens[tree.valid]
+            text = emitted(tree, verify(tree, TARGET[at], draws, rule))
+        texts.append(torch.nn.functional.pad(text, (0, budget.depth + 1 - text.shape[1]), value=-1))
+    return torch.cat(texts)
 
 
 def worst_position(text: Tensor) -> float:
