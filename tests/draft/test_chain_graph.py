@@ -74,6 +74,28 @@ def test_a_graph_draws_what_the_steps_draw(
     assert [list(nodes) for nodes in one.tree.host().nodes] == [list(range(depth + 1))] * 3
 
 
+@pytest.mark.parametrize("depths", [(3, 5, 1), (1, 4, 4), (2, 1, 6)])
+def test_chains_of_different_depths_are_one_graph(runner: GraphRunner, depths: tuple[int, ...]) -> None:
+    one, other = both(runner, draws_of(), depths)
+    assert torch.equal(one.tree.tokens, other.tree.tokens)
+    assert (one.tree.tokens[:, 1:] >= 0).sum(1).tolist() == [*depths]
+    assert [list(nodes) for nodes in one.tree.host().nodes] == [list(range(depth + 1)) for depth in depths]
+
+
+def test_a_graph_serves_fewer_rows_and_shorter_chains_than_its_own(runner: GraphRunner) -> None:
+    """No new one is made until most of the one there is would be padding; the chains are those of the steps."""
+    drafter = make(runner)
+    assert drafter.graph is not None
+    sizes: list[list[tuple[int, int]]] = []
+    for depths in ((8, 8, 8), (7, 7, 6), (5, 0, 4), (0, 4, 0), (3, 3, 3), (2, 0, 0), (8, 8, 8)):
+        drafted = drafter.propose(draws_of(), [Budget(depth) for depth in depths])
+        stepped = both(runner, draws_of(), depths)[1]
+        assert torch.equal(drafted.tree.tokens, stepped.tree.tokens)
+        sizes.append([*drafter.graph.buffers])
+    assert sizes == [[(4, 8)]] * 4 + [[(4, 8), (4, 3)]] * 3
+    drafter.runner.cache.check()
+
+
 def test_confirmed_guesses_stay_read_though_the_host_saw_them_late(runner: GraphRunner) -> None:
     drafter = make(runner)
     tree = drafter.propose(draws_of(), [Budget(4)] * 3).tree
@@ -108,7 +130,6 @@ def test_what_a_graph_cannot_do_is_left_alone(runner: GraphRunner) -> None:
     assert drafter.graph is not None
     logits, starts = torch.zeros(2, VOCAB), [Start(0, 0, 2), Start(1, 1, 2)]
     assert drafter.graph.draw(draws_of(rejection=True), starts, logits) is None
-    assert drafter.graph.draw(draws_of(), [starts[0], Start(1, 1, 3)], logits) is None
     filtered = (replace(PARAMS[0], top_k=3), *PARAMS[1:])
     assert drafter.graph.draw(draws_of(filtered), starts, logits) is None
     assert drafter.graph.draw(draws_of(), [Start(0, 0, 90), Start(1, 1, 90)], logits) is None

@@ -149,3 +149,33 @@ def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, Grap
     finally:
         for runner, kept in zip((plain, fixed), pair, strict=True):
             runner.decoder.layers = [replace(each, window=None, qk_norm=None) for each in kept.decoder.layers]
+
+
+def test_rounds_are_captured_in_few_sizes_however_many_rows_they_have(pair: tuple[Runner, GraphRunner]) -> None:
+    """16 sequences at depth 8 are captured, and as they end and are drafted less far what was captured serves them."""
+    _, fixed = fresh(pair, num_tokens=4096)
+    fixed.graphs.enabled = True  # as on a GPU: tables are kept for the graphs that refer to them
+    for seq_id in range(16):
+        fixed.read([Read(seq_id, [1 + seq_id] * 5, judged=[4])])
+        fixed.keep([seq_id], [range(5)])
+    fixed.tables.clear()
+    shrinking = [(16, 8), (15, 8), (12, 7), (8, 8), (8, 4), (4, 8), (4, 4), (3, 2), (2, 3), (1, 8), (1, 1), (1, 0)]
+    for batch, depth in shrinking:
+        fixed.read([Read(seq_id, [5] * (depth + 1), judged=range(depth + 1)) for seq_id in range(batch)])
+        fixed.keep(range(batch), [[0]] * batch)
+    assert {shape.rows for shape, _ in fixed.tables} == {192, 128, 32, 16}
+    assert all(shape.captured for shape, _ in fixed.tables)
+    before = set(fixed.tables)
+    for batch, depth in ((16, 8), (16, 7), (7, 5), (1, 2), (1, 0)):
+        fixed.read([Read(s, [5] * (depth + 1), judged=range(depth + 1)) for s in range(batch)])
+        fixed.drop(range(batch))
+    assert set(fixed.tables) == before
+
+
+def test_long_prompts_are_not_captured(pair: tuple[Runner, GraphRunner]) -> None:
+    _, fixed = fresh(pair)
+    fixed.graphs.enabled = True
+    fixed.read([Read(0, [5] * 200, judged=[199]), Read(1, [6], judged=[0])])
+    assert not fixed.tables
+    fixed.read([Read(0, [5] * 100, judged=[99]), Read(1, [6], judged=[0])])
+    assert [shape.rows for shape, _ in fixed.tables] == [128]

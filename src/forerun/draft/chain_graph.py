@@ -1,9 +1,10 @@
 """The whole of a draft model's chains as one graph: draw, read, draw, ... with no launch in between.
 
-Decides for which rounds that is possible: chains of one depth, drawn from plain or tempered logits under coupled
-noise. A graph does the same for every round, so nothing in it may hang on a request: temperatures, keys and positions
-are tensors, and what filters or penalties would add is left to `loop`, step by step. Off a GPU the same functions
-simply run. Knows nothing of verification.
+Decides for which rounds that is possible: chains that are drawn from plain or tempered logits under coupled noise. A
+graph does the same for every round, so nothing in it may hang on a request: temperatures, keys and positions are
+tensors, and what filters or penalties would add is left to `loop`, step by step. Chains may end at different depths:
+the deepest come first, and at every step the rows that have ended are padding. So a graph also serves shorter chains
+and fewer rows than it was captured for, as there are near the ends of answers. Off a GPU the same functions simply run.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from forerun.cache.blocks import OutOfBlocks
 from forerun.device import upload
 from forerun.draft.loop import Chains, Start
 from forerun.models.fixed import Inputs, Shape, run_pass
-from forerun.models.graphs import GraphRunner
+from forerun.models.graphs import PADDED, GraphRunner
 from forerun.models.ops import power_of_two
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
 
+LONGER = 2  # how many times its depth a round may be padded to, rather than that another graph is captured
 Exchange = Callable[[Tensor], Tensor]  # the model's logits over the target's ids; the model's ids of the target's
 PLAIN = SamplingParams()
 FILTERS = ("logit_bias", "banned_tokens", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -50,7 +52,7 @@ class Buffers:
 
 
 class ChainGraph:
-    """Draws chains with a model, one graph for each number of rows (a power of two) and depth."""
+    """Draws chains with a model, in graphs of a few numbers of rows (powers of two) and depths."""
 
     def __init__(self, runner: GraphRunner, fit: Exchange, vocab_size: int, own: Exchange | None = None) -> None:
         self.runner = runner
@@ -61,24 +63,24 @@ class ChainGraph:
 
     def draw(self, draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"]) -> Chains | None:
         """The chains; None, with nothing changed, where this round is not one of the graph's or has no room."""
-        depth = starts[0].depth
         drawn = [draws.rows[start.row] for start in starts]
-        uniform = all(start.depth == depth for start in starts) and all(is_plain(row.params) for row in drawn)
-        if draws.rejection or type(draws) is not Draws or not uniform:
+        if draws.rejection or type(draws) is not Draws or not all(is_plain(row.params) for row in drawn):
             return None
         try:
-            self.runner.cache.reserve([s.seq_id for s in starts], [depth - 1] * len(starts))
+            self.runner.cache.reserve([s.seq_id for s in starts], [s.depth - 1 for s in starts])
         except OutOfBlocks:
             return None
-        buffers = self.fill(draws, starts, logits, depth)
-        key = ("chains", len(buffers.keys), depth, draws.num_ids)
+        order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
+        if order != [*range(len(starts))]:
+            starts, logits = [starts[i] for i in order], logits[upload(order, torch.long, logits.device)]
+        buffers = self.fill(draws, starts, logits)
+        key = ("chains", len(buffers.keys), 1 + len(buffers.steps), draws.num_ids)
         guesses = self.runner.graphs.run(key, lambda: self.body(buffers, draws.num_ids))
         return self.spread(draws, starts, guesses)
 
-    def fill(self, draws: Draws, starts: Sequence[Start], logits: Tensor, depth: int) -> Buffers:
-        """Set the tables of all steps: where tokens lie is known before they are."""
-        rows, device = power_of_two(len(starts)), draws.device
-        buffers = self.buffers_of(rows, depth)
+    def fill(self, draws: Draws, starts: Sequence[Start], logits: Tensor) -> Buffers:
+        """Set the tables of all steps, the deepest chains first: where tokens lie is known before they are."""
+        buffers, device = self.buffers_of(*self.size_of(len(starts), starts[0].depth)), draws.device
         buffers.logits[: len(starts)] = logits
         index = upload([start.row for start in starts], torch.long, device)
         buffers.keys[: len(starts)] = draws.row_keys(Purpose.COUPLED)[index]
@@ -86,11 +88,16 @@ class ChainGraph:
         params = [draws.rows[start.row].params for start in starts]
         heat = [[0.0 if p.greedy else p.temperature] for p in params]
         buffers.temperatures[: len(starts)] = upload(heat, torch.float32, device)
-        reads = [Read(start.seq_id, [0], judged=[0]) for start in starts]
-        for step in buffers.steps:
+        for level, step in enumerate(buffers.steps, start=1):
+            reads = [Read(start.seq_id, [0], judged=[0]) for start in starts if start.depth > level]
             layout, judged = self.runner.lay_out(reads)
             step.fill(layout, judged, self.runner.cache.blocks.block_size, self.runner.spare_slot)
         return buffers
+
+    def size_of(self, rows: int, depth: int) -> tuple[int, int]:
+        """The rows and depth of a graph that there is, unless too much of it would be padding, or of a new one."""
+        there = [(r, d) for r, d in self.buffers if rows <= r <= PADDED * rows and depth <= d <= LONGER * depth]
+        return min(there, key=lambda size: size[0] * size[1], default=(power_of_two(rows), depth))
 
     def buffers_of(self, rows: int, depth: int) -> Buffers:
         """The buffers for this many rows and steps, always the same."""
@@ -121,17 +128,19 @@ class ChainGraph:
         return torch.stack(columns, dim=1)
 
     def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:
-        """The rows of the graph as rows of the round."""
-        batch, depth = len(draws.rows), guesses.shape[1]
-        index = upload([start.row for start in starts], torch.long, draws.device)
+        """The rows of the graph as rows of the round, each as long as was asked for."""
+        batch, deepest, device = len(draws.rows), starts[0].depth, draws.device
+        index = upload([start.row for start in starts], torch.long, device)
+        depths = upload([start.depth for start in starts], torch.long, device)
         chains = Chains(
-            guesses=torch.full((batch, depth), -1, dtype=torch.long, device=draws.device),
+            guesses=torch.full((batch, deepest), -1, dtype=torch.long, device=device),
             counts=[0] * batch,
-            num_read={start.seq_id: depth - 1 for start in starts if depth > 1},
+            num_read={start.seq_id: start.depth - 1 for start in starts if start.depth > 1},
         )
-        chains.guesses[index] = guesses[: len(starts)]
+        wanted = torch.arange(deepest, device=device) < depths[:, None]
+        chains.guesses[index] = torch.where(wanted, guesses[: len(starts), :deepest], -1)
         for start in starts:
-            chains.counts[start.row] = depth
+            chains.counts[start.row] = start.depth
         return chains
 
 

@@ -26,12 +26,16 @@ ALIGNED = 4  # numbers of a column, so that the next one begins where a kernel l
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a pass: rows, the longest path away from a sequence's run, rows judged, keys of a row."""
+    """The sizes of a pass: rows, the longest path away from a sequence's run, rows judged, keys of a row.
+
+    `captured`: whether passes of this shape are captured on a GPU and replayed.
+    """
 
     rows: int
     path: int
     judged: int
     keys: int
+    captured: bool = True
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 Decides which shapes there are, and when one is captured. A replay costs the host one copy of small tables and one
 launch, instead of a launch for every kernel. Without a GPU the same functions simply run. A tree is one pass over its
-nodes, each with its own path; `keep` moves the accepted nodes' keys and values together. Prompt chunks, whose sizes
-vary and whose cost is arithmetic, run without capture. Knows nothing of sampling or verification.
+nodes, each with its own path; `keep` moves the accepted nodes' keys and values together. Rounds of guesses are captured
+however many sequences there are; a round that shrinks, as drafts do near the end of an answer, is padded to a size that
+was captured before. Prompt chunks, whose sizes vary and whose cost is arithmetic, run without capture.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from forerun.models.ops import SPLIT, ops_for, power_of_two
 from forerun.models.runner import Begun, Drawn, Read, Runner, States, Tail
 
 BodyResult = TypeVar("BodyResult")
-CAPTURED_ROWS = 128  # larger passes are prompts
-LARGE_STEP = 128  # the rows of larger passes are multiples of this
+SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
+LEAST_ROWS, PADDED = 16, 4  # the smallest size, and how many times its rows a small pass may be padded to
+SHORT_READ, MOST_ROWS = 64, 2048  # a larger pass is captured where no sequence reads more, up to so many rows
+CAPTURED_STEP, LARGE_STEP = 64, 128  # the rows of larger passes are multiples of these: captured ones, and others
 WARM_UPS = 2  # runs before a capture, in which libraries choose and compile what they will launch
 
 
@@ -100,7 +103,7 @@ class GraphRunner(Runner):
         assert begun is None, "a pass of fixed shape begins at the first layer"
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
         layout, judged = self.lay_out(reads)
-        shape = self.shape_of(layout, len(judged))
+        shape = self.shape_of(layout, len(judged), max(len(read.tokens) for read in reads))
         tables = self.tables_of(shape, inputs is not None)
         tables.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
         if drawn is not None:
@@ -128,21 +131,29 @@ class GraphRunner(Runner):
             layout.add(read.tokens, paths, nodes.start, self.cache.start(read.seq_id), length)
         return layout, judged
 
-    def shape_of(self, layout: Layout, num_judged: int) -> Shape:
-        """The smallest shape that holds a pass: of few sizes where passes are captured."""
+    def shape_of(self, layout: Layout, num_judged: int, longest_read: int) -> Shape:
+        """A shape that holds a pass: of few sizes where passes are captured, else the smallest."""
         rows, longest = len(layout.tokens), layout.longest_path
         path = max(LEAST_PATH, power_of_two(longest)) if longest else 0
-        if rows <= CAPTURED_ROWS:
-            size = power_of_two(rows)
-            keys = self.most_keys if self.graphs.enabled else -(-layout.num_keys // SPLIT) * SPLIT
-            return Shape(size, path, size if num_judged else 0, keys)
-        size = -(-rows // LARGE_STEP) * LARGE_STEP
-        return Shape(size, path, power_of_two(num_judged) if num_judged else 0, -(-layout.num_keys // SPLIT) * SPLIT)
+        keys = -(-layout.num_keys // SPLIT) * SPLIT
+        if rows > SMALL_ROWS and (longest_read > SHORT_READ or rows > MOST_ROWS):
+            size = -(-rows // LARGE_STEP) * LARGE_STEP
+            return Shape(size, path, power_of_two(num_judged) if num_judged else 0, keys, captured=False)
+        size = self.captured_rows(rows, path, num_judged > 0)
+        return Shape(size, path, size if num_judged else 0, self.most_keys if self.graphs.enabled else keys)
+
+    def captured_rows(self, rows: int, path: int, judges: bool) -> int:
+        """The size of a captured pass: one that there is, unless too much of it would be padding, or a new one."""
+        if rows > SMALL_ROWS:
+            return -(-rows // CAPTURED_STEP) * CAPTURED_STEP
+        own, most = max(LEAST_ROWS, power_of_two(rows)), min(SMALL_ROWS, PADDED * rows)
+        there = (s.rows for s, _ in self.tables if s.path == path and (s.judged > 0) == judges)
+        return min((size for size in there if own <= size <= most), default=own)
 
     def tables_of(self, shape: Shape, of_states: bool) -> Inputs:
         """Tables of this shape, for tokens or states: always the same ones where a graph refers to them."""
         embedding = self.decoder.embedding if of_states else None
-        if shape.rows > CAPTURED_ROWS or not self.graphs.enabled:
+        if not (shape.captured and self.graphs.enabled):
             return Inputs(shape, self.device, embedding)
         if (shape, of_states) not in self.tables:
             self.tables[shape, of_states] = Inputs(shape, self.device, embedding)
@@ -155,7 +166,7 @@ class GraphRunner(Runner):
             return run_pass(self.decoder, self.ops, inputs, self.cache, taps)
 
         key = (inputs.shape, taps, inputs.states is not None)
-        return self.graphs.run(None if inputs.shape.rows > CAPTURED_ROWS else key, body)
+        return self.graphs.run(key if inputs.shape.captured else None, body)
 
 
 def place(drawn: Drawn, tokens: Tensor) -> None:
