@@ -83,7 +83,7 @@ def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with unchecked():
         result = invoke(*words, *less.get(words[0], []))
     assert result.exit_code == 0, result.output
-    assert result.stdout.strip()
+    assert result.output.strip()
 
 
 @pytest.mark.parametrize(

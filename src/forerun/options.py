@@ -161,6 +161,24 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """Options that say how many prompts are answered at once."""
+
+    TITLE: ClassVar[str] = "Many prompts"
+
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", "-i", help='Answer each line of this file: a .jsonl with "prompt" (and "id"), or a .txt.'
+        ),
+    ] = None
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most prompts that are answered at once.")] = 16
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget the answers that are in the output, and begin anew.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
 class OutputOptions:
     """Options that say where numbers go, the same in every command."""
 

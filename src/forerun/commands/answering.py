@@ -26,7 +26,7 @@ from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
 
 
-def build_llm(options: ModelOptions, console: Console) -> LLM:
+def build_llm(options: ModelOptions, console: Console, max_num_seqs: int = 1) -> LLM:
     """The model and its drafter, loaded; a bar is shown where that takes long."""
     with LoadingBar(console) as bar:
         return LLM(
@@ -38,7 +38,7 @@ def build_llm(options: ModelOptions, console: Console) -> LLM:
             speculation=options.speculation(),
             verification=options.verification,
             max_model_len=options.max_model_len,
-            max_num_seqs=1,
+            max_num_seqs=max_num_seqs,
             threads=options.threads,
             device=options.device,
             one_gemm=options.one_gemm,

@@ -10,7 +10,8 @@ import typer
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
 from forerun.errors import InvalidRequest
-from forerun.options import INTERRUPTED, AnswerOptions, ModelOptions, OutputOptions, with_options
+from forerun.options import INTERRUPTED, AnswerOptions, BatchOptions, ModelOptions, OutputOptions, with_options
+from forerun.streams import MISTAKE
 
 Prompt = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="Text to continue; - or nothing reads standard input.")
@@ -19,21 +20,54 @@ EXAMPLES = """
 forerun generate --model stdlib "def main("
 forerun generate --model stdlib --draft model:stdlib-draft --seed 1 -n 48 "import os"
 forerun generate --model stdlib --draft ngram --json "class Stack:" > answer.json
+forerun generate --model stdlib --draft suffix --input prompts.jsonl --output answers.jsonl
 """
 
 
 @with_options(EXAMPLES)
-def generate(where: ModelOptions, how: AnswerOptions, output: OutputOptions, prompt: Prompt = None) -> None:
-    """Continue a text, and show how that went.
+def generate(
+    where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: OutputOptions, prompt: Prompt = None
+) -> None:
+    """Continue a text, or all texts of a file.
 
     The new text is streamed to standard output, on a terminal each token in the colour of its origin. A card of the run
     goes to standard error.
+
+    With --input, each line of a file is answered. Answers go to --output (or standard output) as JSON lines, as they
+    are finished, with the number and the id of their line; a finished --output is put in the order of the input. When
+    it was interrupted in any way, the same command goes on where it was, and the answers are the same. Lines that
+    cannot be answered are reported by number and skipped, and the status is 2.
     """
+    if batch.input is None:
+        generate_one(where, how, output, prompt)
+    else:
+        generate_batch(where, how, batch, output, prompt)
+
+
+def generate_one(where: ModelOptions, how: AnswerOptions, output: OutputOptions, prompt: str | None) -> None:
+    """Answer one prompt."""
     text, result = read_prompt(prompt), Result.of(output)
     with importing():
         from forerun.commands.answering import write_answer
     if write_answer(where, how, text, result).finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
+
+
+def generate_batch(
+    where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: OutputOptions, prompt: str | None
+) -> None:
+    """Answer a file of prompts."""
+    if prompt is not None:
+        raise InvalidRequest("input", "a prompt is given as well: give one of them.")
+    if output.as_json and output.output is None:
+        raise InvalidRequest("json", "answers and the JSON object would both be printed: name --output FILE.")
+    with importing():
+        from forerun.commands.batch import run_batch
+    tally, stopped = run_batch(where, how, batch, output.output, Result(output.as_json, None))
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
+    if tally.num_skipped:
+        raise typer.Exit(MISTAKE)
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -1,0 +1,161 @@
+"""The file of answers: a JSON object on each line, written as answers come, so that a stopped batch can go on.
+
+Every line names the line of the input that it answers, a digest of that prompt, and the settings that decided the
+answer. A file of other settings or of another input is refused and left as it is. What can be lost is the line that was
+being written: half of one is cut off when the file is opened again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from forerun.commands.destination import Destination
+from forerun.errors import InvalidRequest
+
+BEGINNING = b'{"line": '  # of every answer
+SYNC_S = 1.0  # a power failure loses what was answered in this time at most; a killed process loses nothing
+NEEDED = {"line", "prompt_digest", "seed", "settings"}
+
+
+def digest_of(prompt: object) -> str:
+    """16 hex digits for a prompt, text or token ids."""
+    return blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(slots=True)
+class AnswerFile:
+    """An open file of answers. `digests` and `seeds` are of the lines of the input that are answered in it."""
+
+    path: Path
+    number: int  # of the open file, for the operating system
+    size: int = 0
+    settings: Mapping[str, Any] | None = None
+    digests: dict[int, str] = field(default_factory=dict)
+    seeds: dict[int, int] = field(default_factory=dict)
+    synced_s: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def open(cls, path: Path, fresh: bool = False) -> AnswerFile:
+        """The answers that are there, ready for more; with `fresh` they are forgotten.
+
+        Raises InvalidRequest for a file that holds anything else, or that another process is writing.
+        """
+        if path.exists() and not path.is_file():
+            raise _invalid(f"{path} is not a plain file: leave --output out to print the answers.")
+        Destination("output", path)
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise _invalid(f"{path} cannot be opened ({error.strerror}): name another file.") from error
+        found = cls(path, number)
+        try:
+            found._lock()
+            found._read()
+            if fresh:
+                found.digests, found.seeds, found.settings, found.size = {}, {}, None, 0
+            os.ftruncate(number, found.size)
+        except BaseException:
+            os.close(number)
+            raise
+        return found
+
+    def check(self, settings: Mapping[str, Any], digests: Mapping[int, str]) -> None:
+        """Raise InvalidRequest unless all that is answered belongs to this input and these settings."""
+        if self.settings is not None and self.settings != settings:
+            differing = [name for name in settings if self.settings.get(name) != settings[name]] or ["its form"]
+            raise _invalid(
+                f"{self.path} holds answers with other settings ({', '.join(differing)}): name another file, or begin "
+                "anew with --fresh."
+            )
+        for line, digest in self.digests.items():
+            if digests.get(line) != digest:
+                raise _invalid(
+                    f"{self.path} answers another prompt than line {line} of the input now has: name another file, or "
+                    "begin anew with --fresh."
+                )
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """One more answer, whole or not at all. Raises InvalidRequest where it cannot be written."""
+        data = json.dumps(answer).encode() + b"\n"
+        assert data.startswith(BEGINNING), "half a line must be known for what it is"
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(self.number, left) :]
+            self._sync()
+        except OSError as error:
+            os.ftruncate(self.number, self.size)
+            raise _invalid(
+                f"{self.path} cannot be written ({error.strerror}). The {len(self.digests)} answers in it are whole: "
+                "make room and run the same command again."
+            ) from error
+        self.size += len(data)
+        self.digests[answer["line"]], self.seeds[answer["line"]] = answer["prompt_digest"], answer["seed"]
+
+    def close(self, finished: bool) -> None:
+        """End writing. A file with all answers is put in the order of the input."""
+        try:
+            os.fsync(self.number)
+            lines = list(self.digests)
+            if finished and lines != sorted(lines):
+                content = self.path.read_bytes().splitlines(keepends=True)
+                in_order = sorted(zip(lines, content, strict=True))
+                Destination("output", self.path).write(b"".join(line for _, line in in_order))
+        finally:
+            os.close(self.number)
+
+    def _sync(self) -> None:
+        if time.monotonic() - self.synced_s >= SYNC_S:
+            os.fsync(self.number)
+            self.synced_s = time.monotonic()
+
+    def _lock(self) -> None:
+        """Keep other processes from writing the same file, as long as it is open."""
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        try:
+            fcntl.flock(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise _invalid(f"{self.path} is being written by another process: wait for it.") from error
+
+    def _read(self) -> None:
+        """Take what the file holds, up to a last line that was cut off."""
+        lines = self.path.read_bytes().split(b"\n")
+        tail = lines.pop()
+        if not (tail.startswith(BEGINNING) or BEGINNING.startswith(tail)):
+            raise _invalid(f"{self.path} ends in something that is no answer: name another file.")
+        for count, line in enumerate(lines, start=1):
+            answer = parsed(line)
+            if answer is None:
+                raise _invalid(f"{self.path}:{count} is no answer to a prompt: name another file.")
+            if answer["line"] in self.digests:
+                raise _invalid(f"{self.path}:{count} answers line {answer['line']} again: remove it.")
+            self.settings = answer["settings"] if self.settings is None else self.settings
+            self.digests[answer["line"]], self.seeds[answer["line"]] = answer["prompt_digest"], answer["seed"]
+            self.size += len(line) + 1
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The answer on a line; None where there is none."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(answer, dict) or not answer.keys() >= NEEDED:
+        return None
+    numbers = isinstance(answer["line"], int) and isinstance(answer["seed"], int)
+    return answer if numbers and isinstance(answer["settings"], dict) else None
+
+
+def _invalid(message: str) -> InvalidRequest:
+    return InvalidRequest("output", message)

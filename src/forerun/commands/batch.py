@@ -1,0 +1,280 @@
+"""Many prompts from a file: read, answered with continuous batching, and written as they are finished.
+
+Each line of the input has a seed of its own, the first one plus its place, so that an answer hangs on its own line
+alone: not on the batch, on its order, or on how often the work was stopped. A line that cannot be answered is reported
+by its number and skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from forerun.accept.outcome import Stats
+from forerun.card import AnswerTiming, run_card
+from forerun.commands.answer_file import AnswerFile, digest_of
+from forerun.commands.answering import build_llm, setting_of, stats_object
+from forerun.commands.destination import Result
+from forerun.commands.interrupt import patient_interrupt
+from forerun.engine.sequence import Origin
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM
+from forerun.options import AnswerOptions, BatchOptions, ModelOptions
+from forerun.output import Answers
+from forerun.progress import LoadingBar
+from forerun.prove.prompts import prompt_of
+from forerun.request import Request
+from forerun.sampling.params import SamplingParams
+from forerun.streams import show_error, show_note
+
+AHEAD = 2  # requests that are in the engine, in units of those that run at once
+MOST_SHOWN = 20  # lines that are reported one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A line of the input."""
+
+    line: int
+    id: Any
+    prompt: str | tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the batch so far."""
+
+    num_lines: int = 0
+    num_before: int = 0
+    num_now: int = 0
+    num_skipped: int = 0
+    origins: list[Origin] = field(default_factory=list)
+    first_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def num_answered(self) -> int:
+        """Lines that are answered, now or before."""
+        return self.num_before + self.num_now
+
+    def skip(self, problem: object) -> None:
+        """A line that cannot be answered."""
+        self.num_skipped += 1
+        if self.num_skipped <= MOST_SHOWN:
+            show_error(problem)
+        elif self.num_skipped == MOST_SHOWN + 1:
+            show_error("more lines cannot be answered; their number is told at the end")
+
+    def summary(self, stopped: bool) -> str:
+        """In a sentence, and what to do where something is left."""
+        said = f"{self.num_answered} of {self.num_lines} lines answered"
+        if self.num_before:
+            said += f", {self.num_before} of them before"
+        if self.num_skipped:
+            said += f"; {self.num_skipped} skipped: mend them and run the same command again"
+        return f"Interrupted: {said}. The same command goes on." if stopped else f"{said}."
+
+
+def run_batch(
+    where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: Path | None, result: Result
+) -> tuple[Tally, bool]:
+    """Answer what is not answered yet. Returns what came of it, and whether Ctrl-C stopped it."""
+    assert batch.input is not None, "a batch has an input"
+    SamplingParams(**how.sampling())  # refused before anything is loaded
+    tally = Tally()
+    tasks = list(read_tasks(batch.input, tally))
+    file = None if output is None else AnswerFile.open(output, batch.fresh)
+    finished = False
+    try:
+        errors = Console(stderr=True, no_color=how.raw or None)
+        llm = build_llm(where, errors, batch.max_num_seqs)
+        settings, seed = settings_of(llm, where, how), first_seed(how.seed, file)
+        if file is not None:
+            file.check(settings | {"seed": seed}, {task.line: digest_of(task.prompt) for task in tasks})
+        done = frozenset(() if file is None else file.digests)
+        tally.num_before = len(done)
+        job = Job(llm, SamplingParams(**how.sampling()), settings | {"seed": seed}, tally, file, batch.max_num_seqs)
+        with LoadingBar(errors) as bar:
+            stopped = job.run((task for task in tasks if task.line not in done), bar)
+        finished = not stopped
+    finally:
+        if file is not None:
+            file.close(finished)
+    setting = setting_of(llm, where, seed)
+    timing = AnswerTiming(len(tally.origins), tally.first_s, tally.total_s)
+    if not result.as_json:
+        errors.print(run_card(setting, timing, llm.stats, tally.origins, llm.plan.lines(), llm.arms))
+    show_note(tally.summary(stopped))
+    result.tell(told(tally, settings, seed, llm.stats, timing, llm.arms))
+    return tally, stopped
+
+
+def read_tasks(path: Path, tally: Tally) -> Iterator[Task]:
+    """The prompts of a .jsonl or .txt file; lines that hold none are reported, empty ones are not counted."""
+    if path.suffix not in (".jsonl", ".txt"):
+        raise InvalidRequest("input", f"{path}: the name ends in {path.suffix!r}: give a .jsonl or a .txt file.")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InvalidRequest("input", f"{path} cannot be read ({error.strerror}): give the path of a file.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        tally.num_lines += 1
+        try:
+            yield task_of(line, number, path)
+        except InvalidRequest as error:
+            tally.skip(str(error).removeprefix("prompts: "))
+
+
+def task_of(line: bytes, number: int, path: Path) -> Task:
+    """A line's prompt and its id, which is the line's number unless it names one."""
+    place = f"{path}:{number}"
+    try:
+        text = line.decode("utf-8").rstrip("\r")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("prompts", f"{place}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
+    if path.suffix == ".txt":
+        return Task(number, number, text)
+    entry: Any = None
+    with suppress(ValueError):  # prompt_of says what is wrong
+        entry = json.loads(text)
+    named = entry if isinstance(entry, dict) else {}
+    ids = named.get("prompt_token_ids")
+    if ids is None:
+        return Task(number, named.get("id", number), prompt_of(text, place))
+    try:
+        request = Request.of({"prompt_token_ids": ids})
+    except InvalidRequest as error:
+        raise InvalidRequest("prompts", f"{place}: {error}") from error
+    assert request.prompt_token_ids is not None, "it was made of token ids"
+    return Task(number, named.get("id", number), request.prompt_token_ids)
+
+
+def settings_of(llm: LLM, where: ModelOptions, how: AnswerOptions) -> dict[str, Any]:
+    """What decides answers beside prompt and seed. In `coupled` verification a drafter does not."""
+    settings = {
+        "model": llm.name or where.model,
+        "fingerprint": llm.fingerprint,
+        "verification": where.verification,
+        "max_model_len": where.max_model_len,
+        **{name: value for name, value in how.sampling().items() if name != "seed"},
+    }
+    if where.verification != "coupled":
+        settings |= {"draft": where.draft, "depth": where.depth, "tree": where.tree and str(where.tree)}
+    return settings
+
+
+def first_seed(asked: int | None, file: AnswerFile | None) -> int:
+    """The seed of the first line: as asked for, else that of the answers which are there, else a fresh one."""
+    if asked is not None:
+        return asked % 2**64
+    if file is not None and file.seeds:
+        line, seed = next(iter(file.seeds.items()))
+        return (seed - line + 1) % 2**64
+    return secrets.randbits(63)
+
+
+@dataclass(slots=True)
+class Job:
+    """A batch under way on one model."""
+
+    llm: LLM
+    params: SamplingParams
+    settings: Mapping[str, Any]
+    tally: Tally
+    file: AnswerFile | None
+    max_num_seqs: int
+    open: dict[int, tuple[Task, Answers]] = field(default_factory=dict)  # by sequence
+
+    def run(self, tasks: Iterator[Task], bar: LoadingBar) -> bool:
+        """Answer the tasks, many at once; True where Ctrl-C ended it, after the round under way."""
+        started_s, engine = time.perf_counter(), self.llm.engine
+        with patient_interrupt() as interrupt:
+            try:
+                while not interrupt.asked:
+                    self.fill(tasks, bar)
+                    if not self.open:
+                        return False
+                    for delta in engine.step():
+                        task, answers = self.open[delta.seq_id]
+                        if delta.error is not None:
+                            raise delta.error
+                        answers.add(delta)
+                        self.tally.total_s = time.perf_counter() - started_s
+                        self.tally.first_s = self.tally.first_s or self.tally.total_s
+                        if delta.finish_reason is not None:
+                            del self.open[delta.seq_id]
+                            self.finish(task, answers)
+                            share = self.tally.num_answered / self.tally.num_lines
+                            bar("answering", share, f"{self.tally.num_answered} of {self.tally.num_lines} lines")
+                return True
+            finally:
+                for sequence_id in list(self.open):
+                    engine.cancel(self.open.pop(sequence_id)[1].sequences[0].request_id)
+
+    def fill(self, tasks: Iterator[Task], bar: LoadingBar) -> None:
+        """Hand the engine more, as much as it can take on soon."""
+        while len(self.open) < AHEAD * self.max_num_seqs and (task := next(tasks, None)) is not None:
+            seed = (self.settings["seed"] + task.line - 1) % 2**64
+            try:
+                answers = self.llm.ask([Request.of(as_prompt(task), replace(self.params, seed=seed))])
+            except InvalidRequest as error:
+                bar.stop()
+                self.tally.skip(f"line {task.line}: {error}")
+                continue
+            (sequence,) = answers.sequences
+            self.open[sequence.id] = task, answers
+            self.llm.engine.submit(sequence)
+
+    def finish(self, task: Task, answers: Answers) -> None:
+        """Write an answer down."""
+        (output,) = answers.outputs()
+        (said,) = output.outputs
+        answer = {
+            "line": task.line,
+            "id": task.id,
+            "text": said.text,
+            "token_ids": list(said.token_ids),
+            "finish_reason": said.finish_reason,
+            "stop_reason": said.stop_reason,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "seed": output.seed,
+            "prompt_digest": digest_of(task.prompt),
+            "settings": dict(self.settings),
+        }
+        if self.file is None:
+            typer.echo(json.dumps(answer))
+        else:
+            self.file.add(answer)
+        self.tally.num_now += 1
+        self.tally.origins += said.origins
+
+
+def as_prompt(task: Task) -> str | Mapping[str, Any]:
+    """A task's prompt as the library takes it."""
+    return task.prompt if isinstance(task.prompt, str) else {"prompt_token_ids": list(task.prompt)}
+
+
+def told(
+    tally: Tally, settings: Mapping[str, Any], seed: int, stats: Stats, timing: AnswerTiming, arms: Any
+) -> dict[str, Any]:
+    """The batch as JSON: what was asked for, what came of it, and how it went."""
+    return {
+        "num_lines": tally.num_lines,
+        "num_answered": tally.num_answered,
+        "num_answered_before": tally.num_before,
+        "num_skipped": tally.num_skipped,
+        **settings,
+        "seed": seed,
+        "stats": stats_object(stats, timing, arms),
+    }
