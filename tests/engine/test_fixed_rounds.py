@@ -186,3 +186,31 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape(target_d
     plain = make(target_dir, None, CPU)
     liar = LLM(str(target_dir), Liar(), dtype="float32", device=FIXED, max_model_len=256)
     assert tokens_of(liar.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))
+
+
+def test_answers_of_other_lengths_capture_nothing_new(target_dir: Path, draft_dir: Path) -> None:
+    """Near its end an answer is drafted ever less far, and a batch empties: what was captured serves those rounds."""
+    llm = make(target_dir, f"model:{draft_dir}", speculation=8)
+    assert isinstance(llm.drafter, ModelDrafter)
+    runners = [llm.engine.runner, llm.drafter.runner]
+    for runner in runners:
+        assert isinstance(runner, GraphRunner)
+        runner.graphs.enabled = True  # as on a GPU: tables are kept for the graphs that refer to them
+
+    def captured() -> list[set[object]]:
+        assert isinstance(llm.drafter, ModelDrafter)
+        assert llm.drafter.graph is not None
+        return [
+            *(set(runner.tables) for runner in runners if isinstance(runner, GraphRunner)),
+            {*llm.drafter.graph.buffers},
+        ]
+
+    def answer(lengths: Sequence[int]) -> None:
+        params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+        llm.generate(PROMPTS, params)
+
+    answer([30, 29, 20, 9])
+    before = captured()
+    assert all(1 <= len(own) <= 3 for own in before)
+    answer([11, 26, 17, 34])
+    assert captured() == before

@@ -54,11 +54,11 @@ def none_drafts() -> DraftPlan:
 
 def test_deep_chains_take_no_more_memory_than_the_context(target_dir: Path, draft_dir: Path) -> None:
     for draft in (None, f"model:{draft_dir}"):
-        plans = [planned(target_dir, draft, Speculation(depth)) for depth in (0, 4, 100_000)]
+        plans = [planned(target_dir, draft, Speculation(depth)) for depth in (0, 4, 256)]
         assert plans[0] == plans[1] == plans[2]
         assert plans[0].cache_tokens == 16 * 512
-    deep = planned(target_dir, None, Speculation(100_000, 2))
-    assert deep.cache_tokens <= 16 * (512 + 2 * 512)
+    deep = planned(target_dir, None, Speculation(256, 2))
+    assert 16 * 512 < deep.cache_tokens <= 16 * (512 + 512)
 
 
 def test_a_draft_model_has_its_part_of_a_small_budget() -> None:
