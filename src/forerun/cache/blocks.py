@@ -1,8 +1,8 @@
 """Blocks: which part of the cache belongs to which row. Accounting only: no tensors, no tokens.
 
-Decides where a row's blocks lie. They are one contiguous run, so that attention reads a row as a view and never
-gathers it. The price is that a run may have to move when it grows; the moves are handed back as an ordered list for
-whoever holds the tensors. Runs are placed with room behind them, and when only fragments are left all runs are
+This module decides where a row's blocks lie. They are one contiguous run, so that attention reads a row as a view and
+never gathers it. The price is that a run may have to move when it grows; the moves are handed back as an ordered list
+for whoever holds the tensors. Runs are placed with room behind them, and when only fragments are left all runs are
 respaced at once, each with an equal share of what is free, so that the next respacing is far away.
 """
 

@@ -1,8 +1,8 @@
 """PagedCache: the keys and values of one model, for many sequences of different lengths.
 
-Decides which tokens of a row count: those up to `length` are committed, those behind it are guesses (the *tail*).
-Only `keep` moves `length` on. A rejected guess needs no rollback: it is a tail that was not kept. Where rows lie is
-decided in blocks; what keys mean, who reads them and how guesses form trees is not known here.
+This module decides which tokens of a row count: those up to `length` are committed, those behind it are guesses (the
+*tail*). Only `keep` moves `length` on. A rejected guess needs no rollback: it is a tail that was not kept. Where rows
+lie is decided in blocks; what keys mean, who reads them and how guesses form trees is decided elsewhere.
 """
 
 from __future__ import annotations

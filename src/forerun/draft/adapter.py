@@ -1,9 +1,9 @@
 """An adapter above an exit: it reads on what the target's lower layers say, and the target's head says what follows.
 
-Decides what an adapter reads and when. Final text is read as it is told, from the target's states at the exit; guesses
-go through the target's lower layers first, in the target's cache, and then through the adapter, in a cache of its own.
-Guesses that turn out right stay read. States of final text are shown once and not kept, so a sequence that finds no
-room is not drafted until it is told anew. Knows nothing of what is drawn.
+This module decides what an adapter reads and when. Final text is read as it is told, from the target's states at the
+exit; guesses go through the target's lower layers first, in the target's cache, and then through the adapter, in a
+cache of its own. Guesses that turn out right stay read. States of final text are shown once and not kept, so a sequence
+that finds no room is not drafted until it is told anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one seam for drafters.
 
-A drafter is told what became final (`observe`) and asked for guesses (`propose`). It declares its needs as data and
-is never asked what it is. It knows nothing of verification, scheduling, stop conditions or other requests' text.
+A drafter is told what became final (`observe`) and asked for guesses (`propose`). It declares its needs as data and is
+never asked what it is. It is not told of verification, scheduling, stop conditions or other requests' text.
 """
 
 from __future__ import annotations

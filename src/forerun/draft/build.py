@@ -1,7 +1,7 @@
 """From a draft specification to a drafter, in two steps: plan what it needs, then load it.
 
-Decides which names exist (one table, `PLANNERS`), what their arguments mean, and whether a drafter's tokens have to be
-translated. Memory is planned between the steps, so planning loads no weights. Knows nothing of how drafters draft.
+This module decides which names exist (one table, `PLANNERS`), what their arguments mean, and whether a drafter's tokens
+have to be translated. Memory is planned between the steps, so planning loads no weights.
 """
 
 from __future__ import annotations

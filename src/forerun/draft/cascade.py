@@ -1,8 +1,8 @@
 """A cascade: a drafter whose guesses a better one verifies before the target sees them.
 
-Decides the rounds inside a round: the lower member guesses, the judge reads the guesses in one pass, `verify` says
-what the judge would have said itself, and so on until the chain is as deep as its budget. It is the `verify` that
-judges for the target. Three or more members are a cascade whose lower member is one. Knows nothing of models.
+This module decides the rounds inside a round: the lower member guesses, the judge reads the guesses in one pass,
+`verify` says what the judge would have said itself, and so on until the chain is as deep as its budget. It is the
+`verify` that judges for the target. Three or more members are a cascade whose lower member is one.
 
 What is emitted is the judge's own text, so the chain carries the judge's law, whoever guessed:
 

@@ -1,10 +1,11 @@
 """The whole of a draft model's chains as one graph: draw, read, draw, ... with no launch in between.
 
-Decides for which rounds that is possible: chains that are drawn from plain or tempered logits under coupled noise. A
-graph does the same for every round, so nothing in it may hang on a request: temperatures, keys and positions are
-tensors, and what filters or penalties would add is left to `loop`, step by step. Chains may end at different depths:
-the deepest come first, and at every step the rows that have ended are padding. So a graph also serves shorter chains
-and fewer rows than it was captured for, as there are near the ends of answers. Off a GPU the same functions simply run.
+This module decides for which rounds that is possible: chains that are drawn from plain or tempered logits under coupled
+noise. A graph does the same for every round, so nothing in it may hang on a request: temperatures, keys and positions
+are tensors, and what filters or penalties would add is left to `loop`, step by step. Chains may end at different
+depths: the deepest come first, and at every step the rows that have ended are padding. So a graph also serves shorter
+chains and fewer rows than it was captured for, as there are near the ends of answers. Off a GPU the same functions
+simply run.
 """
 
 from __future__ import annotations

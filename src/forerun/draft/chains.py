@@ -1,7 +1,7 @@
 """Chains from a model's logits, token by token, for draws that depend on no path.
 
-Decides who is drafted on at each step. What `expand` would grow with a width of 1, without its trees: a small model's
-step is so short that laying out trees would take as long. Knows nothing of the model: a callback reads the tokens.
+This module decides who is drafted on at each step. What `expand` would grow with a width of 1, without its trees: a
+small model's step is so short that laying out trees would take as long. A callback reads the tokens with the model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Growing token trees from a model's logits, level by level, for many sequences with different budgets.
 
-Decides in which order nodes are read and drawn, and lays out what comes of it; which nodes get children is `Growth`'s
-business. Each level is one pass of the model, over the nodes of all sequences. Knows nothing of the model: a callback
-reads nodes and gives their logits.
+This module decides in which order nodes are read and drawn, and lays out what comes of it; which nodes get children is
+`Growth`'s business. Each level is one pass of the model, over the nodes of all sequences. A callback reads nodes with
+the model and gives their logits.
 """
 
 from __future__ import annotations

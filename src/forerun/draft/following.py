@@ -1,7 +1,7 @@
 """Following: one sequence as a draft model knows it.
 
-Decides how what was read behind the kept text is numbered and found again, and what of a text stays when its end
-turns out otherwise. Knows nothing of models and caches.
+This module decides how what was read behind the kept text is numbered and found again, and what of a text stays when
+its end turns out otherwise.
 """
 
 from __future__ import annotations

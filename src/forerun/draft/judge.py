@@ -1,7 +1,7 @@
 """Judge: what a drafter must be able to do besides, to verify the guesses of another in a cascade.
 
-Decides the one question that is put to it: its logits after guesses that stand behind a text. Knows nothing of who
-guessed, or of how logits become a verdict: that is `verify`'s business here too.
+A judge answers one question: its logits after guesses that stand behind a text. How logits become a verdict is decided
+by `verify`, as in a round of the target.
 """
 
 from __future__ import annotations

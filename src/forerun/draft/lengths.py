@@ -1,8 +1,8 @@
 """Lengths: how many guesses a cascade's judge is asked about at a time.
 
-Decides by what its rounds have cost and given so far: the length at which a token of the judge's takes the least time.
-That time is all that the level above sees of this one, so if every level keeps to it, the cascade as a whole is as
-fast as lengths can make it. Knows nothing of models or tokens.
+This module decides that by what the judge's rounds have cost and given so far: it takes the length at which a token of
+the judge's takes the least time. That time is all that the level above sees of this one, so if every level keeps to it,
+the cascade as a whole is as fast as lengths can make it.
 
 With a_j = P(guess j accepted | those before it were), k guesses give G(k) = 1 + sum over j <= k of a_1 ... a_j tokens.
 Where k guesses cost c0(k) and the judge's pass over them c1(k), a token of the judge's costs (c1(k) + c0(k)) / G(k).

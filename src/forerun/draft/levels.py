@@ -1,6 +1,6 @@
 """Reading the nodes of growing trees, level by level, behind the roots in a draft model's cache.
 
-Decides which reads a level is, and how its nodes are numbered. Knows nothing of how trees grow or what is drawn.
+This module decides which reads a level is, and how its nodes are numbered. How trees grow is decided in `growth.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Merging: the trees that several drafters guessed for one sequence become one, of the likeliest paths among all.
 
-Decides what is the same path, what it survives with, and which of them stay: after SpecInfer (Miao et al., 2305.09781),
-whose trees are joined whole. Knows nothing of drafters or tensors.
+This module decides what is the same path, what it survives with, and which of them stay: after SpecInfer (Miao et al.,
+2305.09781), whose trees are joined whole.
 
 With survival that tells the truth, a tree is expected to have as many guesses accepted as its survival adds up to. A
 path here survives with no less than any member thinks, never with more than the path it goes on from; so the likeliest

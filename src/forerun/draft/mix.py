@@ -1,8 +1,8 @@
 """A mix: several drafters, all of them kept warm; each round every row is drafted by one of them, or by all together.
 
-Decides who is asked and puts together what they say. Which arm drafts a row is the budget's to say: a member alone, or,
-as the last arm, all of them, their trees merged. Only members that have a row are called; all of them are told what
-became final, so any may be asked next. Knows nothing of what drafters are, nor of which arm pays.
+This module decides who is asked and puts together what they say. Which arm drafts a row is the budget's to say: a
+member alone, or, as the last arm, all of them, their trees merged. Only members that have a row are called; all of them
+are told what became final, so any may be asked next. Which arm pays is decided by the engine's controller.
 
 A row that one member drafted keeps that member's law; a merged one has none, as what stays of it was chosen after it
 was drawn: it is judged by equality, which is exact for any choice. Where more than one member is asked, their trees are

@@ -1,9 +1,10 @@
 """A smaller model as drafter, with a cache of its own, batched.
 
-Decides what the small model reads and when: committed text lazily, when a sequence is drafted again; its own guesses
-one level at a time. The K, V of guesses that turned out right are kept, so that a round usually starts with the
-root and at most one token more. It can judge another's chains, which it reads as it reads its own. Want of memory makes
-drafts shallower, never an error. How trees grow is `expand`'s business; where tokens lie in the cache is the runner's.
+This module decides what the small model reads and when: committed text lazily, when a sequence is drafted again; its
+own guesses one level at a time. The K, V of guesses that turned out right are kept, so that a round usually starts with
+the root and at most one token more. It can judge another's chains, which it reads as it reads its own. Want of memory
+makes drafts shallower, never an error. How trees grow is `expand`'s business; where tokens lie in the cache is the
+runner's.
 """
 
 from __future__ import annotations

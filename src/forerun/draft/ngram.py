@@ -1,9 +1,9 @@
 """Prompt lookup: guess that what followed the last few tokens before will follow them again.
 
-Decides which earlier place of a sequence's own text to copy from: the latest occurrence of the longest suffix, up
-to `max_n` tokens, that occurs earlier at all. Knows nothing of models. Costs one dictionary entry per token and
-length. Chains only, and a function of the text alone, so there is no law to declare. How likely a guess is it learns by
-the length of the match: how often such matches were right before. After Saxena's prompt lookup decoding (2023).
+This module decides which earlier place of a sequence's own text to copy from: the latest occurrence of the longest
+suffix, up to `max_n` tokens, that occurs earlier at all. It costs one dictionary entry per token and length. Its drafts
+are chains, and a function of the text alone, so there is no law to declare. How likely a guess is it learns by the
+length of the match: how often such matches were right before. After Saxena's prompt lookup decoding (2023).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Suffix decoding: guess what most often followed the last few tokens, in this text and in past answers.
 
-Decides which context to trust: of the text's last 1, 2, ... tokens that occurred before, the one from which the most
-guesses can be expected to be accepted. A context of n tokens is good for n guesses at most, and a path ends where it is
-no longer likely. So the drafts follow from counts alone, those of the text and those of its tenant's past: there is
-no law to declare. Knows nothing of models. After SuffixDecoding (Oliaro et al., 2411.04975).
+This module decides which context to trust: of the text's last 1, 2, ... tokens that occurred before, the one from which
+the most guesses can be expected to be accepted. A context of n tokens is good for n guesses at most, and a path ends
+where it is no longer likely. So the drafts follow from counts alone, those of the text and those of its tenant's past:
+there is no law to declare. After SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations

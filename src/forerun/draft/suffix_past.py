@@ -1,7 +1,7 @@
 """Past: the answers of sequences that are gone, each tenant's apart, for suffix decoding.
 
-Decides how much is kept and what is forgotten first: the oldest answer of all tenants. Where there is a file, every
-answer is in it as soon as it is in here. Knows nothing of drafting, nor of how the file is written.
+This module decides how much is kept and what is forgotten first: the oldest answer of all tenants. Where there is a
+file, every answer is in it as soon as it is in here. How the file is written is decided in `suffix_file.py`.
 """
 
 from __future__ import annotations

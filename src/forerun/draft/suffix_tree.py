@@ -1,10 +1,10 @@
 """SuffixTree: what followed every context of a few tokens, and how often, in texts that grow and leave again.
 
-Decides how contexts are stored: a context that occurred once is a leaf, which points into its text; one that occurred
-again is a node with children. So the tree grows with what repeats, and appending a token touches one node for each
-context that ends there and occurred before: at most `depth` of them, few in fresh text. What it says is a function of
-its texts alone, in whatever order they came and whatever texts have left. Knows nothing of drafting. After the suffix
-trees of SuffixDecoding (Oliaro et al., 2411.04975).
+This module decides how contexts are stored: a context that occurred once is a leaf, which points into its text; one
+that occurred again is a node with children. So the tree grows with what repeats, and appending a token touches one node
+for each context that ends there and occurred before: at most `depth` of them, few in fresh text. What it says is a
+function of its texts alone, in whatever order they came and whatever texts have left. After the suffix trees of
+SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations

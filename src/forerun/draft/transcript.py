@@ -1,8 +1,7 @@
 """A text in the target's tokens, told as it grows, as a text in the drafter's tokens.
 
-Decides where a text may be cut so that what is behind the cut cannot change the tokens before it: so little is encoded
-again when the text grows, and the tokens depend on the text alone, not on the steps in which it was told. Knows nothing
-of models or of drafting.
+This module decides where a text may be cut so that what is behind the cut cannot change the tokens before it: so little
+is encoded again when the text grows, and the tokens depend on the text alone, not on the steps in which it was told.
 
 A *seam* is a place before a blank and behind anything but white space. Texts are closed at the first seam behind every
 SHORTEST characters, at the latest after LONGEST, and each closed piece is encoded once. The tokens are those of the

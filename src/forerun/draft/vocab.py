@@ -1,9 +1,9 @@
 """Two vocabularies compared by the bytes that their tokens spell.
 
-Decides which token of a drafter is which of the target's, how a drafter's logits become logits over the target's ids,
-and how much of what the target says such tokens can say. Special tokens mean what their model was taught: they are the
-same where both tokenizers name them alike or give them the same office, and the only one that is guessed is the end of
-the text. Knows nothing of texts that grow, nor of drafting.
+This module decides which token of a drafter is which of the target's, how a drafter's logits become logits over the
+target's ids, and how much of what the target says such tokens can say. Special tokens mean what their model was taught:
+they are the same where both tokenizers name them alike or give them the same office, and the only one that is guessed
+is the end of the text. Texts that grow are `transcript.py`'s business.
 """
 
 from __future__ import annotations

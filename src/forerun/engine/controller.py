@@ -1,7 +1,7 @@
 """Controller: how far to draft, per sequence and round.
 
-Decides budgets from what is known before the round's tokens are drawn, and learns from outcomes. Knows nothing of
-models or of what caches hold; it sees loads, outlooks, spare room and counts.
+This module decides budgets from what is known before the round's tokens are drawn, and learns from outcomes. It sees
+loads, outlooks, spare room and counts, not models or caches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 // A round's bookkeeping over tokens, in plain C: draws, where a tree's nodes are, and how far a verdict follows them.
 //
-// Decides nothing that Python does not define: each function gives what the tensor code of the same name gives, or says
-// that it cannot. Logarithms here differ from torch's in their last bits, so a draw whose two best scores are too close
-// for that is left to torch. Knows nothing of sequences.
+// Each function gives what the tensor code of the same name gives, or says that it cannot. Logarithms here differ from
+// torch's in their last bits, so a draw whose two best scores are too close for that is left to torch.
 #include <omp.h>
 
 #include <algorithm>

@@ -1,9 +1,8 @@
 """One decoder for the Llama, Mistral and Qwen families.
 
-Decides the arithmetic of a forward pass over packed tokens: norms, rotations, projections, gated activation, head.
-Families differ by declared values of ModelConfig only. Elementwise work keeps each row's bits independent of the
-other rows (see `silu_rows`); linear layers and attention keep it in files of their own. Knows nothing of sequences,
-drafting or sampling.
+This module decides the arithmetic of a forward pass over packed tokens: norms, rotations, projections, gated
+activation, head. Families differ by declared values of ModelConfig only. Elementwise work keeps each row's bits
+independent of the other rows (see `silu_rows`); linear layers and attention keep it in files of their own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A pass of fixed shape: what is read lies in tables of a few sizes, so that the pass can be captured and replayed.
 
-Decides how reads become tables (`Layout`, on the host), where the tables live on the device (`Inputs`: one buffer,
-one copy per pass), and in which order a decoder's parts run over them (`run_pass`). Padding rows write to a slot that
-no sequence owns. One pass serves prompts, chains and trees: a row's keys are found by its own path. Knows nothing of
-graphs, sampling or who reads.
+This module decides how reads become tables (`Layout`, on the host), where the tables live on the device (`Inputs`: one
+buffer, one copy per pass), and in which order a decoder's parts run over them (`run_pass`). Padding rows write to a
+slot that no sequence owns. One pass serves prompts, chains and trees: a row's keys are found by its own path. Graphs
+are `graphs.py`'s business.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """GraphRunner: a runner whose passes have fixed shapes; on a GPU each shape is captured once as a graph and replayed.
 
-Decides which shapes there are, and when one is captured. A replay costs the host one copy of small tables and one
-launch, instead of a launch for every kernel. Without a GPU the same functions simply run. A tree is one pass over its
-nodes, each with its own path; `keep` moves the accepted nodes' keys and values together. Rounds of guesses are captured
-however many sequences there are; a round that shrinks, as drafts do near the end of an answer, is padded to a size that
-was captured before. Prompt chunks, whose sizes vary and whose cost is arithmetic, run without capture.
+This module decides which shapes there are, and when one is captured. A replay costs the host one copy of small tables
+and one launch, instead of a launch for every kernel. Without a GPU the same functions simply run. A tree is one pass
+over its nodes, each with its own path; `keep` moves the accepted nodes' keys and values together. Rounds of guesses are
+captured however many sequences there are; a round that shrinks, as drafts do near the end of an answer, is padded to a
+size that was captured before. Prompt chunks, whose sizes vary and whose cost is arithmetic, run without capture.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary position embeddings as tables: cosine and sine of every position's angles.
 
-Decides the angles for each supported scaling, in float32 and in the order of operations that checkpoints were
-trained with, so that logits agree with Hugging Face's. Knows nothing of queries and keys.
+This module decides the angles for each supported scaling, in float32 and in the order of operations that checkpoints
+were trained with, so that logits agree with Hugging Face's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Runner: one model and its cache, read in terms of sequences and guesses.
 
-Decides where tokens go: which slots, which positions, which attention paths. A sequence's *tail* is what was read
-behind its committed text since the last `keep`: numbered nodes, a chain or a tree, possibly over several reads.
-`keep` makes a path of the tail final. Used alike for the target and for every drafter that is a model. Knows
-nothing of sampling, verification or scheduling.
+This module decides where tokens go: which slots, which positions, which attention paths. A sequence's *tail* is what
+was read behind its committed text since the last `keep`: numbered nodes, a chain or a tree, possibly over several
+reads. `keep` makes a path of the tail final. It serves the target and every drafter that is a model.
 
 A tail that branches starts with `scratch` slots in which each path is laid out as a chain would be; its nodes are
 stored behind them. A chain needs none: its nodes are where they belong.
