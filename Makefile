@@ -1,11 +1,13 @@
 # `make demo` and `make test` set everything up by themselves; nothing else is needed on a fresh machine.
 #   PYTHON=python3.12    another interpreter, 3.11 or newer
-#   TORCH_INDEX=URL      another index for torch alone, such as https://download.pytorch.org/whl/cpu
+#   TORCH_INDEX=URL      another index for torch alone. On Linux torch brings CUDA, several gigabytes; without a GPU
+#                        give TORCH_INDEX=https://download.pytorch.org/whl/cpu, or the index you install torch from
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
-STAMP := $(VENV)/.installed
+RUNTIME := $(VENV)/.runtime
+TOOLS := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test test-full check clean
@@ -17,26 +19,33 @@ help:
 	@echo "make check      set up, then lint, types, sizes and import order"
 	@echo "make clean      remove the environment and everything generated"
 
-demo: $(STAMP)
+demo: $(RUNTIME)
 	@scripts/demo
 
-test: $(STAMP)
+test: $(TOOLS)
 	@scripts/test
 
-test-full: $(STAMP)
+test-full: $(TOOLS)
 	@scripts/test-full
 
-check: $(STAMP)
+check: $(TOOLS)
 	@scripts/check
 
-# Done once, and again when what is to be installed has changed. torch comes first: from its own index if asked.
-$(STAMP): pyproject.toml constraints.txt
+# Done once, and again when what is to be installed has changed. torch comes first: from its own index if asked. What
+# tests and checks need besides is installed when the first of them is run.
+$(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "forerun needs Python 3.11 or newer, but '$(PYTHON)' is: $$($(PYTHON) --version 2>&1 | head -n 1)." >&2; \
 	  echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@echo "Setting up $(VENV): torch, forerun and its tools (1-2 minutes and a download, once) ..."
+	@echo "Setting up $(VENV): torch and forerun (1-2 minutes and a download, once) ..."
+	@$(if $(TORCH_INDEX),:,[ "$$(uname)" != Linux ] || echo "torch for Linux brings CUDA; TORCH_INDEX=https://download.pytorch.org/whl/cpu is smaller.")
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) -e .
+	@touch $@
+
+$(TOOLS): $(RUNTIME)
+	@echo "Installing what tests and checks need into $(VENV) ..."
 	@$(PIP) -e '.[dev]'
 	@touch $@
 

@@ -110,3 +110,25 @@ def test_a_shard_that_does_not_exist_is_refused(shard: str) -> None:
     script = runpy.run_path(str(SCRIPTS / "test-full"))
     with pytest.raises(SystemExit):
         script["options"](["--shard", shard])
+
+
+def planned(target: str, **variables: str) -> str:
+    """What `make` would run for a target in an environment that is not there yet."""
+    given = [f"{name}={value}" for name, value in {"VENV": "no-such-venv", **variables}.items()]
+    run = subprocess.run(["make", "-n", target, *given], cwd=SCRIPTS.parent, capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_demo_installs_no_tools_and_the_tests_do() -> None:
+    assert "[dev]" not in planned("demo")
+    assert "-e ." in planned("demo")
+    for target in ("test", "test-full", "check"):
+        assert planned(target).index("-e .\n") < planned(target).index("-e '.[dev]'")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_torch_comes_from_its_own_index_where_one_is_named() -> None:
+    assert "--index-url URL torch" in planned("demo", TORCH_INDEX="URL")
+    assert "TORCH_INDEX" not in planned("demo", TORCH_INDEX="URL")
+    assert "TORCH_INDEX=https://" in planned("demo")

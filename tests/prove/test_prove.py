@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import tiny_llm
@@ -10,8 +11,9 @@ from tiny import tiny_llm
 from forerun import InvalidRequest, Speculation
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder
-from forerun.prove import ProofReport, ProofWorkload, prove
+from forerun.prove import ProofReport, ProofWorkload, law, prove
 from forerun.prove.show import verdict
+from forerun.sampling.params import SamplingParams
 from unchecked import unchecked
 
 WORKLOAD = ProofWorkload(
@@ -120,3 +122,25 @@ def test_thorough_is_more_of_all() -> None:
     more = ProofWorkload().thorough()
     assert more.num_prompts * more.max_tokens == 8 * ProofWorkload().num_prompts * ProofWorkload().max_tokens
     assert more.num_texts * more.num_openings == 12 * ProofWorkload().num_texts
+
+
+def test_many_texts_are_drawn_by_several_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, report: ProofReport
+) -> None:
+    """A request has a most number of samples; texts of different requests share no noise."""
+    asked: list[SamplingParams] = []
+    real = llm.generate
+
+    def generate(prompts: Any, params: Any, **more: Any) -> Any:
+        asked.extend(one for one in params if one.n > 1)
+        return real(prompts, params, **more)
+
+    monkeypatch.setattr(law, "MOST_SAMPLES", 100)
+    monkeypatch.setattr(llm, "generate", generate)
+    with unchecked():
+        found = prove(llm, PROMPTS, WORKLOAD)
+    assert found.holds
+    assert all(each.num_texts == 250 for each in found.laws)
+    assert [one.n for one in asked] == [100, 100, 50] * len(found.laws)
+    assert len({one.seed for one in asked}) == len(asked)
+    assert ProofWorkload().num_texts > SamplingParams(n=1024).n, "the default needs more than one request may ask for"

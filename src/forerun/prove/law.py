@@ -21,12 +21,13 @@ from forerun.prove.cells import Cells, TokenIds, choose_cells
 from forerun.prove.chi_square import LEVEL, holm, smallest_bias
 from forerun.prove.plain import last_logits, law_after
 from forerun.prove.workload import ProofWorkload, engine_as
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import MOST_SAMPLES, SamplingParams
 
 TOP_K = 8
 TEMPERATURES = (1.0, 1.5, 2.0)  # the first at which texts vary enough
 ENOUGH_CELLS = 16
 OPENING_TOKENS = 24
+SEED_STEP = 2**32  # between requests for texts of one test; the seeds of tests are next to each other
 MOST_OPENINGS = 8  # that are looked at to choose from
 
 
@@ -54,16 +55,16 @@ class Opening:
     temperature: float
     cells: Cells
 
-    def params(self, num_texts: int, seed: int) -> SamplingParams:
-        """A request for that many texts: the fixed token, those that are counted, and one for drafts to reach."""
-        return SamplingParams(
+    def params(self, num_texts: int, seed: int) -> list[SamplingParams]:
+        """Requests for that many texts: the fixed token, those that are counted, and one for drafts to reach."""
+        params = SamplingParams(
             temperature=self.temperature,
             top_k=TOP_K,
-            n=num_texts,
             max_tokens=self.cells.num_tokens + 2,
-            seed=seed,
             logits_processors=[FirstToken(len(self.prompt), self.token)],
         )
+        counts = [min(MOST_SAMPLES, num_texts - first) for first in range(0, num_texts, MOST_SAMPLES)]
+        return [replace(params, n=count, seed=seed + i * SEED_STEP) for i, count in enumerate(counts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +120,19 @@ def prove_laws(
 
 
 def prove_law(
-    llm: LLM, rule: Verification, shape: Speculation, opening: Opening, params: SamplingParams, progress: Progress
+    llm: LLM,
+    rule: Verification,
+    shape: Speculation,
+    opening: Opening,
+    params: Sequence[SamplingParams],
+    progress: Progress,
 ) -> LawResult:
     """Draw the texts through the engine and count them."""
     before = llm.stats.num_drafted, llm.stats.num_accepted
     with engine_as(llm.engine, rule, llm.engine.scheduler.max_num_seqs):
-        (answer,) = llm.generate(list(opening.prompt), params, speculation=shape, progress=progress)
-    said = [completion.token_ids for completion in answer.outputs]
+        prompts = [list(opening.prompt) for _ in params]
+        answers = llm.generate(prompts, params, speculation=shape, progress=progress)
+    said = [completion.token_ids for answer in answers for completion in answer.outputs]
     cells, texts = opening.cells, [text[1:] for text in said]
     num_impossible = sum(text[0] != opening.token or cells.impossible(text[1:]) for text in said)
     found = cells.test(texts)
