@@ -7,8 +7,8 @@ plain.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
@@ -54,6 +54,7 @@ class Setting:
     kernels: str
     num_threads: int
     fingerprint: str
+    defaults: Mapping[str, float | int] = field(default_factory=dict)  # the model's own, of requests that say nothing
 
 
 class Painter:
@@ -113,6 +114,9 @@ def run_card(
     drafts = f"{setting.draft}, depth {setting.depth}" if setting.draft else "none: plain decoding"
     card.add_row("draft", Text(drafts))  # brackets are no markup here
     card.add_row("verification", setting.verification)
+    if setting.defaults:
+        given = ", ".join(f"{name} {value:g}" for name, value in setting.defaults.items())
+        card.add_row("model's defaults", f"{given} (unless told otherwise; --generation-config none drops them)")
     first = f"first after {timing.first_s:.2f} s" if timing.num_tokens else "no tokens"
     total = f"{timing.num_tokens} tokens in {timing.total_s:.2f} s"
     card.add_row("speed", f"{timing.tokens_per_s:.1f} tokens/s ({total}, {first})")

@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +71,7 @@ class LLM:
     raises UnknownKeyword.
     """
 
+    generation_defaults = GenerationDefaults()  # what the model's own file says, if it counts
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
 
     def __init__(
@@ -199,8 +199,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of the parameters of requests that bring none, as `generation_config` settled them."""
-        return copy(self.requests.default_params)
+        """The parameters of requests that bring none, as `generation_config` settled them; a fresh copy."""
+        return self.generation_defaults.params()
 
     def generate(
         self,

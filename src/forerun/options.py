@@ -19,6 +19,7 @@ from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Speculatio
 from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
+from forerun.models.spec import ModelSpec
 from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
@@ -103,6 +104,13 @@ OneGemmOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+GenerationConfigOption = Annotated[
+    str,
+    typer.Option(
+        help="Where --temperature and the like come from if not given: auto (the model's own file), none, or a folder.",
+        rich_help_panel=MODEL,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +134,22 @@ class ModelOptions:
     one_gemm: OneGemmOption = False
     tree: TreeOption = None
     adapter: AdapterOption = None
+    generation_config: GenerationConfigOption = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What is loaded, and how."""
+        return ModelSpec(
+            self.model,
+            dtype=self.dtype,
+            quantize=self.quantize,
+            kernels=self.kernels,
+            device=self.device,
+            one_gemm=self.one_gemm,
+        )
 
     def speculation(self, width: int = 1) -> Speculation:
         """How far to draft: as deep and wide as asked, or in the shape of a file."""
@@ -143,12 +164,19 @@ class AnswerOptions:
 
     TITLE: ClassVar[str] = ANSWER
 
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = 1.0
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", "-t", help="0 takes the likeliest token; default: the model's or 1."),
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = (
+        None
+    )
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate; default: the model's, or 256.")
+    ] = None
     stop: Annotated[list[str], typer.Option(help="End where the text holds this; repeatable.")] = field(
         default_factory=list
     )
@@ -156,8 +184,8 @@ class AnswerOptions:
     raw: Annotated[bool, typer.Option("--raw", help="No colours; NO_COLOR does the same everywhere.")] = False
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters among them, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "raw"}
+        """The sampling parameters that were asked for, by name; the others are the model's own defaults."""
+        return {name: value for name, value in asdict(self).items() if name != "raw" and value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,18 +30,14 @@ def build_llm(options: ModelOptions, console: Console, max_num_seqs: int = 1) ->
     """The model and its drafter, loaded; a bar is shown where that takes long."""
     with LoadingBar(console) as bar:
         return LLM(
-            options.model,
+            options.spec,
             options.draft,
-            dtype=options.dtype,
-            quantize=options.quantize,
-            kernels=options.kernels,
             speculation=options.speculation(),
             verification=options.verification,
             max_model_len=options.max_model_len,
             max_num_seqs=max_num_seqs,
             threads=options.threads,
-            device=options.device,
-            one_gemm=options.one_gemm,
+            generation_config=options.generation_config,
             progress=bar,
         )
 
@@ -58,6 +54,7 @@ def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
         kernels=llm.kernels,
         num_threads=torch.get_num_threads(),
         fingerprint=llm.fingerprint,
+        defaults=llm.generation_defaults.given,
     )
 
 
@@ -79,17 +76,18 @@ class Answer:
         return AnswerTiming(len(self.token_ids), self.first_s, self.total_s)
 
 
-def sampling_params(options: AnswerOptions) -> SamplingParams:
-    """The options as sampling parameters, with a seed drawn where none was given, so that it can be reported."""
-    params = SamplingParams(**options.sampling())
+def sampling_params(options: AnswerOptions, llm: LLM) -> SamplingParams:
+    """The model's defaults with what was asked for instead; a seed is drawn where none was given, to be reported."""
+    params = replace(llm.get_default_sampling_params(), **options.sampling())
     return replace(params, seed=params.resolve_seed())
 
 
 def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Result) -> Answer:
     """Load the model, stream its answer to standard output, and tell of it on a card or as JSON."""
-    params = sampling_params(how)
+    SamplingParams(**how.sampling())  # refused before anything is loaded
     errors = Console(stderr=True, no_color=how.raw or None)
     llm = build_llm(where, errors)
+    params = sampling_params(how, llm)
     setting = setting_of(llm, where, cast(int, params.seed))
     painter = Painter(Console(), how.raw)
     show = (lambda *_: None) if result.as_json else painter.write

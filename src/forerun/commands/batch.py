@@ -102,7 +102,8 @@ def run_batch(
             file.check(settings | {"seed": seed}, {task.line: digest_of(task.prompt) for task in tasks})
         done = frozenset(() if file is None else file.digests)
         tally.num_before = len(done)
-        job = Job(llm, SamplingParams(**how.sampling()), settings | {"seed": seed}, tally, file, batch.max_num_seqs)
+        params = replace(llm.get_default_sampling_params(), **how.sampling())
+        job = Job(llm, params, settings | {"seed": seed}, tally, file, batch.max_num_seqs)
         with LoadingBar(errors) as bar:
             stopped = job.run((task for task in tasks if task.line not in done), bar)
         finished = not stopped
@@ -167,6 +168,7 @@ def settings_of(llm: LLM, where: ModelOptions, how: AnswerOptions) -> dict[str, 
         "fingerprint": llm.fingerprint,
         "verification": where.verification,
         "max_model_len": where.max_model_len,
+        **llm.generation_defaults.given,
         **{name: value for name, value in how.sampling().items() if name != "seed"},
     }
     if where.verification != "coupled":

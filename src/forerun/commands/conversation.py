@@ -20,9 +20,10 @@ from forerun.streams import show_error
 
 def converse(where: ModelOptions, how: AnswerOptions, system: str | None) -> None:
     """Answer line by line until the user leaves."""
-    params = sampling_params(how)
+    SamplingParams(**how.sampling())  # refused before anything is loaded
     errors = Console(stderr=True, no_color=how.raw or None, highlight=False)
     llm = build_llm(where, errors)
+    params = sampling_params(how, llm)
     talk = Conversation(llm, system)
     label = label_of_widened(llm, where)
     painter = Painter(Console(), how.raw)

@@ -52,10 +52,12 @@ def trace(
 
         from forerun.card import STYLES
         from forerun.commands.answering import build_llm, sampling_params, setting_of
+        from forerun.sampling.params import SamplingParams
         from forerun.trace.record import trace as record
         from forerun.trace.show import picture, svg
-    params = sampling_params(how)
+    SamplingParams(**how.sampling())  # refused before anything is loaded
     llm = build_llm(where, Console(stderr=True, no_color=how.raw or None))
+    params = sampling_params(how, llm)
     wish = where.speculation(width)
     told = record(llm, text, params, wish)
     if not result.as_json:

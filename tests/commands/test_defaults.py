@@ -1,0 +1,45 @@
+"""The model's own generation_config.json at the command line: what it settles, how it is shown and dropped."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from forerun import cli
+
+TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    shutil.copytree(TARGET, folder)
+    config = {"temperature": 0.25, "top_k": 7, "max_new_tokens": 3}
+    (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
+
+
+def generate(model: str, *arguments: str) -> tuple[dict[str, object], str]:
+    line = ["generate", "--model", model, "--seed", "1", "--ignore-eos", *arguments, "Once upon a time"]
+    found = CliRunner().invoke(cli.app, [*line, "--json"])
+    assert found.exit_code == 0, found.output
+    shown = CliRunner().invoke(cli.app, line)
+    return json.loads(found.stdout), shown.stderr
+
+
+def test_what_is_not_said_is_the_models_own_and_the_card_says_so(model: str) -> None:
+    answer, card = generate(model)
+    assert answer["defaults"] == {"temperature": 0.25, "top_k": 7, "max_tokens": 3}
+    assert len(answer["token_ids"]) == 3  # type: ignore[arg-type]
+    assert "temperature 0.25, top_k 7, max_tokens 3" in " ".join(card.split())
+
+
+def test_what_is_said_counts_and_one_option_drops_the_defaults(model: str) -> None:
+    answer, _ = generate(model, "--max-tokens", "5", "--temperature", "0")
+    assert len(answer["token_ids"]) == 5  # type: ignore[arg-type]
+    answer, card = generate(model, "--generation-config", "none", "--max-tokens", "4")
+    assert answer["defaults"] == {}
+    assert len(answer["token_ids"]) == 4  # type: ignore[arg-type]
+    assert "defaults" not in card
