@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
-from forerun.device import upload, upload_tensor
+from forerun.device import is_cpu, upload, upload_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ class DraftTree:
     draw order. A chain of k tokens is parents = [-1, 0, 1, ..., k-1]: chains are not a special case.
 
     `depth` (longest path, in edges) and `width` (most children of one node) are upper bounds known to the host, so
-    that walking never synchronises. `q` None: the guesses are judged by `follow`, in every verification mode.
+    that walking never synchronises; `widths` are those of each row, settled before anything was drawn. `q` None: the
+    guesses are judged by `follow`, in every verification mode.
     """
 
     tokens: Int[Tensor, "batch nodes"]
@@ -77,6 +78,7 @@ class DraftTree:
     width: int = 1
     q: DraftLaw | None = None
     known: Known | None = None
+    widths: Sequence[int] | None = None
 
     @classmethod
     def bare(cls, roots: Int[Tensor, " batch"]) -> DraftTree:
@@ -186,7 +188,16 @@ class DraftTree:
         """The trees of some of the sequences."""
         index = upload(rows, torch.long, self.tokens.device)
         q = None if self.q is None else replace(self.q, row=self.q.row[index])
-        return replace(self, tokens=self.tokens[index], parents=self.parents[index], q=q, known=None)
+        widths = None if self.widths is None else [self.widths[row] for row in rows]
+        return replace(self, tokens=self.tokens[index], parents=self.parents[index], q=q, known=None, widths=widths)
+
+    def rows_with_law(self) -> Bool[Tensor, " batch"] | None:
+        """The sequences of which any guess was drawn from a declared law; None where the host sees that none was."""
+        if self.q is None:
+            return None
+        law = self.q.row.gather(1, self.parents.clamp_min(0))
+        drawn = ((self.parents >= 0) & (law >= 0)).any(1)
+        return None if is_cpu(drawn.device) and not drawn.numpy().any() else drawn
 
     def without_law(self) -> DraftTree:
         """The same guesses, to be judged by `follow`: for trees pruned after their tokens were drawn.

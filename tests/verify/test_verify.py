@@ -1,5 +1,6 @@
 """verify: logits and draws to a verdict, under each rule, on chains and trees, with and without q."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,58 @@ def test_a_verdict_does_not_depend_on_batch_mates(rule: Verification) -> None:
         alone = verify(own, logits_of(own), draws_for([text], rejection=True), rule)
         assert torch.equal(alone.path[0], together.path[b])
         assert torch.equal(alone.next_token[0], together.next_token[b])
+
+
+def mixed_trees(seed: int) -> list[DraftTree]:
+    """Nothing guessed, a chain and a tree without a law, chains and trees with one, each alone in its batch."""
+    chance = torch.Generator().manual_seed(seed)
+    law = torch.rand(1, VOCAB, generator=chance).softmax(1)
+    shapes = {"bare": [], "chain": [0, 1, 2], "tree": [0, 0, 1, 1]}
+    alone = []
+    for lawful in (False, True):
+        for parents in shapes.values():
+            tokens = torch.randperm(VOCAB, generator=chance)[: len(parents)].tolist()
+            tree = DraftTree(
+                torch.tensor([[seed % VOCAB, *tokens]]),
+                torch.tensor([[-1, *parents]]),
+                depth=[0, 0, 0, 3, 2][len(parents)],
+                width=1 + (len(parents) == 4),
+            )
+            alone.append(with_law(tree, law[0]) if lawful else tree)
+    return alone
+
+
+def side_by_side(trees: list[DraftTree]) -> DraftTree:
+    """The trees as one draft; laws as they are, and the same for none."""
+    columns = max(tree.tokens.shape[1] for tree in trees)
+    tokens, parents = (
+        torch.cat([torch.nn.functional.pad(own, (0, columns - own.shape[1]), value=-1) for own in each])
+        for each in ([tree.tokens for tree in trees], [tree.parents for tree in trees])
+    )
+    laws = [tree.q for tree in trees if tree.q is not None]
+    rows = torch.full_like(tokens, -1)
+    for b, tree in enumerate(trees):
+        if tree.q is not None:
+            rows[b, : tree.tokens.shape[1]] = next(i for i, law in enumerate(laws) if law is tree.q)
+    q = DraftLaw(rows, torch.cat([law.probs for law in laws])) if laws else None
+    widths = [tree.width for tree in trees]
+    return DraftTree(tokens, parents, max(tree.depth for tree in trees), max(widths), q, widths=widths)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_each_row_is_judged_as_it_would_be_alone_beside_rows_of_every_kind(rule: Verification, seed: int) -> None:
+    trees, rng = mixed_trees(seed), random.Random(seed)
+    texts = [[7] * i + [int(tree.tokens[0, 0])] for i, tree in enumerate(trees)]
+    alone = []
+    for tree, text in zip(trees, texts, strict=True):
+        verdict = verify(tree, logits_of(tree), draws_for([text], rejection=True), rule)
+        alone.append(said(tree, verdict, 0))
+    for _ in range(6):
+        rows = rng.sample(range(len(trees)), rng.randint(1, len(trees)))
+        tree = side_by_side([trees[row] for row in rows])
+        verdict = verify(tree, logits_of(tree), draws_for([texts[row] for row in rows], rejection=True), rule)
+        assert [said(tree, verdict, b) for b in range(len(rows))] == [alone[row] for row in rows]
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

@@ -44,7 +44,7 @@ def numbers(tree: DraftTree, logits: Float[Tensor, "nodes vocab"], draws: Draws,
     """The numbers by which `verify` judges this tree, in a round of one sequence."""
     at = draws.nodes(tree)
     law = draws.probs(logits, at)
-    if verification == "coupled" or tree.q is None:
+    if verification == "coupled" or tree.rows_with_law() is None:
         return Numbers("follow", law, drawn=draws.draw(logits, at).tolist())
     rule: Rule = "block" if verification == "block" and tree.width == 1 else "token"
     valid = tree.valid[0]

@@ -64,14 +64,15 @@ class AcceptLaw:
 
     `accept[b, i]`, by the token rule: P(node i accepted | its parent accepted, its earlier siblings rejected), and the
     first failure stops the walk. By the block rule: the success probability of node i's own coin, and the deepest
-    success wins (`last_success`), whatever failed before it. 0 for roots and padding, which no coin accepts.
+    success wins (`last_success`, which may differ by sequence), whatever failed before it. 0 for roots and padding,
+    which no coin accepts.
     `after[row[b, i]]` is the law of the token that follows if the walk stops at node i.
     """
 
     accept: Float[Tensor, "batch nodes"]
     after: Float[Tensor, "rows vocab"]
     row: Int[Tensor, "batch nodes"]
-    last_success: bool
+    last_success: bool | Bool[Tensor, "batch 1"]
 
 
 def follow(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Verdict:
@@ -137,8 +138,9 @@ def walk(tree: DraftTree, law: AcceptLaw, uniform: Float[Tensor, "batch nodes"])
     `uniform` lies in [0, 1): a chance of 0 is never taken, a chance of 1 always. Siblings are tried in draw order.
     """
     success = (uniform < law.accept) & (tree.parents >= 0)
-    if law.last_success:  # on a chain an accepted node accepts all nodes before it
-        success = success.flip(1).long().cumsum(1).flip(1) > 0
+    if law.last_success is not False:  # on a chain an accepted node accepts all nodes before it
+        deepest = success.flip(1).long().cumsum(1).flip(1) > 0
+        success = deepest if law.last_success is True else torch.where(law.last_success, deepest, success)
     return _descend(tree, success)
 
 

@@ -89,7 +89,7 @@ def sanitize(
     tokens = torch.where(keep, tokens, -1)
     parents = torch.where(keep & sound, parents, -1)
     q = None if tree.q is None else _believed(tree.q, parents, doubted, vocab)
-    return DraftTree(tokens, parents, depth, width, q, known)
+    return DraftTree(tokens, parents, depth, width, q, known, widths=[min(width, limit.width) for limit in limits])
 
 
 def _seen_clean(

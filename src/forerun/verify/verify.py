@@ -1,30 +1,36 @@
 """verify: the target's logits on a draft, and the round's draws, become a Verdict.
 
-Decides which rule judges a tree and with which noise. Knows nothing of where logits come from or of what is done with
-what was accepted.
+Decides which rule judges a tree and with which noise. Where logits come from, and what is done
+with what was accepted, is not decided here.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, Int
+from forerun.annotations import Bool, Float, Int
 from forerun.config import Verification
+from forerun.device import upload
 from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftTree
-from forerun.verify.rules import Verdict, block_law, follow, token_law, walk
+from forerun.verify.rules import AcceptLaw, Verdict, block_law, follow, token_law, walk
 
 
 def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, rule: Verification) -> Verdict:
     """Which guesses become final, and the token after them.
 
-    `logits` has one row per node that is read, batch-major, in node order. Guesses without a law (`tree.q` None) are
-    judged by `follow` under every rule. `block` judges chains; on trees it is `token`. For `token` and `block` the
-    draws must have been made for rejection, since the drafter must not share the noise of its judge.
+    `logits` has one row per node that is read, batch-major, in node order. Sequences of which no guess was drawn from
+    a declared law (`tree.q`) are judged by `follow` under every rule, with the noise of plain decoding. `block` judges
+    chains; on trees it is `token`. Each sequence's verdict is the one that it would have alone. For `token` and `block`
+    the draws must have been made for rejection, since the drafter must not share the noise of its judge.
     """
-    if draws.kernels is not None and draws.pathless and (rule == "coupled" or tree.q is None):
+    lawful = None if rule == "coupled" else tree.rows_with_law()
+    if draws.kernels is not None and draws.pathless and lawful is None:
         return _follow_on_host(tree, logits, draws, draws.kernels)
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
@@ -35,15 +41,52 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
         read = tree.read_nodes()
         place = torch.arange(len(logits), device=read.device)
         row = torch.zeros_like(tree.tokens).flatten().index_copy_(0, read, place).view_as(tree.tokens)
-    if rule == "coupled" or tree.q is None:
+    if lawful is None:
         return follow(tree, torch.where(valid, draws.draw(logits, at)[row], -1))
     assert draws.rejection, f"the {rule} rule needs draws made for rejection: coupled noise would be used twice"
-    p = draws.probs(logits, at)
-    law = block_law(tree, p, row) if rule == "block" and tree.width == 1 else token_law(tree, p, row)
+    law = _accept_law(tree, draws.probs(logits, at), at, row, rule)
     walked = walk(tree, law, _coins(tree, draws, at, row))
     stop = row.gather(1, walked.node[:, None])[:, 0]
-    next_token = draws.recover(law.after[stop].log(), _select(at, stop))
-    return Verdict.of(walked.path, walked.length, next_token)
+    judged = Verdict.of(walked.path, walked.length, draws.recover(law.after[stop].log(), _select(at, stop)))
+    drawn = _drawn_where(~lawful, logits, at, draws)
+    if drawn is None:
+        return judged
+    followed = follow(tree, torch.where(valid, drawn[row], -1))
+    return Verdict(torch.where(lawful[:, None], judged.packed, followed.packed))
+
+
+def _accept_law(
+    tree: DraftTree, p: Float[Tensor, "rows vocab"], at: PathState, row: Int[Tensor, "batch nodes"], rule: Verification
+) -> AcceptLaw:
+    """The rule's law of each sequence, whatever stands beside it: `block` judges those that can only be chains."""
+    if rule == "block" and tree.width == 1:
+        return block_law(tree, p, row)
+    law = token_law(tree, p, row)
+    widths = tree.widths or ()
+    if rule == "token" or 1 not in widths:
+        return law
+    chains = upload([[width == 1] for width in widths], torch.bool, p.device)
+    alone = replace(tree, parents=torch.where(chains, tree.parents, -1), width=1)
+    block = block_law(alone, p, row)
+    return AcceptLaw(
+        accept=torch.where(chains, block.accept, law.accept),
+        after=torch.where(chains[at.row], block.after, law.after),
+        row=row,
+        last_success=chains,
+    )
+
+
+def _drawn_where(
+    wanted: Bool[Tensor, " batch"], logits: Float[Tensor, "rows vocab"], at: PathState, draws: Draws
+) -> Int[Tensor, " rows"] | None:
+    """The target's own token after the nodes of these sequences; None where the host sees that there are none."""
+    if not draws.on_host:  # to know which nodes these are it would be waited for
+        return draws.draw(logits, at)
+    nodes = torch.from_numpy(np.flatnonzero(wanted[at.row].numpy()))
+    if not len(nodes):
+        return None
+    drawn = torch.full_like(at.row, -1)
+    return drawn.index_copy_(0, nodes, draws.draw(logits[nodes], _select(at, nodes)))
 
 
 def _follow_on_host(

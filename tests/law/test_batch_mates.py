@@ -1,0 +1,50 @@
+"""In every verification mode a request's tokens are its own, whoever is answered beside it, drafted or not."""
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from forerun.config import Speculation
+from forerun.llm import LLM
+from forerun.request import Request
+from forerun.sampling.params import SamplingParams
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+WISHES = [False, False, 1, 3, Speculation(3, 2), Speculation(2, 3, 4)]
+
+
+@cache
+def loaded(verification: str) -> LLM:
+    target, draft = str(DATA / "stories260k"), f"model:{DATA / 'stories280k'}"
+    mode = cast(Any, verification)
+    return LLM(target, draft, dtype="float32", max_model_len=96, verification=mode)
+
+
+def requests(seed: int) -> list[Request]:
+    """Requests of all kinds: undrafted, chains, trees; plain, filtered and greedy."""
+    found = []
+    for i, wish in enumerate(WISHES * 2):
+        kind: dict[str, Any] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 1.4}][(i + i // 6) % 4]
+        params = SamplingParams(**{"seed": seed + i, "max_tokens": 6 + i, "ignore_eos": True} | kind)
+        found.append(Request.of([1, 403, 300 + i], params, wish))
+    return found
+
+
+def answers(llm: LLM, asked: list[Request]) -> list[tuple[int, ...]]:
+    """What each request is answered, all of them side by side."""
+    sequences = [sequence for request in asked for sequence in llm.requests.sequences(request)]
+    for _ in llm.rounds(sequences):
+        pass
+    return [tuple(sequence.tokens) for sequence in sequences]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+def test_batch_mates_change_no_token(verification: str) -> None:
+    llm, rng, asked = loaded(verification), random.Random(5), requests(3)
+    alone = [answers(llm, [request])[0] for request in asked]
+    for _ in range(6):
+        rows = rng.sample(range(len(asked)), rng.randint(2, len(asked)))
+        assert answers(llm, [asked[row] for row in rows]) == [alone[row] for row in rows]
