@@ -17,6 +17,7 @@ WHOLE = {"num_blocks", "num_splits", "workers", "window", "first_kv_head", "firs
 REAL = {"scale", "eps"}
 TABLES = {"tables", "positions", "prefixes", "paths", "homes", "firsts", "counts", "shared", "slots"}
 FLOATS = {"largest", "total", "cos", "sin"}
+WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "silu_mul", "join_splits"}
 
 
 def check(function, dtype: str, **constants: object) -> None:
@@ -35,8 +36,11 @@ def check(function, dtype: str, **constants: object) -> None:
         return "*fp32" if name in FLOATS or partial else f"*{dtype}"
 
     signature = {name: kind(name) for name in function.arg_names}
-    made = compile_kernel(ASTSource(fn=function, signature=signature, constexprs=constants), target=HOPPER)
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    made = compile_kernel(source, target=HOPPER, options=k.OPTIONS)
     assert made.asm["cubin"], function.__name__
+    if function.__name__ in WITHOUT_PRODUCTS:
+        assert "fma.rn" not in made.asm["ptx"], f"{function.__name__}: a product and a sum were made one"
 
 
 def main() -> None:

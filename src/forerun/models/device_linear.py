@@ -48,7 +48,7 @@ class OneGemmLinear:
         k.one_gemm[grid](
             x, self.weight, self.weight if self.bias is None else self.bias, out, rows, outputs,
             WIDTH=inputs, BIASED=self.bias is not None, ROWS=k.GEMM_ROWS, OUTPUTS=k.GEMM_OUTPUTS, INPUTS=k.GEMM_INPUTS,
-            num_warps=4, num_stages=4,
+            num_warps=4, num_stages=4, **k.OPTIONS,
         )  # fmt: skip
         return out
 

@@ -154,6 +154,7 @@ class TritonOps:
         self.kernels.add_norm[(rows,)](
             x, x if delta is None else delta, gain, added, normed, eps,
             HIDDEN=hidden, WIDTH=power_of_two(hidden), ADDS=delta is not None, num_warps=8,
+            **self.kernels.OPTIONS,
         )  # fmt: skip
         return added, normed
 
@@ -169,6 +170,7 @@ class TritonOps:
             shape.eps, keys.stride(0), keys.stride(1),
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
             HALF=power_of_two(shape.head_dim // 2), NORMS=gains is not None, num_warps=1,
+            **self.kernels.OPTIONS,
         )  # fmt: skip
         return query
 
@@ -194,11 +196,11 @@ class TritonOps:
                 math.log2(math.e) / math.sqrt(head_dim), keys.stride(0), keys.stride(1),
                 where.tables.shape[1], num_splits, min(WORKERS, num_splits), window or 0, first,
                 GROUP=group, TILE=tile, QUERIES=tile // group, BLOCK_SIZE=where.block_size, PATHS=where.paths.shape[1],
-                BLOCK_KEYS=self.kernels.BLOCK_KEYS, **shape, num_warps=4,
+                BLOCK_KEYS=self.kernels.BLOCK_KEYS, **shape, num_warps=4, **self.kernels.OPTIONS,
             )  # fmt: skip
             self.kernels.join_splits[(rows, part * group)](
                 largest, total, mixed, where.positions, out, num_splits, window or 0, first * group,
-                **shape, num_warps=1,
+                **shape, num_warps=1, **self.kernels.OPTIONS,
             )  # fmt: skip
         return out
 
@@ -206,7 +208,7 @@ class TritonOps:
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         grid = (rows, -(-width // SILU_BLOCK))
-        self.kernels.silu_mul[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK)
+        self.kernels.silu_mul[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, **self.kernels.OPTIONS)
         return out
 
 

@@ -17,6 +17,9 @@ import triton.language as tl
 BLOCK_KEYS = 64
 SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head")
 GEMM_ROWS, GEMM_OUTPUTS, GEMM_INPUTS = 16, 32, 128
+# Every launch says so: where the compiler may fuse a product with a sum, as it may by default, it decides for each
+# variant of a kernel anew, and a row's bits would depend on whether its pass has paths, windows or norms.
+OPTIONS = {"enable_fp_fusion": False}
 
 
 def kernel(function):
