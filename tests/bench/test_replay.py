@@ -68,8 +68,12 @@ def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> t
     return engine, sequences
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("wish", [*map(Speculation, (0, 1, 2, 3, 5, 8)), Speculation(3, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "wish"),
+    [("none", Speculation(3))]
+    + [(n, w) for n in DRAFTERS[1:] for w in (*map(Speculation, (0, 1, 3, 8)), Speculation(3, 2))],
+    ids=str,
+)
 @pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (0.9, 3)])
 def test_what_is_said_is_what_was_recorded(name: str, wish: Speculation, temperature: float, batch: int) -> None:
     engine, sequences = replaying(name, wish, temperature, batch)

@@ -38,6 +38,9 @@ BATCHES = (
 NUM_TOKENS = 24
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+full = pytest.mark.full
+above_all_float32 = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=full)])
+above_all_bfloat16 = pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=full)])
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)
 GREEDY, SAMPLED, MIXED = (0.0,), (1.0,), (1.0, 0.0, 1.0, 1.0, 0.0)
 
@@ -78,7 +81,7 @@ def full_texts(temperatures: Sequence[float], dtype: str) -> list[list[int]]:
     return [prompt + list(answer) for prompt, answer in zip(prompts, plain(temperatures, dtype), strict=False)]
 
 
-@every_dtype
+@above_all_float32
 @every_drafter
 def test_the_output_is_that_of_plain_decoding(name: str, dtype: str) -> None:
     llm = LLM(str(TARGET), as_draft(name), dtype=dtype)
@@ -108,7 +111,7 @@ def plain_crowd(dtype: str) -> list[Answer]:
     return decode_plain(bench_of(dtype), CROWD)
 
 
-@every_dtype
+@above_all_bfloat16
 @every_drafter
 def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
     """Log-probabilities too, in a cache that the rows outgrow together; and with faults among the drafts."""
@@ -124,7 +127,7 @@ def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
         assert got.stats.num_drafted > 0
 
 
-@every_dtype
+@above_all_float32
 @pytest.mark.parametrize("verification", ["token", "block"])
 @every_drafter
 def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: str, dtype: str) -> None:

@@ -26,10 +26,12 @@ from forerun.models.runner import Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
-NUM_PROMPTS = 200
+NUM_PROMPTS, NUM_SAMPLED = 200, 10  # the tenth is one of the long ones
+# What torch's operators compute is sampled on the bundled models alone.
+SAMPLED = [pytest.param(f, marks=pytest.mark.full) if "by torch" in f else f for f in FORMATS]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=SAMPLED)
 def bench(request: pytest.FixtureRequest, target_dir: Path, draft_dir: Path) -> Bench:
     return Bench.of(target_dir, draft_dir, request.param)
 
@@ -60,23 +62,23 @@ def asked(chosen: list[list[int]]) -> list[Asked]:
 
 @pytest.fixture(scope="module")
 def plain(bench: Bench, texts: list[list[int]]) -> list[Answer]:
-    return decode_plain(bench, asked(prompts(texts, NUM_PROMPTS)[:20]))
+    return decode_plain(bench, asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED]))
 
 
 @pytest.mark.parametrize("wish", [WISHES[0], WISHES[4], WISHES[8]], ids=["chain 1", "chain 5", "tree"])
 def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wish: Speculation) -> None:
-    chosen = asked(prompts(texts, NUM_PROMPTS)[:20])
+    chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
     got = decode(bench, chosen, wish, bench.model_drafter(8192), max_num_seqs=5, chunk_tokens=77)
     assert got.answers == plain
-    assert got.stats.num_accepted > 100
+    assert got.stats.num_accepted > 50
 
 
 def test_under_preemption(bench: Bench, texts: list[list[int]], plain: list[Answer]) -> None:
-    chosen = asked(prompts(texts, NUM_PROMPTS)[:20])
-    got = decode(bench, chosen, WISHES[2], NgramDrafter(), num_tokens=700, chunk_tokens=400)
+    chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
+    got = decode(bench, chosen, WISHES[2], NgramDrafter(), num_tokens=600, chunk_tokens=400)
     assert got.answers == plain
     assert got.num_preempted > 0
-    assert got.stats.num_accepted > 20
+    assert got.stats.num_accepted > 10
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
 
 
 @pytest.mark.parametrize("edge", [pytest.param(512), pytest.param(1024, marks=pytest.mark.full)])
-@pytest.mark.parametrize("numbers", FORMATS)
+@pytest.mark.parametrize("numbers", SAMPLED)
 def test_across_key_blocks(numbers: str, edge: int, target_dir: Path, draft_dir: Path) -> None:
     """Prompts that end just before the cache's key blocks do, drafted across the edge."""
     bench, rng = random_pair(numbers, target_dir, draft_dir), random.Random(edge)
