@@ -15,7 +15,7 @@ MODULES = sorted((SRC / "forerun").rglob("*.py"))
 ORDER = """
     annotations errors folders near __version__
     limits
-    device fields kernels progress shape streams
+    device fields kernels progress shape figure_table streams
     tree config machine
     sampling cache text
     models

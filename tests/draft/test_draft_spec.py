@@ -198,3 +198,9 @@ def test_ids_that_mean_other_tokens_are_translated(context: DraftContext, draft_
     known = drafter.model.shared.known
     assert known[300:302] == [301, 300]
     assert all(own == token for token, own in enumerate(known) if own >= 0 and token not in (300, 301))
+
+
+@pytest.mark.parametrize(("name", "meant"), [("ngrm", "ngram"), ("sufix", "suffix"), ("early-exits", "early-exit")])
+def test_a_misspelt_drafter_is_answered_with_the_right_one(name: str, meant: str, context: DraftContext) -> None:
+    with pytest.raises(UnknownDrafter, match=f"there is no drafter '{name}': did you mean {meant}\\?"):
+        plan_drafter(name, context)

@@ -1,7 +1,6 @@
 """A benchmark as a person reads it: a table for each group, what lies behind it, and whether tokens were the same.
 
-Decides wording and layout, for 80 columns and without colours too; every number comes from a Report. Knows nothing of
-how it came about, or of where it is printed.
+This file decides wording and layout, without colours too; every number comes from a BenchReport.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from forerun.bench.figures import CellFigures, GroupFigures, Spread
 from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
 from forerun.device import is_cpu
+from forerun.figure_table import FigureTable
 
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
@@ -31,14 +31,9 @@ def bench_card(report: BenchReport) -> RenderableType:
     return Lines(*parts, facts(report), Text(), verdict(report))
 
 
-def table(figures: GroupFigures) -> Table:
+def table(figures: GroupFigures) -> FigureTable:
     """One line per depth."""
-    grid = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    for name in (*COLUMNS, *MORE_COLUMNS):
-        grid.add_column(name, justify="right", no_wrap=True)
-    for cell in figures.cells:
-        grid.add_row(*row(cell))
-    return grid
+    return FigureTable((*COLUMNS, *MORE_COLUMNS), [list(row(cell)) for cell in figures.cells])
 
 
 def row(cell: CellFigures) -> Iterator[str | Text]:

@@ -6,7 +6,7 @@ Decides layout and wording; every number comes from a Score. Knows nothing of mo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -20,6 +20,7 @@ from forerun.demo.meet import Heat
 from forerun.demo.race import RaceStep, Side
 from forerun.demo.score import Score, Tally, costs, verdict
 from forerun.engine.sequence import Origin
+from forerun.figure_table import FigureTable
 
 LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # in a smaller terminal panels show too little
 MOST_LINES = 20
@@ -173,25 +174,27 @@ def card(title: str, heats: Sequence[Heat], total: Score, about: Sequence[tuple[
     return Group(*parts)
 
 
-def table(heats: Sequence[Heat], total: Score) -> Table:
+def table(heats: Sequence[Heat], total: Score) -> FigureTable:
     """One line per prompt, and one for all."""
-    grid = Table(box=None, padding=(0, 1), pad_edge=False)
-    grid.add_column("prompt", overflow="fold")
-    grid.add_column("drafter")
-    for name in ("plain\ntokens/s", "speculative\ntokens/s", "speed-up", "tokens\nper round", "same\ntokens"):
-        grid.add_column(name, justify="right")
-    for heat in [*heats, Heat("in all", "", 0, total)]:
-        grid.add_row(
-            short(heat),
-            heat.drafter,
-            f"{heat.score.plain.tokens_per_s:.1f}",
-            f"{heat.score.speculative.tokens_per_s:.1f}",
-            Text(factor(heat.score), "green" if heat.score.pays else "yellow"),
-            f"{heat.score.speculative.stats.tokens_per_round or 0:.2f}",
-            Text(same(heat.score), "" if heat.score.same_tokens else "bold red"),
-            style="" if heat.drafter else "bold",
-        )
-    return grid
+    lines = [*heats, Heat("in all", "", 0, total)]
+    heads = (
+        *("prompt", "drafter", "plain\ntokens/s", "speculative\ntokens/s"),
+        *("speed-up", "tokens\nper round", "same\ntokens"),
+    )
+    styles = ["" if heat.drafter else "bold" for heat in lines]
+    return FigureTable(heads, [list(row(heat)) for heat in lines], num_names=2, styles=styles)
+
+
+def row(heat: Heat) -> Iterator[str | Text]:
+    """The figures of one prompt, or of all."""
+    score = heat.score
+    yield short(heat)
+    yield heat.drafter
+    yield f"{score.plain.tokens_per_s:.1f}"
+    yield f"{score.speculative.tokens_per_s:.1f}"
+    yield Text(factor(score), "green" if score.pays else "yellow")
+    yield f"{score.speculative.stats.tokens_per_round or 0:.2f}"
+    yield Text(same(score), "" if score.same_tokens else "bold red")
 
 
 def facts(heats: Sequence[Heat], total: Score, about: Sequence[tuple[str, str]]) -> Table:

@@ -30,6 +30,7 @@ from forerun.errors import TokenizerError, UnknownDrafter, VocabularyMismatch
 from forerun.models.adapter import plan_adapter
 from forerun.models.loading import Blueprint, Progress
 from forerun.models.runner import Runner
+from forerun.near import nearest
 from forerun.text.tokenizer import Tokenizer
 
 
@@ -103,7 +104,9 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """The same for a parsed specification."""
     planner = PLANNERS.get(spec.name)
     if planner is None:
-        raise UnknownDrafter(f"there is no drafter {spec.name!r}: choose one of {', '.join(sorted(PLANNERS))}")
+        near = nearest(spec.name, PLANNERS)
+        meant = f"did you mean {near}? Otherwise " if near else ""
+        raise UnknownDrafter(f"there is no drafter {spec.name!r}: {meant}choose one of {', '.join(sorted(PLANNERS))}")
     return planner(spec, context)
 
 

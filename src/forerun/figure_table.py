@@ -1,0 +1,75 @@
+"""A table of figures that keeps all of them on any terminal: where it is too narrow, columns go below each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.table import Table
+from rich.text import Text
+
+Cell = str | Text
+GAP = 1  # columns of the terminal between two of the table
+
+
+@dataclass(frozen=True, slots=True)
+class FigureTable:
+    """Rows under `heads`, whose first column names them and stands again before each part of a table that is split.
+
+    The first `num_names` columns hold words, the others figures. A name is folded where it takes more than a third of a
+    narrow terminal; a figure never is. `styles` has one entry for each row.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    num_names: int = 0
+    styles: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
+        for number, columns in enumerate(self.parts(options.max_width)):
+            if number:
+                yield Text()
+            yield self.part(columns, options.max_width)
+
+    def parts(self, width: int) -> list[list[int]]:
+        """The columns of each table, by number: as many as fit beside the first one."""
+        parts: list[list[int]] = [[0]]
+        first = self.first_width(width)
+        room = width - first
+        for column in range(1, len(self.heads)):
+            needed = GAP + self.width(column)
+            if needed > room and len(parts[-1]) > 1:
+                parts.append([0])
+                room = width - first
+            parts[-1].append(column)
+            room -= needed
+        return parts
+
+    def part(self, columns: Sequence[int], width: int) -> Table:
+        """A table of these columns."""
+        grid = Table(box=None, padding=(0, GAP), pad_edge=False, collapse_padding=True)
+        for column in columns:
+            name = column < self.num_names
+            grid.add_column(
+                self.heads[column],
+                justify="left" if name else "right",
+                width=self.first_width(width) if column == 0 else self.width(column),
+                overflow="fold",
+            )
+        for number, row in enumerate(self.rows):
+            style = self.styles[number] if self.styles else ""
+            grid.add_row(*(row[column] for column in columns), style=style)
+        return grid
+
+    def first_width(self, width: int) -> int:
+        """Columns of the terminal that the first one takes: all that it needs where everything fits."""
+        needed = self.width(0)
+        others = sum(GAP + self.width(column) for column in range(1, len(self.heads)))
+        return needed if needed + others <= width else min(needed, max(width // 3, 1))
+
+    def width(self, column: int) -> int:
+        """Columns of the terminal that a column needs."""
+        cells = [self.heads[column], *(row[column] for row in self.rows)]
+        return max(cell_len(line) for cell in cells for line in (str(cell).splitlines() or [""]))

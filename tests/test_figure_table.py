@@ -1,0 +1,62 @@
+"""A table keeps every figure whole at any width, in its column's place, with the names of its rows."""
+
+import io
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from bench.synthetic import GROUP, even, taped
+from forerun.bench.figures import group_figures
+from forerun.bench.plan import Turn
+from forerun.bench.show import table as bench_table
+from forerun.demo.meet import Heat
+from forerun.demo.score import Score
+from forerun.demo.screen import table as demo_table
+from forerun.figure_table import FigureTable
+
+
+def made(num_columns: int) -> FigureTable:
+    heads = ["name", *(f"head{i}" * (1 + i % 2) for i in range(1, num_columns))]
+    return FigureTable(heads, [[f"row {r}", *(f"{r}.{c:03}" for c in range(1, num_columns))] for r in range(3)])
+
+
+def shown(table: FigureTable, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("num_columns", [1, 2, 9])
+@pytest.mark.parametrize("width", [20, 40, 60, 100])
+def test_every_figure_is_there_once_beside_its_row(num_columns: int, width: int) -> None:
+    lines = shown(made(num_columns), width)
+    assert max(map(cell_len, lines)) <= width
+    for row in range(3):
+        mine = [line for line in lines if line.startswith(f"row {row}")]
+        figures = [word for line in mine for word in line.split()[2:]]
+        assert figures == [f"{row}.{c:03}" for c in range(1, num_columns)]
+    num_parts = sum(line.strip().startswith("name") for line in lines)
+    assert (num_parts == 1) == (made(num_columns).parts(width) == [list(range(num_columns))])
+
+
+def test_one_table_where_everything_fits() -> None:
+    assert len(shown(made(9), 200)) == 4
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_tables_of_bench_and_demo_lose_nothing(width: int) -> None:
+    runs = [
+        taped(even(depth, 6, depth, 1024.0 if depth else 512.0, 64.0, rest_s=8.0), GROUP, Turn(r, depth), [[1] * 9])
+        for r in range(3)
+        for depth in (0, 12)
+    ]
+    heat = Heat("a/some_long_module_name.py", "model", 50, Score())
+    for table in (bench_table(group_figures(GROUP, runs)), demo_table([heat, heat], Score())):
+        text = "\n".join(shown(table, width))
+        assert "…" not in text
+        assert max(map(cell_len, text.splitlines())) <= width
+        words = text.split()
+        for row in table.rows:
+            for cell in row[table.num_names or 1 :]:
+                assert not str(cell) or str(cell) in words
