@@ -24,7 +24,7 @@ ORDER = """
     accept
     request
     engine
-    ecosystem output
+    ecosystem messages output
     llm
     async_llm
     train serve tune prove trace

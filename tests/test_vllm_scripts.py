@@ -172,3 +172,56 @@ def test_the_models_default_parameters_can_be_changed_field_by_field(tmp_path: P
     (folder / "generation_config.json").write_text(json.dumps({"top_k": 7, "temperature": 0.6}), encoding="utf-8")
     (expected,) = LLM(str(TARGET)).generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))
     assert run(DEFAULTS.replace("MODEL", str(folder))) == [repr(expected.outputs[0].text), "0.6"]
+
+
+CHAT = """
+from vllm import LLM, SamplingParams
+
+llm = LLM(model="TARGET", max_model_len=256)
+sampling_params = SamplingParams(temperature=0.5, max_tokens=8)
+
+
+def print_outputs(outputs):
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt: {prompt!r}")
+        print(f"Generated text: {generated_text!r}")
+    print("-" * 80)
+
+
+with open("TEMPLATE") as f:
+    chat_template = f.read()
+
+conversation = [
+    {"role": "system", "content": "You tell stories."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello! What about?"},
+    {"role": "user", "content": [{"type": "text", "text": "About a dog."}]},
+]
+outputs = llm.chat(conversation, sampling_params, use_tqdm=False, chat_template=chat_template)
+print_outputs(outputs)
+
+conversations = [conversation for _ in range(3)]
+outputs = llm.chat(messages=conversations, sampling_params=sampling_params, use_tqdm=True, chat_template=chat_template,
+                   chat_template_kwargs={"enable_thinking": False})
+print_outputs(outputs)
+"""
+
+
+def test_the_chat_script_with_a_template_of_its_own(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if enable_thinking is defined %}thinking: {{ enable_thinking }}\n{% endif %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        encoding="utf-8",
+    )
+    lines = run(CHAT.replace("TEMPLATE", str(template)))
+    talk = "[system] You tell stories.\n[user] Hello\n[assistant] Hello! What about?\n[user] About a dog.\n"
+    prompts = [
+        f"Prompt: {talk + '[assistant]'!r}",
+        *[f"Prompt: {talk + 'thinking: False' + chr(10) + '[assistant]'!r}"] * 3,
+    ]
+    assert [line for line in lines if line.startswith("Prompt")] == prompts
+    assert sum(line.startswith("Generated text") for line in lines) == 4

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Sequence
 from forerun.errors import EngineClosed
 from forerun.llm import LLM
+from forerun.messages import ChatOptions, Conversation
 from forerun.output import RequestOutput
 from forerun.request import Prompt, Request, Wish
 from forerun.sampling.params import SamplingParams
+from forerun.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:
@@ -78,6 +81,34 @@ class AsyncLLM:
         async for delta in self.follow(answers.sequences):
             answers.add(delta)
         return answers.outputs()[0]
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculation: Wish = None,
+        tenant: str = "",
+    ) -> RequestOutput:
+        """The answer to one conversation; the options of the template are those of ChatOptions."""
+        options = ChatOptions(
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs or {}
+        )
+        prompt = self.llm.chat_prompt(messages, options)
+        return await self.generate(prompt, sampling_params, speculation=speculation, tenant=tenant)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        return self.llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that bring none."""
+        return self.llm.get_default_sampling_params()
 
     async def follow(self, sequences: Seq[Sequence]) -> AsyncGenerator[Delta, None]:
         """Hand sequences to the engine's thread and pass on what it says of them."""

@@ -39,6 +39,7 @@ from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence
 from forerun.errors import EngineClosed, InvalidRequest, UnknownDrafter
 from forerun.limits import shown
+from forerun.messages import ChatOptions, Conversation, as_conversations
 from forerun.models.generation import FILE as GENERATION_FILE
 from forerun.models.generation import GenerationDefaults
 from forerun.models.loading import Blueprint, Progress
@@ -225,6 +226,40 @@ class LLM:
                 answers.add(delta)
                 report("generating", answers.share_finished)
         return answers.outputs()
+
+    def chat(
+        self,
+        messages: Conversation | Seq[Conversation],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculation: Wish = None,
+        tenant: str = "",
+        progress: Progress | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, in order; the rest is as in `generate`.
+
+        A conversation is a list of messages such as {"role": "user", "content": text}. The options of the template are
+        those of ChatOptions.
+        """
+        options = ChatOptions(
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs or {}
+        )
+        prompts = [self.chat_prompt(conversation, options) for conversation in as_conversations(messages)]
+        return self.generate(
+            prompts, sampling_params, speculation=speculation, tenant=tenant, progress=progress, use_tqdm=use_tqdm
+        )
+
+    def chat_prompt(self, conversation: Conversation, options: ChatOptions | None = None) -> Prompt:
+        """A conversation as a prompt for `generate` and `stream`: the template's text, and its tokens."""
+        text = (options or ChatOptions()).render(self.tokenizer, conversation)
+        ids = self.tokenizer.encode_within(text, self.plan.max_model_len, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def stream(
         self,

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from forerun.errors import InvalidRequest, TokenizerError
 
 _FILE = "chat_template.jinja"
+MARK = "<|forerun goes on here|>"
 
 
 class _Refused(jinja2.TemplateError):
@@ -61,20 +62,28 @@ class ChatTemplate:
         return cls(named.get("default"), f"{origin}, which has {', '.join(sorted(named)) or 'nothing'} by name")
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tokens: Mapping[str, str]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tokens: Mapping[str, str],
+        continue_final_message: bool = False,
+        **options: object,
     ) -> str:
         """The prompt of a conversation; `tokens` are the special tokens by name (bos_token, eos_token, ...).
 
+        `continue_final_message` leaves the last message open; `options` are given to the template under their names.
         Raises TokenizerError where the template is missing or broken, InvalidRequest where it refuses.
         """
         template = self.compile()
-        settings = {"tools": None, "documents": None, **tokens}
+        settings = {"tools": None, "documents": None, **tokens, **options}
+        talk = with_mark(messages, add_generation_prompt) if continue_final_message else messages
         try:
-            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **settings)
+            text = template.render(messages=talk, add_generation_prompt=add_generation_prompt, **settings)
         except _Refused as error:
             raise InvalidRequest("messages", f"the chat template refuses them: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise TokenizerError(f"the chat template of {self._origin} fails: {error}") from error
+        return up_to_mark(text) if continue_final_message else text
 
     def compile(self) -> jinja2.Template:
         """The template, ready to render. Raises TokenizerError where it is missing or does not parse."""
@@ -89,6 +98,23 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 raise TokenizerError(f"the chat template of {self._origin} does not parse: {error}") from error
         return self._compiled
+
+
+def with_mark(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> Sequence[Mapping[str, Any]]:
+    """The conversation with a mark behind its last message, to be found in what the template writes."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message", "it needs a last message of text, and excludes add_generation_prompt: use one."
+        )
+    return [*messages[:-1], {**messages[-1], "content": content + MARK}]
+
+
+def up_to_mark(text: str) -> str:
+    """The text in front of the mark."""
+    if MARK not in text:
+        raise InvalidRequest("continue_final_message", "the template does not show the last message as it is.")
+    return text[: text.rindex(MARK)]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

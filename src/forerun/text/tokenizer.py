@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -174,6 +174,20 @@ class Tokenizer:
         template refuses the conversation.
         """
         return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, tokens=self._named)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tokenize: Literal[False],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        **options: Any,
+    ) -> str:
+        """A conversation as text, with options for the template, or with another template. Raises as `chat` does."""
+        template = self._template if chat_template is None else ChatTemplate(chat_template, "chat_template")
+        return template.render(conversation, add_generation_prompt, self._named, tools=tools, **options)
 
     def _id_of(self, name: str) -> int | None:
         token = self._named.get(name)

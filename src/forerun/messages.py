@@ -1,0 +1,86 @@
+"""Messages: conversations as prompts, in the way that a model's chat template spells them.
+
+The file decides which forms messages may come in and how template options reach the template. What a template makes of
+them is the template's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.errors import InvalidRequest
+from forerun.limits import shown
+from forerun.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Conversation = Seq[Message]
+EXAMPLE = '{"role": "user", "content": "Hello"}'
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a prompt.
+
+    `chat_template` is used in place of the model's own. `add_generation_prompt` opens the model's turn;
+    `continue_final_message` leaves the last message open instead, so that the model goes on with it. `tools` are
+    descriptions of functions, and `chat_template_kwargs` whatever else the template knows, such as `enable_thinking`.
+    """
+
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Seq[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def render(self, tokenizer: Tokenizer, conversation: Conversation) -> str:
+        """The prompt of a conversation. Raises InvalidRequest and TokenizerError as the template does."""
+        return tokenizer.apply_chat_template(
+            [with_text(message) for message in conversation],
+            chat_template=self.chat_template,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            tools=self.tools,
+            tokenize=False,
+            **self.chat_template_kwargs,
+        )
+
+
+def as_conversations(messages: Conversation | Seq[Conversation]) -> Seq[Conversation]:
+    """One conversation or many, as many."""
+    if isinstance(messages, str | bytes) or not isinstance(messages, Seq):
+        raise InvalidRequest("messages", f"{shown(messages)} is not a conversation: use a list such as [{EXAMPLE}].")
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    for conversation in messages:
+        if isinstance(conversation, str | bytes | Mapping) or not isinstance(conversation, Seq):
+            raise InvalidRequest(
+                "messages", f"{shown(conversation)} is not a conversation: use a list such as [{EXAMPLE}]."
+            )
+    return messages  # type: ignore[return-value]
+
+
+def with_text(message: object) -> Message:
+    """A message with one text as its content. Raises InvalidRequest for what is no message, or not text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest("messages", f"{shown(message)} is not a message: write it as {EXAMPLE}.")
+    content = message.get("content")
+    if isinstance(content, str | None):
+        return message
+    if isinstance(content, bytes) or not isinstance(content, Seq):
+        raise InvalidRequest("messages", f"{shown(content)} is not the content of a message: write text.")
+    return {**message, "content": "\n".join(map(text_of, content))}
+
+
+def text_of(part: object) -> str:
+    """The text of a content part. Raises InvalidRequest for anything else, such as an image."""
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            "messages", f'{shown(part)} is not text, which is all that is read: write {{"type": "text", "text": ...}}.'
+        )
+    return text
