@@ -50,7 +50,7 @@ LIBRARIES: dict[str, Change] = {
     "the processor": value(machine, "processor", lambda: "another"),
     "its instructions": value(machine, "vector_instructions", lambda: ("avx9",)),
     "the number of threads": lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),
-    "what oneDNN may use": variable("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    "what oneDNN may use": variable("ONEDNN_MAX_CPU_ISA", "SSE41"),
     "how oneDNN rounds": variable("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
     "what MKL may use": variable("MKL_CBWR", "COMPATIBLE"),
 }
