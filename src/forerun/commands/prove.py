@@ -30,6 +30,7 @@ from forerun.options import (
     adapted,
     with_options,
 )
+from forerun.streams import show_note
 
 EXAMPLES = """
 forerun prove --model stdlib --draft model:stdlib-draft --prompts prompts.txt
@@ -78,11 +79,13 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
 
         from forerun.llm import LLM
         from forerun.progress import LoadingBar
+        from forerun.prove.estimate import Pace, spoken
         from forerun.prove.prompts import check_lengths, read_prompts
         from forerun.prove.proof import largest_shape
         from forerun.prove.proof import prove as run
         from forerun.prove.show import proof_card
         from forerun.prove.workload import ProofWorkload
+        from forerun.request import Request
     workload = ProofWorkload(
         num_prompts=options.num_prompts,
         max_tokens=options.max_tokens,
@@ -92,7 +95,8 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
     )
     workload = workload.thorough() if options.thorough else workload
     prompts = read_prompts(options.prompts, workload.num_prompts)
-    with LoadingBar(Console(stderr=True)) as bar:
+    errors = Console(stderr=True)
+    with LoadingBar(errors) as bar:
         llm = LLM(
             options.model,
             options.draft,
@@ -108,6 +112,10 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
             progress=bar,
         )
         check_lengths(llm.requests.prompt_tokens, prompts)
+        pace = Pace.of(llm, llm.requests.prompt_tokens(Request.of(prompts[0].text)), workload.shapes[0])
+        if errors.is_terminal:
+            bar.stop()
+            show_note(f"This takes about {spoken(pace.total_s(workload))} here.")
         report = run(llm, [prompt.text for prompt in prompts], workload, bar)
     if not result.as_json:
         Console().print(proof_card(report))

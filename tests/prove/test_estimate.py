@@ -1,0 +1,37 @@
+"""How long a proof takes is told in proportion to its work, and telling it changes nothing that is proven."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import tiny_llm
+
+from forerun.config import Speculation
+from forerun.prove.estimate import Pace, spoken
+from forerun.prove.workload import ProofWorkload
+from unchecked import unchecked
+
+
+def test_more_work_takes_longer_in_proportion() -> None:
+    pace, workload = Pace(token_s=0.01, text_s=0.001), ProofWorkload()
+    base = pace.total_s(workload)
+    equality = pace.total_s(replace(workload, max_tokens=2 * workload.max_tokens)) - base
+    law = pace.total_s(replace(workload, num_texts=2 * workload.num_texts)) - base
+    assert equality + law == pytest.approx(base)
+    assert pace.total_s(workload.thorough()) == pytest.approx(8 * equality + 12 * law)
+
+
+def test_the_pace_is_what_the_clock_says(tmp_path: Path) -> None:
+    llm, ticks = tiny_llm(tmp_path), iter([0.0, 9.0, 10.0, 18.0, 20.0, 20.0 + 4.0 * 16])
+    with unchecked():
+        pace = Pace.of(llm, [2, 3, 4], Speculation(2), lambda: next(ticks))
+    assert pace.token_s == 1.0
+    assert pace.text_s == 4.0 * 16 / llm.engine.scheduler.max_num_seqs
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.1, "5 seconds"), (43.0, "45 seconds"), (100.0, "2 minutes"), (7200.0, "2.0 hours")]
+)
+def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
+    assert spoken(seconds) == said
