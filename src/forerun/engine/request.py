@@ -7,9 +7,9 @@ request is found here, where no other request can be hurt.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from forerun.accept.stop import StopChecker
@@ -18,6 +18,7 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown
 from forerun.request import Request
+from forerun.sampling.bad_words import BadWords, spellings
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ class Requests:
     arms: tuple[str, ...] = ()
     default_params: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
+    encode_inside: Callable[[str], list[int]] | None = None  # made when it is first needed: it copies the tokenizer
     request_ids: Iterator[int] = field(default_factory=itertools.count)
     seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -53,8 +55,8 @@ class Requests:
             raise InvalidRequest("sampling_params", f"{shown(params)} must be SamplingParams.")
         if not isinstance(request.tenant, str):
             raise InvalidRequest("tenant", f"{shown(request.tenant)} must be a string that names whose request it is.")
-        params = copy(params)  # its owner may change it while the request runs
         tokens = self.prompt_tokens(request)
+        params = self.without_bad_words(copy(params), len(tokens))  # its owner may change it while the request runs
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "stop strings need a tokenizer; use stop_token_ids.")
@@ -89,6 +91,16 @@ class Requests:
             )
             for sample in range(params.n)
         ]
+
+    def without_bad_words(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        """The same parameters, with a processor in the place of words that may not be said."""
+        if not params.bad_words:
+            return params
+        if self.tokenizer is None:
+            raise InvalidRequest("bad_words", "words need a tokenizer; use banned_tokens.")
+        self.encode_inside = self.encode_inside or self.tokenizer.encoder(inside=True)
+        words = BadWords(spellings(params.bad_words, self.encode_inside), num_prompt)
+        return replace(params, bad_words=(), logits_processors=[*params.logits_processors, words])
 
     def seed_of(self, params: SamplingParams, request_id: int) -> int:
         """The seed that was asked for; else one drawn by the system or, where the engine has a seed, by number."""

@@ -48,7 +48,8 @@ class SamplingParams:
     Integers fit int64. `temperature` and `repetition_penalty` are at most 3.4e38, `repetition_penalty` is at least
     1.18e-38, and biases lie between -3.4e38 and 3.4e38, or are -inf to ban a token: these are the limits of float32,
     within which every finite logit stays finite. `n` is at most 1024; `logprobs` and `prompt_logprobs` are at most
-    128; there are at most 64 `stop` strings, of at most 1024 characters each.
+    128; there are at most 64 `stop` strings and 64 `bad_words`, of at most 1024 characters each. `bad_words` are texts
+    that are not to be said, known by their tokens at the start of a text and behind a blank.
     Raises InvalidRequest naming the field, UnknownKeyword for a field that does not exist.
     """
 
@@ -72,6 +73,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    bad_words: str | Sequence[str] = ()
     skip_special_tokens: bool = True
 
     def __new__(cls, *_: object, **given: object) -> SamplingParams:
@@ -159,16 +161,18 @@ class SamplingParams:
             raise _invalid("min_tokens", self.min_tokens, f"use at most max_tokens, {self.max_tokens}")
 
     def _check_texts(self) -> None:
-        if isinstance(self.stop, str):
-            self._set("stop", (self.stop,))
-        self._list("stop", "strings, or one string", lambda text: isinstance(text, str))
-        if len(self.stop) > MOST_STOPS:
-            raise _invalid("stop", self.stop, f"these are {len(self.stop)} strings: use at most {MOST_STOPS}")
-        for text in self.stop:
-            if not text:
-                raise _invalid("stop", text, "an empty string would stop every answer at once: leave it out")
-            if len(text) > MOST_CHARACTERS:
-                raise _invalid("stop", text, f"it has {len(text)} characters: use at most {MOST_CHARACTERS}")
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                self._set(name, (getattr(self, name),))
+            self._list(name, "strings, or one string", lambda text: isinstance(text, str))
+            texts = getattr(self, name)
+            if len(texts) > MOST_STOPS:
+                raise _invalid(name, texts, f"these are {len(texts)} strings: use at most {MOST_STOPS}")
+            for text in texts:
+                if not text:
+                    raise _invalid(name, text, "an empty string is in every answer: leave it out")
+                if len(text) > MOST_CHARACTERS:
+                    raise _invalid(name, text, f"it has {len(text)} characters: use at most {MOST_CHARACTERS}")
 
     def _check_switches(self) -> None:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
