@@ -2,6 +2,7 @@
 
 import errno
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forerun import streams
-from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams
+from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams, show_warnings
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 
@@ -94,3 +95,15 @@ def test_a_fault_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run.stdout == "so far"
     assert "ZeroDivisionError" in run.stderr
     assert streams.FAULT not in (0, 1, 2)
+
+
+def test_warnings_of_the_library_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("forerun")
+    before = logger.handlers[:]
+    try:
+        show_warnings()
+        logging.getLogger("forerun.models").warning("slow\nfor %d reasons", 2)
+        logging.getLogger("forerun.models").info("nothing")
+    finally:
+        logger.handlers[:] = before
+    assert capsys.readouterr().err == "warning: slow for 2 reasons\n"

@@ -21,7 +21,7 @@ from forerun.commands.prove import prove
 from forerun.commands.trace import trace
 from forerun.commands.widen import widen
 from forerun.page import USAGE_ERROR, Index, Page, usage_line
-from forerun.streams import MISTAKE, end_at_faults, guard_streams, show_error
+from forerun.streams import MISTAKE, end_at_faults, guard_streams, show_error, show_warnings
 
 NAME = "forerun"
 EXAMPLES = """
@@ -72,6 +72,7 @@ def main() -> None:
     """Run the command line that the process was started with, and exit with its status."""
     guard_streams()
     end_at_faults()
+    show_warnings()
     try:
         app()
     finally:

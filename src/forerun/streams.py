@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -22,11 +23,28 @@ READER_GONE = 141  # what a shell reports of a program that a closed pipe has ki
 
 def show_error(error: object) -> None:
     """Print one line on standard error: what is wrong and what to do."""
+    _show_line("error", "red", error)
+
+
+def _show_line(kind: str, colour: str, message: object) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    line = " ".join(str(error).split())
-    Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red"), Text(line, "red"), sep="")
+    line = " ".join(str(message).split())
+    Console(stderr=True, soft_wrap=True).print(Text(f"{kind}: ", f"bold {colour}"), Text(line, colour), sep="")
+
+
+class WarningLines(logging.Handler):
+    """Shows what the library warns of, each on one line on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one warning."""
+        _show_line("warning", "yellow", record.getMessage())
+
+
+def show_warnings() -> None:
+    """Show what the library warns of in the form of the command line's other messages, from here on."""
+    logging.getLogger("forerun").addHandler(WarningLines(logging.WARNING))
 
 
 def show_note(text: str) -> None:
