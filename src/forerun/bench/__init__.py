@@ -1,1 +1,1 @@
-"""Measuring what speculation brings on a user's own model, machine and text."""
+"""Measures what speculation brings on a user's own model, machine and text."""

@@ -1,7 +1,7 @@
-"""Bench: run what is left of a selection, group by group, depths by turns.
+"""The benchmark loop: it runs what is left of a selection, group by group, and alternates between depths.
 
-Decides the order of things and nothing else. Every group is warmed up before its first run, also where it is taken up
-again.
+This file decides only the order. Every group is warmed up before its first run, also where an interrupted benchmark
+is continued.
 """
 
 from __future__ import annotations

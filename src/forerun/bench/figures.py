@@ -1,7 +1,8 @@
-"""Figures: what the repetitions of a group say, as medians with quartiles.
+"""Figures: the repetitions of a group, summed up as medians with quartiles.
 
-Decides every formula. Ratios are taken within a repetition, whose runs stand close together in time, and then their
-median: absolute times drift. Knows nothing of how runs were made or of what is shown.
+This file holds every formula of the benchmark. Ratios are formed within a repetition, whose runs lie close together in
+time, and the median is taken over the ratios, because absolute times drift. `run.py` makes the runs, `show.py` and
+`picture.py` display the figures.
 """
 
 from __future__ import annotations

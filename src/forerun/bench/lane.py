@@ -1,7 +1,6 @@
-"""A lane: an engine at work on some sequences alone, on a clock of its own.
+"""A lane: one engine that works on some sequences, with a clock that runs only during its own steps.
 
-Decides what is on that clock: the engine's steps and nothing else. Knows nothing of other lanes, of what is shown, or
-of how rounds are summed up.
+This file decides what the clock covers: the engine's steps and nothing else. `pace.py` sums up the rounds.
 """
 
 from __future__ import annotations

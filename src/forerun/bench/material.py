@@ -1,7 +1,7 @@
-"""Workloads: the texts that are generated or replayed.
+"""Workloads: the texts that a benchmark generates or replays.
 
-Decides which texts ship, what a line of a user's file may be, and that every text fits the model. Knows nothing of
-engines or times.
+This file decides which texts ship with the package and what a line of a user's file may hold, and checks that every
+text fits the model.
 """
 
 from __future__ import annotations
