@@ -93,7 +93,7 @@ def test_what_was_started_is_in_the_log_and_silent_unless_asked_for(
     lines = [record.getMessage() for record in caplog.records if record.name == "forerun.llm"]
     assert lines == [f"{llm!r}, fingerprint {llm.fingerprint}", *llm.plan.lines()]
     assert capfd.readouterr() == ("", "")
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("forerun").handlers)
+    assert not logging.getLogger("forerun").handlers  # Python shows warnings where a program sets up nothing
 
 
 @pytest.mark.parametrize("draft", [None, f"model:{SMALL}", "suffix"])

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from forerun.engine.delta import Delta
     from forerun.errors import ForerunError, InvalidRequest
     from forerun.llm import LLM
+    from forerun.messages import ChatOptions
+    from forerun.models.spec import ModelSpec
     from forerun.output import CompletionOutput, RequestMetrics, RequestOutput
     from forerun.request import Request
     from forerun.sampling.params import SamplingParams
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ChatOptions",
     "CompletionOutput",
     "Delta",
     "EngineOptions",
     "ForerunError",
     "InvalidRequest",
+    "ModelSpec",
     "Request",
     "RequestMetrics",
     "RequestOutput",
@@ -45,6 +49,8 @@ _MODULES = {
     "engine.delta": ("Delta",),
     "errors": ("ForerunError", "InvalidRequest"),
     "llm": ("LLM",),
+    "messages": ("ChatOptions",),
+    "models.spec": ("ModelSpec",),
     "output": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "request": ("Request",),
     "sampling.params": ("SamplingParams",),
