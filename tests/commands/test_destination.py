@@ -120,7 +120,7 @@ def lines(tmp_path: Path, target_dir: Path, draft_dir: Path) -> dict[str, list[s
 def test_json_is_one_line_instead_and_output_a_file_beside(
     name: str, lines: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.bench.measure.bandwidth_bytes_per_s", lambda: 1e9)
+    monkeypatch.setattr("forerun.bench.measure.bandwidth_bytes_per_s", lambda *_, **__: 1e9)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(*more: str) -> Result:
