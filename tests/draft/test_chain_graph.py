@@ -110,7 +110,8 @@ def test_confirmed_guesses_stay_read_though_the_host_saw_them_late(runner: Graph
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_request_with_filters_is_not_plain(name: str) -> None:
     values = {
-        "logit_bias": {3: 1.0}, "banned_tokens": (3,), "min_tokens": 2, "top_k": 5, "top_p": 0.9, "min_p": 0.1,
+        "logit_bias": {3: 1.0}, "banned_tokens": (3,), "bad_words": ("a",), "min_tokens": 2, "top_k": 5,
+        "top_p": 0.9, "min_p": 0.1,
         "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
         "logits_processors": (lambda _text, logits: logits,),
     }  # fmt: skip
@@ -121,7 +122,7 @@ def test_a_request_with_filters_is_not_plain(name: str) -> None:
 def test_every_field_that_shapes_a_law_is_known_to_the_graph() -> None:
     """A new field of SamplingParams is either one of the filters or listed here as none of a graph's business."""
     others = {"temperature", "seed", "n", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
-              "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens", "bad_words"}  # fmt: skip
+              "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens"}  # fmt: skip
     assert {*FILTERS} | others == {*SamplingParams.__dataclass_fields__}
 
 

@@ -32,7 +32,7 @@ from forerun.sampling.params import SamplingParams
 LONGER = 2  # how many times its depth a round may be padded to, rather than that another graph is captured
 Exchange = Callable[[Tensor], Tensor]  # the model's logits over the target's ids; the model's ids of the target's
 PLAIN = SamplingParams()
-FILTERS = ("logit_bias", "banned_tokens", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
+FILTERS = ("logit_bias", "banned_tokens", "bad_words", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
            "presence_penalty", "frequency_penalty", "logits_processors")  # fmt: skip
 
 

@@ -7,7 +7,7 @@ request is found here, where no other request can be hurt.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -18,7 +18,6 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown
 from forerun.request import Request
-from forerun.sampling.bad_words import BadWords, spellings
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -39,7 +38,6 @@ class Requests:
     arms: tuple[str, ...] = ()
     default_params: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
-    encode_inside: Callable[[str], list[int]] | None = None  # made when it is first needed: it copies the tokenizer
     request_ids: Iterator[int] = field(default_factory=itertools.count)
     seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -56,7 +54,7 @@ class Requests:
         if not isinstance(request.tenant, str):
             raise InvalidRequest("tenant", f"{shown(request.tenant)} must be a string that names whose request it is.")
         tokens = self.prompt_tokens(request)
-        params = self.without_bad_words(copy(params), len(tokens))  # its owner may change it while the request runs
+        params, bad_words = self.without_words(copy(params))  # its owner may change it while the request runs
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "stop strings need a tokenizer; use stop_token_ids.")
@@ -88,19 +86,10 @@ class Requests:
                     prompt=tokens,
                 ),
                 tenant=request.tenant,
+                bad_words=bad_words,
             )
             for sample in range(params.n)
         ]
-
-    def without_bad_words(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """The same parameters, with a processor in the place of words that may not be said."""
-        if not params.bad_words:
-            return params
-        if self.tokenizer is None:
-            raise InvalidRequest("bad_words", "words need a tokenizer; use banned_tokens.")
-        self.encode_inside = self.encode_inside or self.tokenizer.encoder(inside=True)
-        words = BadWords(spellings(params.bad_words, self.encode_inside), num_prompt)
-        return replace(params, bad_words=(), logits_processors=[*params.logits_processors, words])
 
     def seed_of(self, params: SamplingParams, request_id: int) -> int:
         """The seed that was asked for; else one drawn by the system or, where the engine has a seed, by number."""
@@ -127,6 +116,21 @@ class Requests:
             if not 0 <= token < self.num_ids:
                 raise InvalidRequest("prompt", f"{shown(token)} is not a token id from 0 to {self.num_ids - 1}.")
         return tokens
+
+    def without_words(self, params: SamplingParams) -> tuple[SamplingParams, list[tuple[int, ...]]]:
+        """The parameters with the bad words of one token banned, and the others as tokens."""
+        if not params.bad_words:
+            return params, []
+        if self.tokenizer is None:
+            raise InvalidRequest("bad_words", "words need a tokenizer; use banned_tokens.")
+        try:
+            spelled = {ids: None for word in params.bad_words for ids in self.tokenizer.spellings(word)}
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest("bad_words", f"a word is not valid Unicode text ({error}).") from error
+        words = [ids for ids in spelled if ids and max(ids) < self.num_ids]
+        single = [ids[0] for ids in words if len(ids) == 1]
+        banned = replace(params, banned_tokens=(*params.banned_tokens, *single))
+        return banned, [ids for ids in words if len(ids) > 1]
 
     def check_length(self, num_tokens: int) -> None:
         """Raise PromptTooLong where a prompt of so many tokens leaves no room for a single new one."""

@@ -6,6 +6,7 @@ head states to the drafter, both keyed by the sequence's id.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -53,6 +54,7 @@ class Sequence:
     speculation: Speculation
     stop: StopChecker
     tenant: str = ""
+    bad_words: Seq[Seq[int]] = ()
     status: Status = Status.WAITING
     num_read: int = 0
     origins: list[Origin] = field(default_factory=list)
@@ -91,4 +93,5 @@ class Sequence:
             tokens=self.tokens,
             num_prompt=self.num_prompt,
             eos_ids=self.eos_ids,
+            bad_words=self.bad_words,
         )

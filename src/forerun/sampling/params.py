@@ -27,6 +27,7 @@ ABOVE_0 = math.ulp(0.0)
 MOST_SAMPLES = 1024  # each holds the prompt's tokens
 MOST_LOGPROBS = 128  # a prompt of 100,000 tokens takes 1 GB for these
 MOST_STOPS = 64  # all of them are looked for after every token
+MOST_WORDS = 1024  # of `bad_words`: all of them are compared with every text
 MOST_CHARACTERS = 1024  # of one of them
 COUNT = f"a count of tokens, at most {INT64}"
 LAST_FIELD = "skip_special_tokens"  # the constructor's last assignment
@@ -48,8 +49,10 @@ class SamplingParams:
     Integers fit int64. `temperature` and `repetition_penalty` are at most 3.4e38, `repetition_penalty` is at least
     1.18e-38, and biases lie between -3.4e38 and 3.4e38, or are -inf to ban a token: these are the limits of float32,
     within which every finite logit stays finite. `n` is at most 1024; `logprobs` and `prompt_logprobs` are at most
-    128; there are at most 64 `stop` strings and 64 `bad_words`, of at most 1024 characters each. `bad_words` are texts
-    that are not to be said, known by their tokens at the start of a text and behind a blank.
+    128; there are at most 64 `stop` strings and 1024 `bad_words`, of at most 1024 characters each.
+
+    `bad_words` are not said, known by their tokens inside a text, without a blank in front and with one: the last token
+    of such a word is banned wherever the answer so far ends with those before it. Other tokens may spell the same.
     Raises InvalidRequest naming the field, UnknownKeyword for a field that does not exist.
     """
 
@@ -62,6 +65,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     banned_tokens: Sequence[int] = ()
+    bad_words: str | Sequence[str] = ()
     min_tokens: int = 0
     max_tokens: int | None = 256
     stop: str | Sequence[str] = ()
@@ -73,7 +77,6 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
-    bad_words: str | Sequence[str] = ()
     skip_special_tokens: bool = True
 
     def __new__(cls, *_: object, **given: object) -> SamplingParams:
@@ -91,7 +94,8 @@ class SamplingParams:
         self._check_law()
         self._check_ids()
         self._check_limits()
-        self._check_texts()
+        self._check_texts("stop", MOST_STOPS, "an empty string would stop every answer at once")
+        self._check_texts("bad_words", MOST_WORDS, "an empty string is no word")
         self._check_switches()
 
     @property
@@ -102,7 +106,7 @@ class SamplingParams:
     @property
     def plain(self) -> bool:
         """Whether temperature is all that there is to do to logits. `min_tokens` aside, which a text outgrows."""
-        edited = self.banned_tokens or self.logit_bias or self.logits_processors
+        edited = self.banned_tokens or self.bad_words or self.logit_bias or self.logits_processors
         penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         filtered = not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
         return not (edited or penalised or filtered)
@@ -160,19 +164,18 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _invalid("min_tokens", self.min_tokens, f"use at most max_tokens, {self.max_tokens}")
 
-    def _check_texts(self) -> None:
-        for name in ("stop", "bad_words"):
-            if isinstance(getattr(self, name), str):
-                self._set(name, (getattr(self, name),))
-            self._list(name, "strings, or one string", lambda text: isinstance(text, str))
-            texts = getattr(self, name)
-            if len(texts) > MOST_STOPS:
-                raise _invalid(name, texts, f"these are {len(texts)} strings: use at most {MOST_STOPS}")
-            for text in texts:
-                if not text:
-                    raise _invalid(name, text, "an empty string is in every answer: leave it out")
-                if len(text) > MOST_CHARACTERS:
-                    raise _invalid(name, text, f"it has {len(text)} characters: use at most {MOST_CHARACTERS}")
+    def _check_texts(self, name: str, most: int, empty: str) -> None:
+        if isinstance(getattr(self, name), str):
+            self._set(name, (getattr(self, name),))
+        self._list(name, "strings, or one string", lambda text: isinstance(text, str))
+        texts = getattr(self, name)
+        if len(texts) > most:
+            raise _invalid(name, texts, f"these are {len(texts)} strings: use at most {most}")
+        for text in texts:
+            if not text:
+                raise _invalid(name, text, f"{empty}: leave it out")
+            if len(text) > MOST_CHARACTERS:
+                raise _invalid(name, text, f"it has {len(text)} characters: use at most {MOST_CHARACTERS}")
 
     def _check_switches(self) -> None:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):

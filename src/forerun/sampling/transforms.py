@@ -1,9 +1,9 @@
 """Transforms: raw logits to transformed logits, per node of every sequence's tree.
 
 Decides what each sampling parameter does to logits, and in which order (that of vLLM's sampler): banned tokens,
-minimum length, bias, custom processors, penalties; then, except for greedy rows, temperature, min-p, top-k, top-p.
-Everything is row-wise and elementwise: what a row gets does not depend on its batch-mates. A transform that no row
-uses is skipped; one that some row uses leaves the others' values as they are (plus 0, times 1, below -inf).
+minimum length, bias, bad words, custom processors, penalties; then, except for greedy rows, temperature, min-p, top-k,
+top-p. Everything is row-wise and elementwise: what a row gets does not depend on its batch-mates. A transform that no
+row uses is skipped; one that some row uses leaves the others' values as they are (plus 0, times 1, below -inf).
 
 No transform makes NaN or infinity of finite logits, whatever the parameters that `SamplingParams` accepts: sums and
 products stop at the largest number that float32 holds, and -inf is only what is banned or filtered out. A row whose
@@ -36,6 +36,7 @@ class RowSampling:
     """What one sequence brings to a round.
 
     `tokens` is all committed text, prompt and output, the root last; it is the sequence's own list, read only.
+    `bad_words` are words of two tokens or more that must not be completed; those of one token are banned tokens.
     `seed` is the resolved one (64 bits).
     """
 
@@ -46,6 +47,7 @@ class RowSampling:
     tokens: Sequence[int]
     num_prompt: int
     eos_ids: tuple[int, ...] = ()
+    bad_words: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class PathState:
 
 Logits = Float[Tensor, "nodes vocab"]
 _PREFIX = 1024
+ANY, NEVER = -2, -3  # in the place of a token: what every text has there, and what none has
 FEW = 8  # largest scores that are looked for one after the other
 
 
@@ -81,7 +84,7 @@ class Transforms:
     @cached_property
     def pathless(self) -> bool:
         """Whether laws depend on logits, row and position alone, not on what was drawn above a node."""
-        return self.plain or not (self._processed or self._repeating or self._counting)
+        return self.plain or not (self._worded or self._processed or self._repeating or self._counting)
 
     @cached_property
     def all_greedy(self) -> bool:
@@ -100,6 +103,10 @@ class Transforms:
         return any(row.params.banned_tokens or row.params.logit_bias for row in self.rows)
 
     @cached_property
+    def _worded(self) -> bool:
+        return any(row.bad_words for row in self.rows)
+
+    @cached_property
     def _processed(self) -> bool:
         return any(row.params.logits_processors for row in self.rows)
 
@@ -115,7 +122,7 @@ class Transforms:
         """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone."""
         kept = logits
         logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-        if logits is kept and (self.num_ids < self.vocab or self._biased or self._short):
+        if logits is kept and (self.num_ids < self.vocab or self._biased or self._short or self._worded):
             logits = logits.clone()
         if self.num_ids < self.vocab:
             logits[:, self.num_ids :] = -math.inf
@@ -125,6 +132,8 @@ class Transforms:
             ids, until = self._table("short", self._short_table)
             still, ids = at.position[:, None] < until[at.row], ids[at.row]
             logits.scatter_(1, ids, torch.where(still, -math.inf, logits.gather(1, ids)))
+        if self._worded:
+            self._ban_words(logits, at)
         if self._processed:
             logits = self._process(logits, at)
         if self._repeating:
@@ -162,6 +171,16 @@ class Transforms:
         ids, values = (table[at.row] for table in self._table("bias", self._bias_table))
         old = logits.gather(1, ids)
         logits.scatter_(1, ids, torch.where(values.isneginf(), values, bounded(old + values, old)).to(logits.dtype))
+
+    def _ban_words(self, logits: Logits, at: PathState) -> None:
+        """Ban, in place, the last token of each word whose other tokens the answer up to a node ends with."""
+        heads, lasts, ends = (table[at.row] for table in self._table("words", self._word_table))
+        text = torch.cat([ends, at.drawn], dim=1)
+        reach = torch.arange(ends.shape[1], device=text.device)
+        behind = text.gather(1, (at.drawn >= 0).sum(1, keepdim=True) + reach)
+        met = ((heads == behind[:, None]) | (heads == ANY)).all(2)
+        # Words may share their last token, which the least of them decides.
+        logits.scatter_reduce_(1, lasts, torch.where(met, -math.inf, math.inf).to(logits.dtype), "amin")
 
     def _process(self, logits: Logits, at: PathState) -> Logits:
         """Run each row's processors node by node; user code, so this is the one place that reads tensors here."""
@@ -201,6 +220,20 @@ class Transforms:
         return self._tensor(self._padded([[*row] for row in entries], 0), torch.int64), self._tensor(
             values, torch.float32
         )
+
+    def _word_table(self) -> tuple[Tensor, ...]:
+        """(each word but its last token, its last token, the answer's end) per row, the first and third aligned."""
+        reach = max(len(word) - 1 for row in self.rows for word in row.bad_words)
+        count = max(len(row.bad_words) for row in self.rows)
+        heads = [
+            [[*[ANY] * (reach + 1 - len(word)), *word[:-1]] for word in row.bad_words]
+            + [[NEVER] * reach] * (count - len(row.bad_words))
+            for row in self.rows
+        ]
+        lasts = [[word[-1] for word in row.bad_words] + [0] * (count - len(row.bad_words)) for row in self.rows]
+        said = [row.tokens[max(row.num_prompt, len(row.tokens) - reach) :] for row in self.rows]
+        ends = [[*[-1] * (reach - len(own)), *own] for own in said]
+        return tuple(self._tensor(table, torch.int64) for table in (heads, lasts, ends))
 
     def _short_table(self) -> tuple[Tensor, ...]:
         """(ids that end a text, the position from which they are allowed) per row."""

@@ -128,6 +128,16 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 
+    @cached_property
+    def encode_inside(self) -> Callable[[str], list[int]]:
+        """The ids of text that stands behind other text, as `encoder` gives them."""
+        return self.encoder(inside=True)
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """The ids of a word inside other text, without a blank in front and with one."""
+        bare = word.lstrip() or word
+        return [tuple(self.encode_inside(text)) for text in (bare, f" {bare}")]
+
     def byte_table(self) -> ByteTable | None:
         """What each id adds to a text, special tokens included; None for a decoder that does not join bytes."""
         return byte_table(self._backend)
