@@ -1,1 +1,1 @@
-"""③ ACCEPT: keep what the target would have said, stop where it would have stopped, count what was gained."""
+"""③ Accept: keeps the tokens that the target drew itself, and ends sequences where plain decoding would end them."""

@@ -1,8 +1,7 @@
-"""Commit: what a verdict makes final.
+"""Commit: makes a verdict's tokens final.
 
-Decides which tokens a sequence emits in a round, where each came from, and which nodes of its tail stay in the
-cache. Holds the round's one synchronisation: the verdict comes to the host here. Knows nothing of models or
-schedules.
+This file decides which tokens a sequence emits in a round, where each came from, and which nodes of the draft stay in
+the cache. The round's one synchronisation is here: the verdict is copied to the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Outcome, Counts and Stats: what rounds gave, counted by depth.
+"""Outcome, Counts and Stats: the results of rounds, counted by depth.
 
-The file decides what is counted and how the three numbers that are never mixed up are formed. One engine is counted in
-Stats and one request in its metrics, by the same Counts.
+This file decides what is counted, and defines the acceptance rate, the acceptance by depth and the tokens per round.
+An engine is counted in Stats and a request in its metrics, both with the same Counts.
 """
 
 from __future__ import annotations

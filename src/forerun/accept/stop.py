@@ -1,7 +1,7 @@
-"""Where a sequence ends: end-of-sequence ids, stop ids, stop strings and limits, inside an accepted run.
+"""Where a sequence ends: end-of-sequence ids, stop ids, stop strings and limits, inside a run of accepted tokens.
 
-Decides how many tokens of a run belong to the output and which text may be shown. A run of many tokens ends exactly
-where the same tokens, one at a time, would have ended. It knows nothing of drafts, caches or how tokens were found.
+This file decides how many tokens of a run belong to the output and how much text may be shown. A run of several tokens
+ends exactly where it would end if the same tokens came one at a time.
 """
 
 from __future__ import annotations

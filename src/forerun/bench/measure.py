@@ -1,4 +1,4 @@
-"""Measuring from start to end: models set up, runs taken up where they were left, figures put into a report."""
+"""A benchmark from start to end: it loads models, continues from saved runs, and puts the figures in a report."""
 
 from __future__ import annotations
 

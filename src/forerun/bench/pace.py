@@ -1,8 +1,7 @@
-"""Pace: what the rounds of an engine add up to, decoding apart from the reading of prompts.
+"""Pace: the totals of an engine's rounds, with decoding kept apart from reading prompts.
 
-Decides what a speed is here: tokens over time in rounds that read no prompt, so that what is compared is decoding;
-the reading of prompts is kept apart. The drafter's own reading of the prompt counts as decoding, against it. Knows
-nothing of engines or of what is shown.
+This file defines speed: tokens divided by the time of the rounds that read no prompt, so that the comparison is about
+decoding. What the drafter spends on reading the prompt counts as decoding time, which is to its disadvantage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The picture of a benchmark: speed-up by depth, and what a pass over more tokens costs.
+"""The picture of a benchmark: speed-up by depth, and the cost of a pass over more tokens.
 
-Decides the panels: a pair for each workload, a colour per batch size, a line style per temperature, bars from quartile
-to quartile. The only file that imports matplotlib.
+Each workload gets a pair of panels, each batch size a colour and each temperature a line style; bars reach from
+quartile to quartile. This is the only file that imports matplotlib.
 """
 
 from __future__ import annotations

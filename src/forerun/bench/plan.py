@@ -1,6 +1,6 @@
-"""What is run: workloads, batch sizes, depths and temperatures, and in which order.
+"""The plan of a benchmark: which workloads, batch sizes, depths and temperatures are run, and in which order.
 
-Decides what a group and a cell are and how repetitions alternate. Knows nothing of models, texts or times.
+This file defines groups and cells, and how repetitions alternate between them.
 """
 
 from __future__ import annotations

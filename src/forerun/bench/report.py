@@ -1,7 +1,7 @@
-"""Report: all that a benchmark found, and the form it has as JSON.
+"""Report: everything that a benchmark found, and its form as JSON.
 
-Decides names and units of what is told: times in seconds, sizes in bytes, shares between 0 and 1, null where nothing
-is known. Knows nothing of how it is shown.
+This file decides names and units: times in seconds, sizes in bytes, shares between 0 and 1, and null where a value is
+not known. `show.py` writes the report for people.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs: one repetition of a cell, made by the engine and written down.
+"""Runs: one repetition of a cell, executed by the engine and recorded.
 
-Decides how requests are put together in waves, what is timed and what of it is kept. Same prompts and seeds for every
-depth. Knows nothing of other repetitions, of files, or of what is concluded.
+This file decides how requests are grouped into waves, what is timed, and what is kept of it. Every depth gets the same
+prompts and seeds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Setting up a benchmark: models loaded for just the texts that they will meet, and what decides the result.
+"""The set-up of a benchmark: it loads models for the texts at hand, and makes a key of all that affects the result.
 
-This file decides how long a context and how many sequences memory is planned for, and that all of them fit at once: a
-batch that waits for room would not be the batch that is named.
+This file decides for which context length and how many sequences memory is planned. All sequences of a batch must fit
+at once, because a batch that waited for room would not have the size that the report names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A benchmark as a person reads it: a table for each group, what lies behind it, and whether tokens were the same.
+"""A benchmark for people to read: a table for each group, notes below it, and whether the tokens were the same.
 
-This file decides wording and layout, without colours too; every number comes from a BenchReport.
+This file decides wording and layout, which also work without colours. Every number comes from a BenchReport.
 """
 
 from __future__ import annotations

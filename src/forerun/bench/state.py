@@ -1,7 +1,7 @@
-"""The state file: finished runs, a JSON line each, so that an interrupted benchmark goes on where it was.
+"""The state file: one JSON line for each finished run, so that an interrupted benchmark can continue.
 
-This file decides what belongs to one benchmark: the first line holds a key made of all that decides the result, and a
-file with another key is refused. A last line that was cut off is dropped.
+This file decides which runs belong to one benchmark: the first line holds a key made of everything that affects the
+result, and a file with another key is refused. A last line that is cut off is dropped.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The demo: prompts answered plain and drafted, side by side, and what that shows on this machine."""
+"""The demo: prompts answered with plain and with drafted decoding, side by side, on this machine."""

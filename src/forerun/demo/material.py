@@ -1,6 +1,6 @@
-"""What the demo runs on: a pair of models, as trained or widened to a realistic ratio of costs, and prompts.
+"""The material of the demo: prompts, and a pair of models, as trained or widened to a realistic ratio of costs.
 
-Decides sizes and where the prompts come from. Knows nothing of races.
+This file decides the sizes of the models and where the prompts come from.
 """
 
 from __future__ import annotations

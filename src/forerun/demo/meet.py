@@ -1,7 +1,7 @@
-"""A meet: races over several prompts, to be over by a deadline.
+"""A meet: races over several prompts that end by a deadline.
 
-Decides what is warmed up, how long answers may be on this machine, and what counts: the warm-up does not. Knows
-nothing of what is shown.
+This file decides what is warmed up, how long answers may be on this machine, and which races count: the warm-up does
+not.
 """
 
 from __future__ import annotations

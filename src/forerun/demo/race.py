@@ -1,8 +1,8 @@
-"""A race: one prompt answered twice over the same weights, plain and drafted, each side on a clock of its own.
+"""A race: one prompt answered twice with the same weights, by plain and by drafted decoding, each with its own clock.
 
-Decides who steps next: the side whose own steps have taken less time so far. Sides never run at once, so neither
-takes cores from the other, and a side's clock holds its own steps alone; yet they move as if each had the machine to
-itself. Knows nothing of what is shown or of how the numbers are summed up.
+This file decides which side steps next: the one whose own steps have taken less time so far. The sides never compute at
+the same time, so neither takes cores from the other, and each clock covers its own side's steps alone. On the screen
+they advance as if each had the machine to itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a finished demo says beside its table, and the form it has as JSON."""
+"""The text that a finished demo prints beside its table, and the demo's form as JSON."""
 
 from __future__ import annotations
 

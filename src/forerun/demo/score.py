@@ -1,7 +1,6 @@
-"""The score of races: speeds, what rounds gave and cost, and whether speculation pays.
+"""The score of races: speeds, tokens per round, costs, and whether speculation pays.
 
-Decides what is compared: the paces of decoding, the reading of prompts left out. Knows nothing of engines or of what
-is shown.
+This file decides what is compared: the speed of decoding, without the reading of prompts.
 """
 
 from __future__ import annotations

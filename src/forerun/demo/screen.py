@@ -1,6 +1,6 @@
-"""What the demo shows: two panels that race, a transcript where nobody watches, and the card at the end.
+"""The screen of the demo: two panels that race, a transcript where the output is no terminal, and the card at the end.
 
-Decides layout and wording; every number comes from a Score. Knows nothing of models or engines.
+This file decides layout and wording. Every number comes from a Score.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is computed in C++: sources, their compilation at first use, and the face of those that a round is made of."""
+"""The C++ kernels: their sources, their compilation at first use, and the Python functions that a round calls."""

@@ -1,7 +1,7 @@
-"""Compiling the kernels: the compiler, its flags, and a name for what comes out.
+"""Compiles the kernels: the compiler, its flags, and the name of the resulting file.
 
-The name is made of everything that goes into a library, the processor included, so another machine, source or compiler
-makes another file. Compiling takes a few seconds and no headers of torch.
+The name is a hash of everything that goes into the library, the processor included, so another machine, source or
+compiler makes another file. Compiling takes a few seconds and needs no headers of torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The library of compiled kernels in this process: loaded from the user's cache folder, or compiled and kept there.
+"""The library of compiled kernels in this process: loaded from the user's cache folder, or compiled and stored there.
 
-A library runs with all rights of whoever loads it, and a truncated one kills the process at the first page that is
-missing. So no file is loaded for its name alone: it and its folders must belong to this user and be writable by nobody
-else, and its bytes must have the digest that was written beside them. A file that fails is compiled anew. Where the
-cache folder cannot be used, every process compiles into a temporary folder of its own, and says so.
+A library runs with all rights of the user who loads it, and a truncated one kills the process when a missing page is
+touched. So before a file is loaded, it is checked that the file and its folders belong to this user and are writable by
+nobody else, and that its bytes have the digest stored beside it. A file that fails a check is compiled again. Where the
+cache folder cannot be used, every process compiles into its own temporary folder and logs a warning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The compiled parts of a round as Python sees them: draws, places in trees, verdicts, and whether a tree is clean.
+"""The Python interface to the compiled parts of a round: draws, places in trees, verdicts, and the check of trees.
 
-This file decides how tensors and host numbers become pointers. Each function gives exactly what the tensor code gives
-that defines it, or says that it cannot, so tokens do not depend on whether the kernels are there.
+This file decides how tensors and host numbers become pointers. Each function gives exactly the result of the tensor
+code that defines it, or reports that it cannot, so tokens do not depend on whether the kernels are available.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proofs on a user's own model that speculation does not change what is said: `prove(llm, prompts) -> Report`."""
+"""Proofs on a user's own model that speculation does not change the output: `prove(llm, prompts) -> Report`."""
 
 from forerun.prove.prompts import FilePrompt, read_prompts
 from forerun.prove.proof import prove

@@ -1,7 +1,7 @@
-"""Cells: which short texts are counted apart, chosen from the exact law before anything is drawn.
+"""Cells: the short texts that are counted separately, chosen from the exact law before anything is drawn.
 
-Decides how many tokens of a text are looked at and which texts get a cell of their own; all others share one. Knows
-nothing of models: the law of the next token is a callback.
+This file decides how many tokens of a text count and which texts get a cell of their own; all others share one cell.
+The law of the next token is passed in as a callback.
 """
 
 from __future__ import annotations

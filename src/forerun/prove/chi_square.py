@@ -1,6 +1,6 @@
-"""Pearson's chi-square test over cells that were chosen beforehand, and the correction for making several.
+"""Pearson's chi-square test over cells that were chosen beforehand, with a correction for several tests.
 
-Decides nothing about cells or texts; counts and expectations come in from outside.
+Counts and expectations are passed in; `cells.py` chooses the cells.
 """
 
 from __future__ import annotations

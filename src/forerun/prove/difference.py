@@ -1,7 +1,6 @@
-"""Where a drafted answer leaves the plain one, and whether rounding can be why.
+"""Where a drafted answer differs from the plain one, and whether rounding can explain it.
 
-Decides how two answers are compared and what is said about the first place at which they differ. Knows nothing of
-how they came about.
+This file decides how two answers are compared and what is reported about the first position where they differ.
 """
 
 from __future__ import annotations

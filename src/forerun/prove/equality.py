@@ -1,7 +1,7 @@
-"""The same seeds with and without speculation: the tokens must be the same, and their log-probabilities too.
+"""The same seeds with and without speculation: tokens and log-probabilities must be the same.
 
-Decides what is run. Every drafted run is compared with one plain run per temperature, made one request at a time.
-How answers are compared, and what a difference means, is not decided here.
+This file decides what is run. Every drafted run is compared with one plain run per temperature, which answers one
+request at a time. `difference.py` compares the answers and says what a difference means.
 """
 
 from __future__ import annotations

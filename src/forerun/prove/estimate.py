@@ -1,4 +1,4 @@
-"""How long a proof takes, judged by a moment of the same work."""
+"""An estimate of how long a proof takes, made by running a short piece of the same work."""
 
 from __future__ import annotations
 

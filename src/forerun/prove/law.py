@@ -1,7 +1,7 @@
-"""The law that `token` and `block` verification emit, against the target's own, by a chi-square test.
+"""The law that `token` and `block` verification emit, compared with the target's own by a chi-square test.
 
-Decides which contexts are looked at, how texts are drawn there through the engine, and what is reported. The exact
-law comes from plain passes over enumerated beginnings; cells are chosen from it before anything is drawn.
+This file decides which contexts are tested, how the engine draws texts in them, and what is reported. The exact law
+comes from plain passes over enumerated beginnings of texts; the cells are chosen from it before anything is drawn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Plain passes of the target: what it says without an engine, a drafter or a draft around it.
+"""Plain passes of the target: its logits without an engine, a drafter or a draft.
 
-Decides how texts are read apart from all that is to be proven, and measures what reading them in other company does
-to the logits. Knows nothing of what is concluded.
+This file decides how texts are read independently of everything that is to be proven. It also measures how much the
+logits change when a text is read together with others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Prompts from a file: one JSON object a line (.jsonl), or one prompt a line (.txt).
+"""Prompts from a file: one JSON object per line (.jsonl) or one prompt per line (.txt).
 
-Decides which fields hold a prompt and what is said about a line that holds none. Knows nothing of tokenizers.
+This file decides which fields hold a prompt, and which error a line without one raises.
 """
 
 from __future__ import annotations

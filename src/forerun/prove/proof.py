@@ -1,7 +1,7 @@
-"""prove: run a workload on a loaded model and report what it shows.
+"""prove: runs a workload on a loaded model and reports the result.
 
-Decides the order of the parts. The model and its drafter are loaded by the caller, once; speculation is switched on
-and off by request.
+This file decides the order of the parts. The caller loads the model and its drafter once; speculation is switched on
+and off per request.
 """
 
 from __future__ import annotations

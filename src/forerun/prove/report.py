@@ -1,7 +1,7 @@
-"""Report: what was proven, what was not, and on what machine.
+"""Report: what was proven, what was not, and on which machine.
 
-Decides the sentences and the form as JSON. Holds no times and nothing else that differs from run to run: the same
-seed gives the same report.
+This file decides the sentences and the form as JSON. A report holds no times and nothing else that differs from run to
+run, so the same seed gives the same report.
 """
 
 from __future__ import annotations

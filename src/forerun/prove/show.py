@@ -1,6 +1,6 @@
-"""A report as a person reads it: the verdict, each part on a line, and what the proof does not say.
+"""A report for people to read: the verdict, one line for each part, and what the proof does not cover.
 
-Decides wording and marks. Knows nothing of how the report came about, or of where it is printed.
+This file decides wording and marks.
 """
 
 from __future__ import annotations

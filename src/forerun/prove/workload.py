@@ -1,7 +1,7 @@
 """Workload: how much is run to prove that speculation changes nothing.
 
-Decides temperatures, batches, draft shapes and sample sizes, and how the engine is made to judge or batch otherwise
-for a while. Knows nothing of what is compared.
+This file decides temperatures, batches, draft shapes and sample sizes, and how the engine's verification and batching
+are changed for the duration of a run.
 """
 
 from __future__ import annotations

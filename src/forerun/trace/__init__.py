@@ -1,1 +1,1 @@
-"""Trace: one prompt, round by round. What was guessed, what the target thought of it, and what became of it."""
+"""Trace: one prompt, round by round: what was guessed, how likely the target found it, and what was accepted."""

@@ -1,8 +1,8 @@
-"""Why a round's guesses were kept or not: the numbers that judged them, in figures and in words.
+"""Why each guess of a round was accepted or rejected, in numbers and in words.
 
-Decides which numbers belong to a guess and how its verdict is put. The numbers come from the functions that serve:
-`Draws` for laws, draws and coins, the rules of `verify` for chances; which guesses stand is the engine's word. Knows
-nothing of how rounds come about or how they are shown.
+This file decides which numbers belong to a guess and how its verdict is worded. The numbers come from the functions
+that serve requests: laws, draws and coins from `Draws`, chances from the rules of `verify`. Which guesses were accepted
+is what the engine reported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Recording: one prompt through the engine itself, every round noted as it passes.
+"""Recording: one prompt goes through the engine itself, and every round is noted.
 
-Decides what is noted and where: `WatchedEngine` looks at what goes from verb to verb and changes none of it,
-`WatchedDraws` at what drafters draw from. What a round does not keep (p, coins, chances) is a pure function of its
-draws and is asked for again. An engine that nobody watches knows nothing of this.
+This file decides what is noted and where. `WatchedEngine` looks at the values that pass between draft, verify and
+accept and changes none of them; `WatchedDraws` looks at what drafters draw from. What a round does not keep (p, coins,
+chances) is a pure function of its draws and is computed again. An engine that is not traced runs none of this code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The picture of a trace: for a terminal, and as an SVG.
+"""The picture of a trace, for a terminal and as an SVG.
 
-Decides layout, legend and the words around the numbers; the colours of origins are handed in. Whatever a colour says
-is said in words or marks too. Knows nothing of how a trace was recorded.
+This file decides layout, legend and wording; the colours of origins are passed in. Everything that a colour shows is
+also shown in words or marks.
 """
 
 from __future__ import annotations

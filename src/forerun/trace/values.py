@@ -1,6 +1,6 @@
-"""What a trace holds, as frozen values, and as the one JSON object that `forerun trace --json` prints.
+"""The contents of a trace, as frozen values, and as the JSON object that `forerun trace --json` prints.
 
-`Trace.as_object` gives this shape (null where there is nothing to tell):
+`Trace.as_object` gives this shape, with null where a value does not exist:
 
     prompt, prompt_token_ids, text, token_ids, seed, temperature, verification,
     finish_reason, same_as_plain
@@ -10,7 +10,7 @@
         emitted: token_id, text, origin, p
         segments: text, origin
 
-Knows nothing of how any of it is found out or shown.
+`record.py` fills these values in, `show.py` draws them.
 """
 
 from __future__ import annotations

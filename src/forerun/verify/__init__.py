@@ -1,1 +1,1 @@
-"""② Verify: which guesses the target keeps, and what it says after them. Pure functions of tensors."""
+"""② Verify: which guesses the target accepts, and the token that it draws after them. Pure functions of tensors."""

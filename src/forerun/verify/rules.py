@@ -1,11 +1,11 @@
 """The three verification rules: follow, token and block.
 
-Decides which guesses are accepted, and the law of the token that follows them. Pure functions of tensors: the drawn
-tokens, the laws `p` and `q`, and the uniforms come in from outside. Nothing here knows of models, caches, noise keys
-or sampling parameters, nothing synchronises with a device, and every function runs in the dtype of `p`, so that the
-exactness proofs enumerate these very functions in float64 while float32 serves.
+This file decides which guesses are accepted, and the law of the token that follows them. The rules are pure functions
+of tensors: the drawn tokens, the laws `p` and `q` and the uniforms are passed in, nothing synchronises with a device,
+and every function computes in the dtype of `p`. So the exactness proofs can enumerate these very functions in float64
+while requests are served in float32.
 
-Laws are packed: `p` has one row per judged node, and `row[b, i]` says which one is node i's.
+Laws are packed: `p` has one row per judged node, and `row[b, i]` is the row of node i of sequence b.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""sanitize: makes any draft, however hostile, a tree that cannot harm the round.
+"""sanitize: turns any draft, however wrong, into a tree that cannot harm the round.
 
-Decides which guesses stay and whether the declared `q` is still believed. It knows nothing of drafters: whatever they
-hand over, no later step meets a bad index, a NaN or a tree beyond its limits. Nothing synchronises with a device.
+This file decides which guesses stay and whether the declared `q` is still trusted. After it no step meets a bad index,
+a NaN or a tree beyond its limits, whatever the drafter returned. Nothing synchronises with a device.
 
-Where `q` is no longer believed, `q.row` is set to -1 in the whole sequence: every child then has the point mass at
-itself for its law, and the rules are lossless for each draft taken as fixed, hence for any way in which it came about
-(`follow`, in law). Kept and dropped guesses must not differ in whether their q is believed by their own value, so:
+Where `q` is not trusted, `q.row` is set to -1 in the whole sequence. Each child's law is then the point mass at itself,
+and the rules are lossless for each fixed draft, hence for every way of making drafts (`follow`, in law). Whether `q`
+stays must not depend on the value of a guess, so:
 
-- cut by depth, by width, or (chains) by number: the limit was known before the drawing; `q` stays.
-- cut by number in a tree: which siblings are late may depend on what they are; `q` goes.
-- a token out of range, a repeated sibling, a bad parent, a wrong root: under an honest `q` none of these can happen,
-  so what was declared is not what was drawn; `q` goes.
-- `q` with NaN, negative or not normalised rows, or rows that do not exist: `q` goes.
+- Cut by depth, by width, or (chains) by number: the limit was known before drawing; `q` stays.
+- Cut by number in a tree: which siblings come late may depend on their values; `q` goes.
+- A token out of range, a repeated sibling, a bad parent, a wrong root: none of these can happen under an honest `q`,
+  so the guesses were not drawn from the declared law; `q` goes.
+- `q` with rows that are NaN, negative, not normalised or missing: `q` goes.
 
-A false `q` that looks like a law cannot be noticed here, nor anywhere.
+A false `q` that is a valid law cannot be detected.
 """
 
 from __future__ import annotations

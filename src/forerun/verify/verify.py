@@ -1,7 +1,7 @@
-"""verify: the target's logits on a draft, and the round's draws, become a Verdict.
+"""verify: turns the target's logits on a draft, with the round's draws, into a Verdict.
 
-Decides which rule judges a tree and with which noise. Where logits come from, and what is done
-with what was accepted, is not decided here.
+This file decides which rule judges a tree and with which noise. The engine computes the logits, and `accept` acts on
+the verdict.
 """
 
 from __future__ import annotations
