@@ -31,7 +31,7 @@ from forerun.draft.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.kernels.sampling import find_sampling_kernels
-from forerun.models.runner import Begun, Drawn, Read, Runner, States, Tail
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States, Tail
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
@@ -71,7 +71,11 @@ class ReadyRunner(Runner):
         self.table, self.clock, self.weights = table, clock, weights
 
     def read(
-        self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None, begun: Begun | None = None
+        self,
+        reads: Sequence[Read],
+        taps: Sequence[int] = (),
+        drawn: DeviceTokens | None = None,
+        begun: PartialPass | None = None,
     ) -> States:
         started = time.perf_counter()
         if self.weights is not None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from forerun import cli
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.demo import material
-from forerun.demo.material import Pair, Prompt, load_prompts
+from forerun.demo.material import DemoPrompt, Pair, load_prompts
 from forerun.demo.meet import Heat, Meet
 from forerun.demo.race import RaceStep, Side, Track
 from forerun.demo.score import LEAST_TOKENS, Score, affordable_tokens, costs, verdict
@@ -28,7 +28,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
 STORY = "Once upon a time, there was a little girl named Lily. One day, Lily"
-PROMPTS = [Prompt("a/story.py", "model", STORY), Prompt("b/echo.py", "ngram", f"{STORY} went out. {STORY}")]
+PROMPTS = [DemoPrompt("a/story.py", "model", STORY), DemoPrompt("b/echo.py", "ngram", f"{STORY} went out. {STORY}")]
 
 
 class ScriptedClock:

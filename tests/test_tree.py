@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.tree import DraftLaw, DraftTree, Known
+from forerun.tree import DraftLaw, DraftTree, HostView
 
 VOCAB = 7
 
@@ -117,9 +117,9 @@ def test_a_tree_without_its_law_keeps_its_guesses() -> None:
 def test_what_the_host_saw_of_a_tree_is_not_believed_of_a_pruned_one() -> None:
     tree = DraftTree.of_texts([[1, 2, 3]]).to(torch.device("cpu"))
     pruned = replace(tree, tokens=torch.tensor([[1, 2, -1]]), parents=torch.tensor([[-1, 0, -1]])).without_law()
-    assert pruned.host() == Known([[0, 1]], [[-1, 0]], [[1, 2]])
-    unseen = replace(tree, known=Known.chains([2])).without_law()
-    assert unseen.known == Known.chains([2])
+    assert pruned.host() == HostView([[0, 1]], [[-1, 0]], [[1, 2]])
+    unseen = replace(tree, known=HostView.chains([2])).without_law()
+    assert unseen.known == HostView.chains([2])
 
 
 def test_some_of_the_trees_keep_their_laws() -> None:

@@ -2,13 +2,17 @@
 
 They are jaxtyping's where it is installed, and tests check them at run time. Where it is missing, an annotation is the
 bare type of the array, so that the package imports and computes without it.
+`ProgressCallback` is what long work reports to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Bool", "Float", "Int", "Int8"]
+__all__ = ["Bool", "Float", "Int", "Int8", "ProgressCallback"]
+
+ProgressCallback = Callable[[str, float], None]  # (what is going on, fraction done)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Int8

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from forerun.accept.outcome import Stats
+from forerun.annotations import ProgressCallback
 from forerun.config import (
     DEFAULT_DEPTH,
     EngineOptions,
@@ -42,7 +43,7 @@ from forerun.limits import shown
 from forerun.messages import ChatOptions, Conversation, as_conversations
 from forerun.models.generation import FILE as GENERATION_FILE
 from forerun.models.generation import GenerationDefaults
-from forerun.models.loading import Blueprint, Progress
+from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.output import Answers, RequestOutput
 from forerun.progress import reporting
@@ -98,7 +99,7 @@ class LLM:
         threads: int | None = None,
         seed: int | None = None,
         generation_config: str | None = "auto",
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         use_tqdm_on_load: bool = True,
         controller: Controller | None = None,
         **words: object,
@@ -210,7 +211,7 @@ class LLM:
         *,
         speculation: Wish = None,
         tenant: str = "",
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer all prompts, in order, with one set of parameters for all of them or one for each.
@@ -268,7 +269,7 @@ class LLM:
         *,
         speculation: Wish = None,
         tenant: str = "",
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Iterator[Delta]:
         """One request's deltas as rounds give them. Closing the iterator cancels the request.
 
@@ -281,7 +282,7 @@ class LLM:
         """The requests, checked, with places for their answers; nothing runs yet."""
         return Answers([(request, self.requests.sequences(request)) for request in requests], self.fingerprint)
 
-    def rounds(self, sequences: Seq[Sequence], progress: Progress | None = None) -> Iterator[Delta]:
+    def rounds(self, sequences: Seq[Sequence], progress: ProgressCallback | None = None) -> Iterator[Delta]:
         """Step the engine until these sequences are finished, and give what they gain.
 
         A step moves on all that runs, other streams of this LLM too; what those gain is kept for their own readers.

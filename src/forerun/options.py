@@ -233,7 +233,7 @@ def adapted(draft: str | None, adapter: Path | None) -> str | None:
     return str(replace(spec, argument=f"{spec.argument}:{adapter}"))
 
 
-Run = Callable[..., None]
+CommandBody = Callable[..., None]
 
 
 @runtime_checkable
@@ -247,7 +247,7 @@ class Command(Protocol):
         ...
 
 
-def with_options(examples: str) -> Callable[[Run], Command]:
+def with_options(examples: str) -> Callable[[CommandBody], Command]:
     """A command whose dataclass parameters stand for the options that are their fields, with examples for its help.
 
     A ForerunError becomes one red line and status 2, Ctrl-C status 130.
@@ -255,7 +255,7 @@ def with_options(examples: str) -> Callable[[Run], Command]:
     return functools.partial(_with_options, examples=examples)
 
 
-def _with_options(run: Run, examples: str) -> Command:
+def _with_options(run: CommandBody, examples: str) -> Command:
     hints = get_type_hints(run, include_extras=True)
     own = inspect.signature(run).parameters.values()
     groups = {p.name: hints[p.name] for p in own if hasattr(hints[p.name], "__dataclass_fields__")}

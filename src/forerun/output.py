@@ -71,7 +71,7 @@ class RequestOutput:
     finished: bool = True
 
 
-class Answer:
+class CollectedSample:
     """One sample's deltas, put together."""
 
     def __init__(self, sequence: Sequence) -> None:
@@ -111,7 +111,7 @@ class Answers:
         self.requests = requests
         self.fingerprint = fingerprint
         self.sequences = [sequence for _, samples in requests for sequence in samples]
-        self.answers = {sequence.id: Answer(sequence) for sequence in self.sequences}
+        self.answers = {sequence.id: CollectedSample(sequence) for sequence in self.sequences}
         self.num_finished = 0
         self.started_s = time.perf_counter()
 
@@ -143,7 +143,7 @@ class Answers:
             metrics=self.metrics(answers),
         )
 
-    def metrics(self, answers: Seq[Answer]) -> RequestMetrics:
+    def metrics(self, answers: Seq[CollectedSample]) -> RequestMetrics:
         """How a request went."""
         metrics = RequestMetrics(
             first_token_s=min(answer.first_s for answer in answers) - self.started_s,

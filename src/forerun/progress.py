@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-Report = Callable[[str, float], None]  # (what is going on, fraction done)
+from forerun.annotations import ProgressCallback
+
 PATIENCE_S = 2.0  # work that is over before that shows no bar
 REDRAW_S = 0.1  # drawing takes tens of microseconds, which every token of a batch would feel
 
@@ -62,7 +63,7 @@ class LoadingBar:
 
 
 @contextmanager
-def reporting(report: Report | None, bar: bool) -> Iterator[Report]:
+def reporting(report: ProgressCallback | None, bar: bool) -> Iterator[ProgressCallback]:
     """Where to report progress: `report` if there is one, else a bar on a terminal if one is wanted, else nowhere."""
     if report is not None or not bar or not sys.stderr.isatty():
         yield report or _silent

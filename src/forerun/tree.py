@@ -42,7 +42,7 @@ class DraftLaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class HostView:
     """What the host knows of a tree that lies on a device, so that it need not ask: which nodes are read.
 
     `nodes[b]` are the columns of sequence b that the target reads, `parents[b]` the parent of each. `tokens[b]` are
@@ -54,7 +54,7 @@ class Known:
     tokens: Sequence[Sequence[int]] | None = None
 
     @classmethod
-    def chains(cls, counts: Sequence[int]) -> Known:
+    def chains(cls, counts: Sequence[int]) -> HostView:
         """Roots and so many guesses behind each, none of them seen yet."""
         return cls([range(1 + n) for n in counts], [range(-1, n) for n in counts])
 
@@ -77,7 +77,7 @@ class DraftTree:
     depth: int
     width: int = 1
     q: DraftLaw | None = None
-    known: Known | None = None
+    known: HostView | None = None
     widths: Sequence[int] | None = None
 
     @classmethod
@@ -152,7 +152,7 @@ class DraftTree:
         table.scatter_(1, slot, torch.arange(nodes, device=table.device).expand(batch, nodes))
         return table[:, :-1].view(batch, nodes, self.width)
 
-    def host(self) -> Known:
+    def host(self) -> HostView:
         """Which nodes are read, for the host; where that is not known yet and the tree is on a device, it waits."""
         if self.known is not None:
             return self.known
@@ -164,7 +164,7 @@ class DraftTree:
         above, own = (
             [[row[i] for i in keep] for row, keep in zip(rows, nodes, strict=True)] for rows in (parents, tokens)
         )
-        return Known(nodes, above, own)
+        return HostView(nodes, above, own)
 
     def to(self, device: torch.device) -> DraftTree:
         """The tree on a device, with what the host knows of it."""

@@ -17,7 +17,7 @@ from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Drawn, Read, Runner, States
+from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
@@ -31,7 +31,7 @@ class CountingRunner(Runner):
 
     num_passes = num_read = 0
 
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
         states = super().read(reads, taps, drawn)
         self.num_passes += 1
         self.num_read += sum(len(read.tokens) for read in reads)

@@ -12,7 +12,7 @@ from forerun.draft.base import Budget
 from forerun.draft.judge import Judge, JudgeLogits, Question
 from forerun.draft.model import ModelDrafter
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Drawn, Read, Runner, States
+from forerun.models.runner import DeviceTokens, Read, Runner, States
 
 VOCAB = 512
 
@@ -22,7 +22,7 @@ class CountingRunner(Runner):
 
     num_read = 0
 
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
         states = super().read(reads, taps, drawn)
         self.num_read += sum(len(read.tokens) for read in reads)
         return states

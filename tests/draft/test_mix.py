@@ -24,7 +24,7 @@ from forerun.draft.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Begun, Drawn, Read, Runner, States
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
@@ -321,7 +321,9 @@ def rounds(engine: Engine, texts: Sequence[object], bench: Bench) -> int:
     """All rounds, the cache compared after each; in how many of them a pass went on where a drafter's had stopped."""
     num_resumed, read = 0, engine.runner.read
 
-    def counted(reads: Sequence[Read], taps: Sequence[int], drawn: Drawn | None, begun: Begun | None) -> States:
+    def counted(
+        reads: Sequence[Read], taps: Sequence[int], drawn: DeviceTokens | None, begun: PartialPass | None
+    ) -> States:
         nonlocal num_resumed
         num_resumed += begun is not None
         left = [engine.runner.cache.tail(r.seq_id) if r.seq_id in engine.runner.cache else 0 for r in reads]

@@ -15,7 +15,7 @@ from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model import CHUNK_TOKENS, TAIL_TOKENS, ModelDrafter
 from forerun.kernels.sampling import PlainLaws
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Drawn, Read, Runner, States
+from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.shape import StaticTree
 
 VOCAB = 512
@@ -27,7 +27,7 @@ class CountingRunner(Runner):
 
     num_read = 0
 
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
         states = super().read(reads, taps, drawn)
         self.num_read += sum(len(read.tokens) for read in reads)
         return states
@@ -317,7 +317,7 @@ def test_a_draft_says_how_long_its_passes_took(
             took_s.append(2.0 ** -len(took_s))
             now_s += took_s[-1]
 
-        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
             self.take()
             return super().read(reads, taps, drawn)
 

@@ -170,7 +170,7 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape(target_d
     """A drafter that declares any shape harms nothing: the tokens are those of plain decoding."""
     from forerun.draft.base import Budget, Committed, Draft
     from forerun.draft.ngram import NgramDrafter
-    from forerun.tree import DraftTree, Known
+    from forerun.tree import DraftTree, HostView
 
     dice = random.Random(0)
 
@@ -181,7 +181,7 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape(target_d
             tokens[:, 0] = draws.roots_tokens
             parents = torch.tensor([[-1, 0, dice.choice([0, 1]), dice.choice([1, 2])] for _ in range(batch)])
             counts = [dice.randrange(-1, 6) for _ in range(batch)]
-            return Draft(DraftTree(tokens, parents, depth=3, known=Known.chains(counts)))
+            return Draft(DraftTree(tokens, parents, depth=3, known=HostView.chains(counts)))
 
     plain = make(target_dir, None, CPU)
     liar = LLM(str(target_dir), Liar(), dtype="float32", device=FIXED, max_model_len=256)

@@ -12,7 +12,7 @@ from forerun.cache.paged import OutOfBlocks
 from forerun.device import CPU, Placement
 from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Drawn, Read, Runner
+from forerun.models.runner import DeviceTokens, Read, Runner
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 VOCAB = 512
@@ -101,7 +101,7 @@ def test_a_tail_grows_over_several_reads(pair: tuple[Runner, GraphRunner]) -> No
 
 def test_tokens_that_only_the_device_knows_are_read_in_their_places(pair: tuple[Runner, GraphRunner]) -> None:
     tokens = torch.tensor([[-1, 7, 8], [9, -1, 4]])
-    drawn = Drawn(tokens, source=[-1, 1, 2, 3, -1, 5])
+    drawn = DeviceTokens(tokens, source=[-1, 1, 2, 3, -1, 5])
     reads = [Read(0, [5, -1, -1], judged=range(3)), Read(1, [-1, 6, -1], judged=range(3))]
     known = [Read(0, [5, 7, 8], judged=range(3)), Read(1, [9, 6, 4], judged=range(3))]
     for runner, other in zip(fresh(pair), fresh(pair), strict=True):

@@ -36,7 +36,7 @@ from forerun.models import widen as module
 from forerun.models.agreement import Agreement
 from forerun.models.config import ModelConfig, amount, read_config
 from forerun.models.loading import Blueprint
-from forerun.models.widen import Origin, Wider, cached_widened, count_parameters, widen
+from forerun.models.widen import LayerOrigin, Wider, cached_widened, count_parameters, widen
 from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
 
@@ -239,7 +239,7 @@ MUTANTS: dict[str, tuple[str, object]] = {
     "eps as it was": ("Wider.shape", no_rescaled_eps),
     "layers twice": ("Wider.origins", lambda w, c: [replace(o, real=True) for o in origins_of(w, c)]),
     "layers in another order": ("Wider.origins", lambda w, c: origins_of(w, c)[::-1]),
-    "a layer lost": ("Wider.origins", lambda w, c: [Origin(0, False), *origins_of(w, c)[:-1]]),
+    "a layer lost": ("Wider.origins", lambda w, c: [LayerOrigin(0, False), *origins_of(w, c)[:-1]]),
 }
 
 

@@ -15,7 +15,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.text.detokenize import Piece
 from forerun.text.tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length"]
+StopReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Stop:
 
     num_kept: int
     pieces: tuple[Piece, ...] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: StopReason | None = None
     stop_reason: int | str | None = None
 
 

@@ -6,17 +6,16 @@ is continued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from forerun.annotations import ProgressCallback
 from forerun.bench.figures import GroupFigures, group_figures
 from forerun.bench.plan import Group, Selection
 from forerun.bench.run import Stage, hash_of
 from forerun.bench.state import State
 
-Report = Callable[[str, float], None]  # (what runs now, the share of what was left that is done)
 
-
-def bench(stage: Stage, selection: Selection, state: State, report: Report) -> list[GroupFigures]:
+def bench(stage: Stage, selection: Selection, state: State, report: ProgressCallback) -> list[GroupFigures]:
     """Run what `state` does not hold yet, and say what all runs show."""
     groups = selection.groups({name: workload.replayed for name, workload in stage.workloads.items()})
     left = {group: [turn for turn in selection.turns() if (group, turn) not in state.runs] for group in groups}

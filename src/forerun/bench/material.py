@@ -18,7 +18,7 @@ from forerun.errors import InvalidRequest
 from forerun.prove.prompts import read_prompts
 from forerun.text.tokenizer import Tokenizer
 
-Words = str | list[int]
+TextOrIds = str | list[int]
 DEFAULT_WORKLOADS = "code,edits"
 
 
@@ -26,8 +26,8 @@ DEFAULT_WORKLOADS = "code,edits"
 class Passage:
     """A prompt, the answer that was recorded after it or None, and where it stands."""
 
-    prompt: Words
-    answer: Words | None
+    prompt: TextOrIds
+    answer: TextOrIds | None
     place: str
 
 
@@ -135,7 +135,7 @@ def workload_of(name: str, passages: Sequence[Passage], most: int, tokenizer: To
     return Workload(name, tuple(items))
 
 
-def spelled(words: Words, tokenizer: Tokenizer, begins: bool, place: str) -> tuple[int, ...]:
+def spelled(words: TextOrIds, tokenizer: Tokenizer, begins: bool, place: str) -> tuple[int, ...]:
     """Text or ids as ids, all of them known."""
     ids = tokenizer.encode(words, begins) if isinstance(words, str) else words
     unknown = next((token_id for token_id in ids if not 0 <= token_id < tokenizer.num_ids), None)

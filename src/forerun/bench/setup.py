@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun import __version__
+from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage, Workload, check_lengths, workload_of
 from forerun.bench.plan import Selection
 from forerun.bench.run import Stage
@@ -20,7 +21,7 @@ from forerun.draft.build import DraftContext, plan_drafter
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM
 from forerun.machine import Machine, sources_digest
-from forerun.models.loading import Blueprint, Progress
+from forerun.models.loading import Blueprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Models:
         context = DraftContext(target, target.tokenizer())
         return plan_drafter(self.draft, context).fingerprint()
 
-    def load(self, max_model_len: int, selection: Selection, progress: Progress | None = None) -> LLM:
+    def load(self, max_model_len: int, selection: Selection, progress: ProgressCallback | None = None) -> LLM:
         """Both models, with room for every batch of the selection. Raises NotEnoughMemory where there is none."""
         batch = max(selection.batches)
         llm = LLM(
@@ -77,7 +78,10 @@ class Models:
 
 
 def set_up(
-    models: Models, passages: Mapping[str, Sequence[Passage]], selection: Selection, progress: Progress | None = None
+    models: Models,
+    passages: Mapping[str, Sequence[Passage]],
+    selection: Selection,
+    progress: ProgressCallback | None = None,
 ) -> Stage:
     """The texts as tokens, checked, and the models loaded for them."""
     target = models.blueprint()

@@ -22,7 +22,7 @@ class OutOfBlocks(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRange:
     """The blocks `start` to `end - 1` of a row."""
 
     start: int
@@ -60,14 +60,14 @@ class Blocks:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free = num_blocks
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, BlockRange] = {}
 
     def __contains__(self, row: int) -> bool:
         return row in self._runs
 
-    def run(self, row: int) -> Run:
+    def run(self, row: int) -> BlockRange:
         """Where a row's blocks lie; a row without blocks has the empty run at 0."""
-        return self._runs.get(row, Run(0, 0))
+        return self._runs.get(row, BlockRange(0, 0))
 
     def grow(self, wanted: Mapping[int, int]) -> list[Move]:
         """Give each row of `wanted` at least that many blocks; rows not yet known are placed.
@@ -87,7 +87,7 @@ class Blocks:
             start = self._room(row, count)
             if start is None:
                 return moves + self._respace(grown)
-            moves += self._put(row, Run(start, count))
+            moves += self._put(row, BlockRange(start, count))
         return moves
 
     def shrink(self, row: int, count: int) -> None:
@@ -95,7 +95,7 @@ class Blocks:
         run = self.run(row)
         assert 0 <= count <= run.count, f"row {row} has {run.count} blocks, not {count} to keep"
         if count:
-            self._runs[row] = Run(run.start, count)
+            self._runs[row] = BlockRange(run.start, count)
         else:
             self._runs.pop(row, None)
         self.num_free += run.count - count
@@ -123,7 +123,7 @@ class Blocks:
         end = min((r.start for r in self._runs.values() if r.start >= run.end), default=self.num_blocks)
         if run.start + count > end:
             return False
-        self._runs[row] = Run(run.start, count)
+        self._runs[row] = BlockRange(run.start, count)
         return True
 
     def _room(self, row: int, count: int) -> int | None:
@@ -134,14 +134,14 @@ class Blocks:
         best, best_size = None, count - 1
         end = 0
         others = [run for other, run in self._runs.items() if other != row]
-        for run in [*sorted(others, key=lambda run: run.start), Run(self.num_blocks, 0)]:
+        for run in [*sorted(others, key=lambda run: run.start), BlockRange(self.num_blocks, 0)]:
             size = run.start - end
             if size > best_size:
                 best, best_size = end + (size - count) // 2 if end else 0, size
             end = run.end
         return best
 
-    def _put(self, row: int, run: Run) -> list[Move]:
+    def _put(self, row: int, run: BlockRange) -> list[Move]:
         """Record a row's new run and say what has to be copied."""
         old = self.run(row)
         self._runs[row] = run
@@ -159,6 +159,6 @@ class Blocks:
         start = 0
         for i, row in enumerate(rows):
             count = max(self.run(row).count, grown.get(row, 0))
-            moves += self._put(row, Run(start, count))
+            moves += self._put(row, BlockRange(start, count))
             start += count + self.num_free * (i + 1) // len(rows) - self.num_free * i // len(rows)
         return [m for m in moves if m.target < m.source] + [m for m in reversed(moves) if m.target > m.source]

@@ -59,7 +59,7 @@ def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """One streamed answer, as far as it has come."""
 
     text: str = ""
@@ -82,7 +82,7 @@ def sampling_params(options: AnswerOptions, llm: LLM) -> SamplingParams:
     return replace(params, seed=params.resolve_seed())
 
 
-def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Result) -> Answer:
+def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Result) -> StreamedAnswer:
     """Load the model, stream its answer to standard output, and tell of it on a card or as JSON."""
     SamplingParams(**how.sampling())  # refused before anything is loaded
     errors = Console(stderr=True, no_color=how.raw or None)
@@ -107,9 +107,9 @@ def answer(
     params: SamplingParams,
     show: Callable[[str, Origin], None],
     bar: LoadingBar,
-) -> Answer:
+) -> StreamedAnswer:
     """Streams one answer through `show`. After Ctrl-C it ends with the finish reason "cancelled"."""
-    result = Answer()
+    result = StreamedAnswer()
     started_s = time.perf_counter()
     deltas = cast(Generator[Delta, None, None], llm.stream(prompt, params, progress=bar))
     with patient_interrupt() as interrupt, closing(deltas), bar:
@@ -129,7 +129,7 @@ def answer(
     return result
 
 
-def as_object(said: Answer, setting: Setting, llm: LLM) -> dict[str, Any]:
+def as_object(said: StreamedAnswer, setting: Setting, llm: LLM) -> dict[str, Any]:
     """An answer as JSON: what was said, where each token came from, and how it went."""
     return {
         "text": said.text,

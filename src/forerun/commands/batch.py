@@ -50,7 +50,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Tally:
+class BatchTally:
     """What came of the batch so far."""
 
     num_lines: int = 0
@@ -86,11 +86,11 @@ class Tally:
 
 def run_batch(
     where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: Path | None, result: Result
-) -> tuple[Tally, bool]:
+) -> tuple[BatchTally, bool]:
     """Answer what is not answered yet. Returns what came of it, and whether Ctrl-C stopped it."""
     assert batch.input is not None, "a batch has an input"
     SamplingParams(**how.sampling())  # refused before anything is loaded
-    tally = Tally()
+    tally = BatchTally()
     tasks = list(read_tasks(batch.input, tally))
     file = None if output is None else AnswerFile.open(output, batch.fresh)
     finished = False
@@ -119,7 +119,7 @@ def run_batch(
     return tally, stopped
 
 
-def read_tasks(path: Path, tally: Tally) -> Iterator[Task]:
+def read_tasks(path: Path, tally: BatchTally) -> Iterator[Task]:
     """The prompts of a .jsonl or .txt file; lines that hold none are reported, empty ones are not counted."""
     if path.suffix not in (".jsonl", ".txt"):
         raise InvalidRequest("input", f"{path}: the name ends in {path.suffix!r}: give a .jsonl or a .txt file.")
@@ -193,7 +193,7 @@ class Job:
     llm: LLM
     params: SamplingParams
     settings: Mapping[str, Any]
-    tally: Tally
+    tally: BatchTally
     file: AnswerFile | None
     max_num_seqs: int
     open: dict[int, tuple[Task, Answers]] = field(default_factory=dict)  # by sequence
@@ -268,7 +268,7 @@ def as_prompt(task: Task) -> str | Mapping[str, Any]:
 
 
 def told(
-    tally: Tally, settings: Mapping[str, Any], seed: int, stats: Stats, timing: AnswerTiming, arms: Any
+    tally: BatchTally, settings: Mapping[str, Any], seed: int, stats: Stats, timing: AnswerTiming, arms: Any
 ) -> dict[str, Any]:
     """The batch as JSON: what was asked for, what came of it, and how it went."""
     return {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from forerun.card import Painter, speed_line
-from forerun.commands.answering import Answer, answer, build_llm, sampling_params
+from forerun.commands.answering import StreamedAnswer, answer, build_llm, sampling_params
 from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -67,7 +67,9 @@ class Conversation:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
         llm.tokenizer.require_chat_template()
 
-    def say(self, text: str, params: SamplingParams, show: Callable[[str, Origin], None], bar: LoadingBar) -> Answer:
+    def say(
+        self, text: str, params: SamplingParams, show: Callable[[str, Origin], None], bar: LoadingBar
+    ) -> StreamedAnswer:
         """One turn: the user's text, and the model's answer to the whole conversation."""
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._llm.tokenizer.chat(messages)

@@ -13,7 +13,7 @@ from forerun.errors import InvalidRequest
 from forerun.options import INTERRUPTED, AnswerOptions, BatchOptions, ModelOptions, OutputOptions, with_options
 from forerun.streams import MISTAKE
 
-Prompt = Annotated[
+PromptArgument = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="Text to continue; - or nothing reads standard input.")
 ]
 EXAMPLES = """
@@ -26,7 +26,7 @@ forerun generate --model stdlib --draft suffix --input prompts.jsonl --output an
 
 @with_options(EXAMPLES)
 def generate(
-    where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: OutputOptions, prompt: Prompt = None
+    where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: OutputOptions, prompt: PromptArgument = None
 ) -> None:
     """Continue a text, or all texts of a file.
 

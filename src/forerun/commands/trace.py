@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from forerun.commands.destination import Destination, Result
-from forerun.commands.generate import Prompt, read_prompt
+from forerun.commands.generate import PromptArgument, read_prompt
 from forerun.commands.interrupt import importing
 from forerun.options import MODEL, OUTPUT, AnswerOptions, ModelOptions, OutputOptions, with_options
 
@@ -37,7 +37,7 @@ def trace(
     where: ModelOptions,
     how: TraceOptions,
     output: OutputOptions,
-    prompt: Prompt = None,
+    prompt: PromptArgument = None,
     width: Width = 1,
     drawing: Drawing = None,
 ) -> None:

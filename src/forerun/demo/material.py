@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+from forerun.annotations import ProgressCallback
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES, DRAFT, TARGET
 from forerun.models.config import amount
-from forerun.models.loading import Blueprint, Progress
+from forerun.models.loading import Blueprint
 from forerun.models.widen import Wider, cached_widened
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 500_000_000, 21_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DemoPrompt:
     """A beginning of code, the file it is from, and what guesses how it goes on: "model" or "ngram"."""
 
     path: str
@@ -30,10 +31,10 @@ class Prompt:
     text: str
 
 
-def load_prompts() -> Sequence[Prompt]:
+def load_prompts() -> Sequence[DemoPrompt]:
     """The demo's prompts, from files of the standard library that no bundled model was trained on."""
     text = resources.files("forerun").joinpath("bundled/stdlib/prompts.json").read_text(encoding="utf-8")
-    return [Prompt(**prompt) for prompt in json.loads(text)["prompts"]]
+    return [DemoPrompt(**prompt) for prompt in json.loads(text)["prompts"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Pair:
     draft: str = DRAFT
 
     @classmethod
-    def widened(cls, progress: Progress | None = None) -> Pair:
+    def widened(cls, progress: ProgressCallback | None = None) -> Pair:
         """The bundled pair widened, made at first use: the same texts at the costs of larger models."""
         return cls(widen(TARGET, TARGET_PARAMETERS, progress), widen(DRAFT, DRAFT_PARAMETERS, progress))
 
@@ -53,18 +54,18 @@ class Pair:
         """What to call the pair; it says where a model is widened."""
         return f"target {title(self.target)}, draft {title(self.draft)}"
 
-    def load(self, depth: int, progress: Progress | None = None) -> LLM:
+    def load(self, depth: int, progress: ProgressCallback | None = None) -> LLM:
         """Both models, ready to guess `depth` tokens per round."""
         return LLM(self.target, f"model:{self.draft}", speculation=depth, max_num_seqs=1, progress=progress)
 
 
-def widen(name: str, num_parameters: int, progress: Progress | None) -> str:
+def widen(name: str, num_parameters: int, progress: ProgressCallback | None) -> str:
     """The folder of a bundled model at another size."""
     wider = Wider.of(Blueprint.of(name).config, num_parameters)
     return str(cached_widened(name, wider, progress))
 
 
-def widened_pair(target: str, draft: str, progress: Progress | None) -> tuple[str, str]:
+def widened_pair(target: str, draft: str, progress: ProgressCallback | None) -> tuple[str, str]:
     """The folder of a bundled target and the drafter to it at the demo's sizes; a drafter without a model stays.
 
     Raises InvalidRequest for models that are not bundled.

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from forerun.annotations import ProgressCallback
 from forerun.bench.lane import Clock
-from forerun.demo.material import Prompt
+from forerun.demo.material import DemoPrompt
 from forerun.demo.race import RaceStep, Track
 from forerun.demo.score import Score, affordable_tokens
-from forerun.models.loading import Progress
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
@@ -49,7 +49,7 @@ class Meet:
     total: Score = field(default_factory=Score)  # what counts
     heats: list[Heat] = field(default_factory=list)
 
-    def warm_up(self, prompt: Prompt, progress: Progress | None = None) -> None:
+    def warm_up(self, prompt: DemoPrompt, progress: ProgressCallback | None = None) -> None:
         """A few rounds of every engine, which compile kernels and show how fast this machine is."""
         tokens = self.encode(prompt)[:WARMUP_READ]
         params = replace(self.params, max_tokens=WARMUP_TOKENS)
@@ -59,7 +59,7 @@ class Meet:
             for step in self.track.race(tokens, params, drafter, self.clock):
                 self.seen.add(step)
 
-    def race(self, prompt: Prompt, num_left: int, show: Callable[[RaceStep, Score], None]) -> Heat:
+    def race(self, prompt: DemoPrompt, num_left: int, show: Callable[[RaceStep, Score], None]) -> Heat:
         """One race, with its share of the time that is left for `num_left` of them; `show` is told each step."""
         tokens = self.encode(prompt)
         share_s = (self.deadline_s - self.clock()) / num_left
@@ -82,6 +82,6 @@ class Meet:
         """Whether answers were kept shorter than asked for, to be over in time."""
         return any(heat.num_tokens < self.max_tokens for heat in self.heats)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: DemoPrompt) -> list[int]:
         """A prompt as tokens."""
         return self.track.llm.requests.prompt_tokens(Request.of(prompt.text))

@@ -16,7 +16,7 @@ import torch
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import Committed
 from forerun.errors import WrongTarget
-from forerun.models.runner import Drawn, Read, Runner, States, Tail
+from forerun.models.runner import DeviceTokens, Read, Runner, States, Tail
 
 
 class AdaptedRunner:
@@ -34,7 +34,7 @@ class AdaptedRunner:
         """The nodes read behind each sequence's committed text."""
         return self.lower.tails
 
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: Drawn | None = None) -> States:
+    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
         """One pass through both: the adapter's logits, and the states at the exit.
 
         Raises OutOfBlocks, with nothing changed, where either cache has no room.

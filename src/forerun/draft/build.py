@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+from forerun.annotations import ProgressCallback
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import Drafter
 from forerun.draft.cascade import CascadeDrafter
@@ -28,7 +29,7 @@ from forerun.draft.translate import TranslatingDrafter
 from forerun.draft.vocab import ENOUGH, SharedTokens, Vocabulary, shared_ids, shared_weight
 from forerun.errors import TokenizerError, UnknownDrafter, VocabularyMismatch
 from forerun.models.adapter import plan_adapter
-from forerun.models.loading import Blueprint, Progress
+from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.near import nearest
 from forerun.text.tokenizer import Tokenizer
@@ -45,8 +46,8 @@ class DraftContext:
 CacheTokens = Mapping[str, int]
 PAST = "past answers"
 OWN_TOKENS = 2  # positions for each of the target's where a drafter reads the text in tokens of its own, often shorter
-Build = Callable[[CacheTokens, Progress | None, Runner], Drafter | None]
-BuildJudge = Callable[[CacheTokens, Progress | None, Runner], Judge]
+Build = Callable[[CacheTokens, ProgressCallback | None, Runner], Drafter | None]
+BuildJudge = Callable[[CacheTokens, ProgressCallback | None, Runner], Judge]
 ORDER = "name the cheapest first, then models from small to large, as in cascade[ngram,model:SMALL,model:MIDDLE]"
 
 
@@ -131,17 +132,17 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     stretch = 1 if translation is None else OWN_TOKENS
     vocab_size, memory = context.target.config.vocab_size, replace(drafter.memory, stretch=stretch)
 
-    def load(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Runner:
+    def load(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Runner:
         return drafter.load(cache_tokens[name], progress, memory.positions(target.decoder.config.max_positions))
 
-    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> ModelDrafter:
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> ModelDrafter:
         return ModelDrafter(load(cache_tokens, progress, target), vocab_size)
 
     own = DraftPlan({name: memory}, build, drafter.fingerprint, build)
     if translation is None:
         return own
 
-    def build_translated(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Drafter:
+    def build_translated(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter:
         return translated(load(cache_tokens, progress, target), vocab_size, translation)
 
     return replace(own, build=build_translated, build_judge=None)
@@ -166,7 +167,7 @@ def plan_cascade(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         plans.append(own)
         judges.append(own.build_judge)
 
-    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Drafter | None:
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter | None:
         lower = first.build(cache_tokens, progress, target)
         for build_judge in judges:
             assert lower is not None, "a member is a drafter"
@@ -190,7 +191,7 @@ def plan_mix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         plans.append(plan(member, context).renamed([name for other in plans for name in other.kept()]))
         names.append(free_name(str(member), names))
 
-    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> Drafter:
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter:
         members = [own.build(cache_tokens, progress, target) for own in plans]
         return MixDrafter([member for member in members if member is not None], names)
 
@@ -227,7 +228,7 @@ def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out")
     name, adapter = str(spec), plan_adapter(folder, context.target, layer)
 
-    def build(cache_tokens: CacheTokens, progress: Progress | None, target: Runner) -> EarlyExitDrafter:
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> EarlyExitDrafter:
         above = adapter.load(cache_tokens[name], progress, target.decoder.config.max_positions, target.decoder)
         return EarlyExitDrafter(target, layer, above)
 
@@ -239,7 +240,7 @@ def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     file = None if spec.argument is None else PastFile(spec.argument, context.tokenizer.fingerprint())
 
-    def build(granted: CacheTokens, _progress: Progress | None, _target: Runner) -> SuffixDrafter:
+    def build(granted: CacheTokens, _progress: ProgressCallback | None, _target: Runner) -> SuffixDrafter:
         return SuffixDrafter(Past(max_bytes=granted.get(PAST, MAX_BYTES), file=file))
 
     return DraftPlan({}, build, remembered_bytes={PAST: MAX_BYTES})

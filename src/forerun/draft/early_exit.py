@@ -31,7 +31,7 @@ from forerun.draft.expand import NodeToExpand, expand
 from forerun.draft.growth import Growth
 from forerun.errors import WrongTarget
 from forerun.models.graphs import GraphRunner
-from forerun.models.runner import Drawn, Read, Runner, States
+from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
@@ -212,7 +212,7 @@ class Passes:
         self.note(nodes, states.hidden)
         return states.logits
 
-    def read_unseen(self, reads: Sequence[Read], drawn: Drawn) -> Tensor | None:
+    def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens) -> Tensor | None:
         """The same for guesses that the host has not seen; their states are not kept."""
         states = self.read(reads, drawn)
         return None if states is None else states.logits
@@ -246,7 +246,7 @@ class Passes:
         nodes = [self.nodes[i][0] * columns + self.nodes[i][1] for i in order]
         return Resume(layer, torch.tensor(nodes), torch.cat(self.states)[order])
 
-    def read(self, reads: Sequence[Read], drawn: Drawn | None = None) -> States | None:
+    def read(self, reads: Sequence[Read], drawn: DeviceTokens | None = None) -> States | None:
         """One pass; None where the cache has no room."""
         try:
             return self.timed(self.runner.read, reads, (), drawn)

@@ -17,11 +17,11 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.device import Download, upload
 from forerun.draft.base import Budget
-from forerun.models.runner import Drawn, Read
+from forerun.models.runner import DeviceTokens, Read
 from forerun.sampling.draws import Draws, PathState
-from forerun.tree import DraftLaw, DraftTree, Known
+from forerun.tree import DraftLaw, DraftTree, HostView
 
-ReadOn = Callable[[Sequence[Read], Drawn], Tensor | None]  # the logits asked for; None: no room
+ReadOn = Callable[[Sequence[Read], DeviceTokens], Tensor | None]  # the logits asked for; None: no room
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Chains:
     def tree(self, draws: Draws) -> DraftTree:
         """The guesses as a tree on the device, of which the host knows the shape."""
         tree = DraftTree.chains(draws.roots_tokens, self.guesses, self.law(draws))
-        return replace(tree, known=Known.chains(self.counts))
+        return replace(tree, known=HostView.chains(self.counts))
 
     def law(self, draws: Draws) -> DraftLaw | None:
         """The laws that the guesses were drawn from, by the node that they follow; rejection modes only."""
@@ -89,7 +89,7 @@ def draw_chains(draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "st
         active = [active[i] for i in ahead]
         source = [start.row * deepest + level for start in active]
         reads = [Read(start.seq_id, [-1], judged=[0]) for start in active]
-        logits_ahead = read(reads, Drawn(chains.guesses, source))
+        logits_ahead = read(reads, DeviceTokens(chains.guesses, source))
         if logits_ahead is None:
             break
         logits = logits_ahead

@@ -31,7 +31,7 @@ from forerun.draft.levels import LevelReader
 from forerun.draft.loop import Start, UnseenGuesses, can_draw_unseen, draw_chains
 from forerun.draft.vocab import SharedTokens
 from forerun.models.graphs import GraphRunner
-from forerun.models.runner import Drawn, Read, Runner, States
+from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
@@ -174,7 +174,7 @@ class ModelDrafter:
         rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
         starts = [Start(rows[seq_id], seq_id, min(b.depth, b.nodes)) for seq_id, b in granted.items()]
 
-        def read_on(reads: Sequence[Read], drawn: Drawn) -> Tensor | None:
+        def read_on(reads: Sequence[Read], drawn: DeviceTokens) -> Tensor | None:
             states = self.read(reads, granted, replace(drawn, tokens=self.own_tensor(drawn.tokens)))
             return None if states is None else self.fit_vocabulary(states.logits)
 
@@ -264,7 +264,7 @@ class ModelDrafter:
         left = [w for w in wishes if w.seq_id in active]
         return RootPass([], left, torch.empty(0, self.vocab_size, device=self.runner.cache.keys.device))
 
-    def read(self, reads: Sequence[Read], active: Collection[int], drawn: Drawn | None = None) -> States | None:
+    def read(self, reads: Sequence[Read], active: Collection[int], drawn: DeviceTokens | None = None) -> States | None:
         """One pass; None where there is no room even after all sequences outside `active` lost their K, V."""
         idle = [s for s in self.sequences if s not in active and s in self.runner.cache]
         while True:

@@ -20,14 +20,14 @@ from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Draft, Drafter
 from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.engine.delta import Delta, commit, score_prompt
-from forerun.engine.reading import Kept, Part, Reading, begun_parts, begun_rows, drawn_tokens, resumable
+from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, begun_rows, drawn_tokens, resumable
 from forerun.engine.scheduler import RowPlan, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.errors import RequestFailed
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftTree, Known
+from forerun.tree import DraftTree, HostView
 from forerun.verify.rules import Verdict
 from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
@@ -213,21 +213,21 @@ class Engine:
             if part.num_scored:
                 score_prompt(sequence, part, logits[first:])
             if part.tree is None:
-                kept.append(Kept(part, []))
+                kept.append(CommittedPart(part, []))
                 continue
             run = next(runs)
             delta = commit(sequence, run, logits, first + part.num_scored)
             assert delta.outcome is not None, "a committed run has an outcome"
             outcomes.append(delta.outcome)
             deltas.append(delta)
-            kept.append(Kept(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
+            kept.append(CommittedPart(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
         ended = [self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None]
         self.keep(kept, reading)
         if ended:
             self.leave(ended)
         return deltas, outcomes
 
-    def keep(self, kept: Seq[Kept], reading: Reading) -> None:
+    def keep(self, kept: Seq[CommittedPart], reading: Reading) -> None:
         """Keep the accepted paths in the cache and tell the drafter what was read; of those, too, that end here."""
         self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
         tokens: list[int] = []
@@ -270,6 +270,6 @@ class Engine:
 
 def none_drafted(roots: Seq[int]) -> tuple[Draft, DraftTree]:
     """A draft of roots alone."""
-    known = Known([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
+    known = HostView([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
     draft = Draft(replace(DraftTree.bare(torch.tensor(roots, dtype=torch.long)), known=known))
     return draft, draft.tree

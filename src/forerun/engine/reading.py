@@ -19,7 +19,7 @@ from forerun.draft.base import Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
 from forerun.errors import ForerunError, InvalidRequest, ModelOutputInvalid, RequestFailed
-from forerun.models.runner import Begun, Drawn, Read, States
+from forerun.models.runner import DeviceTokens, PartialPass, Read, States
 from forerun.tree import DraftTree
 
 
@@ -56,7 +56,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CommittedPart:
     """What of a part is final: its chunk, and the nodes of its tree that are read and said."""
 
     part: Part
@@ -74,7 +74,7 @@ class Kept:
         return [*range(num_chunk), *(num_chunk + node for node in self.nodes)]
 
 
-def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> Drawn:
+def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> DeviceTokens:
     """Where the guesses among the tokens of all parts lie in the trees of those that have one."""
     source: list[int] = []
     first = 0
@@ -83,7 +83,7 @@ def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> Drawn:
         if part.tree is not None:
             source += [first + node for node in part.tree.number]
             first += tokens.shape[1]
-    return Drawn(tokens, source)
+    return DeviceTokens(tokens, source)
 
 
 def resumable(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
@@ -101,7 +101,7 @@ def begun_rows(draft: Draft) -> set[int]:
     return {node // columns for node in draft.resume.nodes.tolist()}
 
 
-def begun_parts(parts: Seq[Part], draft: Draft) -> Begun:
+def begun_parts(parts: Seq[Part], draft: Draft) -> PartialPass:
     """What of the parts a drafter has read through the target's lower layers: of each chain the first nodes."""
     resume, columns = draft.resume, draft.tree.tokens.shape[1]
     assert resume is not None, "a pass goes on where another one stopped"
@@ -109,7 +109,7 @@ def begun_parts(parts: Seq[Part], draft: Draft) -> Begun:
     known = [sum(row == b for row, _ in nodes) for b in range(len(draft.tree.tokens))]
     assert nodes == [(b, i) for b, count in enumerate(known) for i in range(count)], "nodes from each root on"
     of_trees = iter(known)
-    return Begun(resume.layer, [0 if part.tree is None else next(of_trees) for part in parts], resume.hidden)
+    return PartialPass(resume.layer, [0 if part.tree is None else next(of_trees) for part in parts], resume.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Reading:
                 sequence, row = part.row.sequence, first + part.num_scored + run.nodes[-1]
                 raise RequestFailed(sequence.id) from lawless(sequence, self.states.logits[row])
 
-    def features(self, kept: Seq[Kept]) -> Float[Tensor, "total taps hidden"] | None:
+    def features(self, kept: Seq[CommittedPart]) -> Float[Tensor, "total taps hidden"] | None:
         """The tapped states of the tokens that stay, packed."""
         if self.states.taps is None:
             return None

@@ -10,11 +10,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-
-Progress = Callable[[str, float], None]  # (what is going on, fraction done)
 
 SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".cpp", ".hpp"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")

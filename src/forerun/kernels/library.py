@@ -21,8 +21,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from forerun.annotations import ProgressCallback
 from forerun.folders import cache_folder
-from forerun.kernels.build import TIMEOUT_S, NoKernels, Progress, compile_to, compiler, library_name
+from forerun.kernels.build import TIMEOUT_S, NoKernels, compile_to, compiler, library_name
 
 HAS_OWNERS = hasattr(os, "geteuid")
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -38,7 +39,7 @@ class Library:
         self.found: ctypes.CDLL | None = None
         self.missing: str | None = None
 
-    def get(self, progress: Progress | None) -> ctypes.CDLL:
+    def get(self, progress: ProgressCallback | None) -> ctypes.CDLL:
         """The library. Raises NoKernels."""
         with self.lock:
             if self.found is None and self.missing is None:
@@ -57,7 +58,7 @@ def of_this_process() -> Library:
     return Library()
 
 
-def library(progress: Progress | None = None) -> ctypes.CDLL:
+def library(progress: ProgressCallback | None = None) -> ctypes.CDLL:
     """The compiled kernels, compiled now if they never were on this machine. Raises NoKernels."""
     return of_this_process().get(progress)
 
@@ -73,7 +74,7 @@ def warn_of_torch(reason: str) -> None:
     )
 
 
-def find_or_compile(progress: Progress | None) -> ctypes.CDLL:
+def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
     """Load the library that is kept, or compile it and keep it. Raises NoKernels."""
     command = compiler()
     name = library_name(command)

@@ -46,7 +46,7 @@ class PlainLaws:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OfferedGuesses:
     """Guesses and their survival by node, -1 and 0 where there are fewer; and the nodes of which it is not certain."""
 
     tokens: list[list[int]]
@@ -110,7 +110,7 @@ class SamplingKernels:
         positions: Sequence[int],
         laws: PlainLaws,
         width: int,
-    ) -> Offered:
+    ) -> OfferedGuesses:
         """Each node's `width` largest of what `choose` takes the largest of, and their share of all, by softmax."""
         count = len(rows)
         own_rows, own_positions, tokens = as_array(rows), as_array(positions), zeros(count * width)
@@ -132,7 +132,7 @@ class SamplingKernels:
             torch.get_num_threads(),
         )
         starts = range(0, count * width, width)
-        return Offered(
+        return OfferedGuesses(
             [tokens[start : start + width].tolist() for start in starts],
             [survival[start : start + width].tolist() for start in starts],
             [i for i, unsure in enumerate(undecided) if unsure] if num_undecided else [],

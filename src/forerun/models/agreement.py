@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
-from forerun.models.loading import Blueprint, Progress
+from forerun.annotations import Float, ProgressCallback
+from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 
 CHECK_CHUNKS = (1, 3, 60, 64, 128)  # how the check reads its tokens
@@ -30,7 +30,7 @@ class Agreement:
     largest_logit: float
 
 
-def agreement(source: Blueprint, folder: Path, progress: Progress | None) -> Agreement:
+def agreement(source: Blueprint, folder: Path, progress: ProgressCallback | None) -> Agreement:
     """Run both models on the same random tokens, in their own number format, and compare logits.
 
     In float32 only the order of sums differs. In 16 bits roundings differ too; how much they may move logits is
@@ -49,7 +49,9 @@ def agreement(source: Blueprint, folder: Path, progress: Progress | None) -> Agr
     return Agreement(difference, max(noise, FLOAT32_BOUND * largest), largest)
 
 
-def judged_logits(model: Blueprint, tokens: list[int], progress: Progress | None) -> Float[Tensor, "judged vocab"]:
+def judged_logits(
+    model: Blueprint, tokens: list[int], progress: ProgressCallback | None
+) -> Float[Tensor, "judged vocab"]:
     """Logits at the last positions of every chunk, read one after the other as a prompt would be."""
     runner = model.load(len(tokens), progress, max_model_len=len(tokens))
     logits, start = [], 0

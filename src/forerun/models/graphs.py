@@ -21,7 +21,7 @@ from forerun.device import upload
 from forerun.models.decoder import Decoder
 from forerun.models.fixed import LEAST_PATH, Inputs, Layout, Outputs, Shape, run_pass, tile_rows
 from forerun.models.ops import SPLIT, ops_for, power_of_two
-from forerun.models.runner import Begun, Drawn, Read, Runner, States, Tail
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States, Tail
 
 BodyResult = TypeVar("BodyResult")
 SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
@@ -95,8 +95,8 @@ class GraphRunner(Runner):
         self,
         reads: Sequence[Read],
         taps: Sequence[int] = (),
-        drawn: Drawn | None = None,
-        begun: Begun | None = None,
+        drawn: DeviceTokens | None = None,
+        begun: PartialPass | None = None,
         inputs: Float[Tensor, "total hidden"] | None = None,
     ) -> States:
         """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room."""
@@ -169,7 +169,7 @@ class GraphRunner(Runner):
         return self.graphs.run(key if inputs.shape.captured else None, body)
 
 
-def place(drawn: Drawn, tokens: Tensor) -> None:
+def place(drawn: DeviceTokens, tokens: Tensor) -> None:
     """Overwrite the tokens that only the device knows; one that is no token stands for any."""
     source = upload(drawn.source, torch.long, tokens.device)
     known = drawn.tokens.flatten()[source.clamp_min(0)].clamp_min(0).to(tokens.dtype)

@@ -6,7 +6,6 @@ target and drafters that are models are loaded alike; what a model will be used 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun import __version__
+from forerun.annotations import ProgressCallback
 from forerun.cache.paged import PagedCache
 from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
@@ -36,8 +36,6 @@ from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
 from forerun.models.weights import Checkpoint, check_weights, resolve_dtype
 from forerun.text.tokenizer import Tokenizer
-
-Progress = Callable[[str, float], None]  # (what is going on, fraction done)
 
 SAMPLE_BYTES = 1 << 20
 FINAL_NORM = "model.norm.weight"
@@ -148,7 +146,7 @@ class Blueprint:
     def load(
         self,
         num_tokens: int,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         max_model_len: int | None = None,
         host: Decoder | None = None,
     ) -> Runner:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float
+from forerun.annotations import Float, ProgressCallback
 from forerun.cache.paged import PagedCache
 from forerun.config import KernelChoice
 from forerun.errors import UnsupportedModel
-from forerun.kernels.build import NoKernels, Progress
+from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.sampling import PlainLaws, address, as_array
 from forerun.models.invariance import cancelling_product
@@ -114,7 +114,7 @@ class Kernels:
         return NativeDecoder(self, config, layers, norm, head)
 
 
-def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: Progress | None = None) -> Kernels | None:
+def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None) -> Kernels | None:
     """The kernels, compiled if need be; None where torch's operators are asked for or, with a warning, all there is.
 
     Raises UnsupportedModel where kernels are insisted on and there are none.

@@ -42,7 +42,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DeviceTokens:
     """Tokens that only the device knows yet: guesses that a drafter drew there.
 
     `source[i]` is the place in `tokens` (flattened) of the i-th token of all reads, packed; -1 where the read's own
@@ -66,7 +66,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PartialPass:
     """Tokens that the layers below `layer` have read: what is left of their pass begins there.
 
     The first `counts[i]` tokens of the i-th read are a chain behind the committed text. Their keys and values of those
@@ -122,7 +122,7 @@ class Tail:
 class Runner:
     """Reads tokens through a decoder into its cache. One row per sequence; rows appear with their first read.
 
-    `resumes`: whether a pass can go on where one through the lower layers stopped (`Begun`).
+    `resumes`: whether a pass can go on where one through the lower layers stopped (`PartialPass`).
     """
 
     resumes: ClassVar[bool] = True
@@ -160,8 +160,8 @@ class Runner:
         self,
         reads: Sequence[Read],
         taps: Sequence[int] = (),
-        drawn: Drawn | None = None,
-        begun: Begun | None = None,
+        drawn: DeviceTokens | None = None,
+        begun: PartialPass | None = None,
         inputs: Float[Tensor, "total hidden"] | None = None,
     ) -> States:
         """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room.
@@ -186,7 +186,7 @@ class Runner:
             return States(hidden.last.new_empty(0, self.decoder.config.vocab_size), hidden.last, hidden.taps)
         return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.taps)
 
-    def resume(self, batch: TokenBatch, taps: Sequence[int], begun: Begun, known: Sequence[int]) -> Hidden:
+    def resume(self, batch: TokenBatch, taps: Sequence[int], begun: PartialPass, known: Sequence[int]) -> Hidden:
         """What a whole pass gives, to the bit: the lower layers for tokens outside `known` alone, the rest for all."""
         rest = sorted(set(range(len(batch.tokens))) - set(known))
         inputs = begun.hidden.new_empty(len(batch.tokens), self.decoder.config.hidden)
@@ -239,7 +239,7 @@ class Runner:
             nodes = tail.grow(read.parents, len(read.tokens))
             length = self.cache.length(read.seq_id)
             first_slot = self.cache.start(read.seq_id) + length
-            place = Place(first_slot - length, length, len(tokens), self.decoder.query_rule)
+            place = ReadSlots(first_slot - length, length, len(tokens), self.decoder.query_rule)
             paths += chain_paths(tail, nodes, place) if tail.scratch == 0 else tree_paths(tail, nodes, place)
             tokens += read.tokens
             positions += [length + tail.depths[n] for n in nodes]
@@ -295,7 +295,7 @@ class Runner:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReadSlots:
     """Where a read lies: its row's first slot, the row's committed length, its first packed token. How it is cut."""
 
     run: int
@@ -304,14 +304,14 @@ class Place:
     rule: QueryRule
 
 
-def chain_paths(tail: Tail, nodes: range, place: Place) -> list[AttentionPath]:
+def chain_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath]:
     """The one path of a chain: its nodes are where a chain's belong."""
     assert tail.depths[nodes.stop - 1] == nodes.stop - 1, "a branching tail needs scratch slots on its first read"
     queries = list(range(place.packed, place.packed + len(nodes)))
     return make_paths(queries, [place.length + n for n in nodes], place.run, place.rule)
 
 
-def tree_paths(tail: Tail, nodes: range, place: Place) -> list[AttentionPath]:
+def tree_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath]:
     """One path per new leaf, each query on the first path that holds it."""
     inner = {tail.parents[n] for n in nodes}
     seen: set[int] = set()

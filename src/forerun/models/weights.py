@@ -52,7 +52,7 @@ def has_bfloat16_linears() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """Where a tensor lies and what its file's header says of it."""
 
     file: Path
@@ -91,7 +91,7 @@ class Checkpoint:
         with opened(entry.file) as file:
             return torch.empty(shape, dtype=self.dtype).copy_(file.get_tensor(name))
 
-    def find(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """Where a tensor lies, judged by its header."""
         entry = self.stored.get(name)
         if entry is None:
@@ -108,7 +108,7 @@ class Checkpoint:
         return entry
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of model.safetensors or, where that is absent, of the shards that the index lists."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
@@ -133,7 +133,7 @@ def is_file_name(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", value) is not None
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file."""
     if not file.exists():
         raise MissingWeights(f"{file} is missing: {AGAIN}")
@@ -141,7 +141,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     with opened(file) as shard:
         for name in shard.keys():  # noqa: SIM118 (the handle is no mapping)
             part = shard.get_slice(name)
-            found[name] = Stored(file, tuple(part.get_shape()), part.get_dtype())
+            found[name] = StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
     return found
 
 

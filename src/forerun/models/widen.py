@@ -28,13 +28,14 @@ from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.annotations import ProgressCallback
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
 from forerun.fields import read_fields
 from forerun.folders import cache_folder
 from forerun.models.agreement import Agreement, agreement
 from forerun.models.config import WIDENED, ModelConfig, amount, read_config
-from forerun.models.loading import Blueprint, Progress
+from forerun.models.loading import Blueprint
 from forerun.models.weights import Checkpoint, tensor_shapes
 
 RECIPE = 1  # raised when the same shape and seed give other weights
@@ -111,16 +112,16 @@ class Wider:
         fitting = (heads for heads in range(most, config.heads, -config.group) if self.hidden % heads == 0)
         return next(fitting, config.heads)
 
-    def origins(self, config: ModelConfig) -> list[Origin]:
+    def origins(self, config: ModelConfig) -> list[LayerOrigin]:
         """Where each layer comes from."""
         count = config.layers
         places = [(i + 1) * self.layers // count - 1 if self.spread else i for i in range(count)]
         nearest = [min(bisect_left(places, layer), count - 1) for layer in range(self.layers)]
-        return [Origin(source, places[source] == layer) for layer, source in enumerate(nearest)]
+        return [LayerOrigin(source, places[source] == layer) for layer, source in enumerate(nearest)]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class LayerOrigin:
     """The source's layer that a layer is; where it is not `real`, the one it only resembles."""
 
     layer: int
@@ -132,7 +133,9 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
 
-def widen(source: str, destination: Path, wider: Wider, progress: Progress | None = None, seed: int = 0) -> Path:
+def widen(
+    source: str, destination: Path, wider: Wider, progress: ProgressCallback | None = None, seed: int = 0
+) -> Path:
     """Write `source`, grown, to the folder `destination`, in the source's number format; returns it.
 
     A folder that the same call made before is taken as it is. Anything else there raises InvalidRequest, as does a
@@ -152,7 +155,7 @@ def widen(source: str, destination: Path, wider: Wider, progress: Progress | Non
     return destination
 
 
-def cached_widened(source: str, wider: Wider, progress: Progress | None = None) -> Path:
+def cached_widened(source: str, wider: Wider, progress: ProgressCallback | None = None) -> Path:
     """The same in the user's cache folder, made at first use: a later call with equal weights and shape finds it."""
     try:
         folder = cache_folder("widened")
@@ -167,7 +170,7 @@ class Plan:
 
     source: Blueprint
     wide: ModelConfig
-    origins: list[Origin]
+    origins: list[LayerOrigin]
     seed: int
     recipe: str
 
@@ -204,7 +207,7 @@ def refuse_emitted_padding(source: Blueprint) -> None:
         raise InvalidRequest("vocab_size", wanted)
 
 
-def make(plan: Plan, destination: Path, progress: Progress | None) -> None:
+def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> None:
     """Write beside `destination`, check, rename. What a killed run left there is removed first."""
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -266,7 +269,7 @@ def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def write_weights(plan: Plan, folder: Path, progress: Progress | None) -> None:
+def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -> None:
     """All tensors in shards, one of which is in memory at a time, and the index."""
     checkpoint = Checkpoint(plan.source.folder, plan.wide.dtype)
     generator = torch.Generator().manual_seed(plan.seed)
@@ -303,7 +306,7 @@ def shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]
 def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """One tensor of the wide model: the source's in the first corner, dead weights or zeros around it."""
     config, layer = plan.source.config, LAYER.fullmatch(name)
-    origin = plan.origins[int(layer[1])] if layer else Origin(0, True)
+    origin = plan.origins[int(layer[1])] if layer else LayerOrigin(0, True)
     own = f"model.layers.{origin.layer}.{layer[2]}" if layer else name
     source = checkpoint.take(own, tensor_shapes(config)[own])
     if name.endswith(STREAM_NORMS) or (config.qk_norm and name.endswith(HEAD_NORMED)):

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from forerun.annotations import ProgressCallback
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.models.loading import Progress
 from forerun.output import CompletionOutput
 from forerun.prove.cells import TokenIds
 from forerun.prove.difference import Divergence, ProofRequest, find_difference
@@ -64,7 +64,9 @@ class DraftedRun:
     drafted: Sequence[CompletionOutput]
 
 
-def prove_equality(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: Progress) -> Equality:
+def prove_equality(
+    llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: ProgressCallback
+) -> Equality:
     """Run everything plain and drafted, and compare."""
     exact = llm.engine.runner.cache.keys.device.type == "cpu"
     before = llm.stats.num_drafted, llm.stats.num_accepted
@@ -100,7 +102,9 @@ def prove_equality(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkloa
     )
 
 
-def runs(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: Progress) -> Iterator[DraftedRun]:
+def runs(
+    llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: ProgressCallback
+) -> Iterator[DraftedRun]:
     """Every temperature, batch size and shape, drafted, beside the plain run of that temperature."""
     ways = list(product(workload.batches, workload.shapes))
     step, num_steps = 0, len(workload.temperatures) * (1 + len(ways))
@@ -126,7 +130,7 @@ def params(workload: ProofWorkload, temperature: float, number: int) -> Sampling
 
 
 def answers(
-    llm: LLM, requests: Sequence[ProofRequest], batch: int, shape: Speculation, progress: Progress
+    llm: LLM, requests: Sequence[ProofRequest], batch: int, shape: Speculation, progress: ProgressCallback
 ) -> list[CompletionOutput]:
     """Every request's answer, `batch` of them generated at once."""
     with engine_as(llm.engine, "coupled", batch):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from forerun.annotations import ProgressCallback
 from forerun.config import Speculation, Verification
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.models.loading import Progress
 from forerun.prove.cells import Cells, TokenIds, choose_cells
 from forerun.prove.chi_square import LEVEL, holm, smallest_bias
 from forerun.prove.plain import last_logits, law_after
@@ -99,7 +99,7 @@ class LawResult:
 
 
 def prove_laws(
-    llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: Progress
+    llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: ProgressCallback
 ) -> tuple[LawResult, ...]:
     """One test for every rule, shape and opening, corrected for their number."""
     openings = choose_openings(llm, prompts, workload)
@@ -125,7 +125,7 @@ def prove_law(
     shape: Speculation,
     opening: Opening,
     params: Sequence[SamplingParams],
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> LawResult:
     """Draw the texts through the engine and count them."""
     before = llm.stats.num_drafted, llm.stats.num_accepted

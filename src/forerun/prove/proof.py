@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.annotations import ProgressCallback
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.models.loading import Progress
 from forerun.prove.equality import prove_equality
 from forerun.prove.law import prove_laws
 from forerun.prove.report import Environment, ProofReport
@@ -20,7 +20,7 @@ from forerun.request import Prompt, Request
 
 
 def prove(
-    llm: LLM, prompts: Sequence[Prompt], workload: ProofWorkload | None = None, progress: Progress | None = None
+    llm: LLM, prompts: Sequence[Prompt], workload: ProofWorkload | None = None, progress: ProgressCallback | None = None
 ) -> ProofReport:
     """Prove on this model that speculation does not change what it says.
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from forerun.annotations import Bool, Int
 from forerun.device import upload
 from forerun.kernels.sampling import SamplingKernels
-from forerun.tree import DraftLaw, DraftTree, Known
+from forerun.tree import DraftLaw, DraftTree, HostView
 
 MASS_TOLERANCE = 1e-3  # float32 sums over 150 000 tokens stay well inside
 
@@ -98,7 +98,7 @@ def _seen_clean(
     limits: Sequence[tuple[int, int, int]],
     bounds: tuple[int, int, int],
     kernels: SamplingKernels,
-) -> Known | None:
+) -> HostView | None:
     """What the host sees of a tree with which nothing is to be done. Laws, and unseen guesses, are not judged here."""
     tokens, parents = tree.tokens, tree.parents
     seen = tree.q is None and (tree.known is None or tree.known.tokens is not None)
@@ -106,16 +106,16 @@ def _seen_clean(
     if not seen or not packed or not tokens.is_cpu or tokens.dtype != torch.int64:
         return None
     found = kernels.clean(tokens, parents, roots, limits, bounds)
-    return None if found is None else Known(*found)
+    return None if found is None else HostView(*found)
 
 
-def _known(tree: DraftTree, batch: int, columns: int) -> Known | None:
+def _known(tree: DraftTree, batch: int, columns: int) -> HostView | None:
     """What the host is told of guesses it has not seen: so many in each chain. Anything else it looks up itself."""
     known = tree.known
     if known is None or known.tokens is not None or len(known.nodes) != batch or tree.width != 1:
         return None
     counts = [len(nodes) for nodes in known.nodes]
-    return Known.chains([min(n, columns) - 1 for n in counts]) if min(counts) > 0 else None
+    return HostView.chains([min(n, columns) - 1 for n in counts]) if min(counts) > 0 else None
 
 
 def _well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:

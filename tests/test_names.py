@@ -1,0 +1,30 @@
+"""One class name, one meaning: no class and no type alias of forerun is defined twice."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+
+
+def defined_types(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(name, line) of the classes, wherever they stand, and of the type aliases and type variables of a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, node.lineno
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper():
+                yield name, node.lineno
+
+
+def test_every_class_name_is_defined_once() -> None:
+    places = defaultdict(list)
+    for path in sorted(SRC.rglob("*.py")):
+        if path.name != "annotations.py":  # it defines stand-ins under the names of what may be missing
+            for name, line in defined_types(ast.parse(path.read_text(encoding="utf-8"))):
+                places[name].append(f"{path.relative_to(SRC)}:{line}")
+    assert len(places) > 200
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
