@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
@@ -66,9 +67,13 @@ def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
         num_calls += 1
         if num_calls > FIRST and num_calls % EVERY:
             return function(*arguments, **named)
+        state = random.getstate()  # which checks change, and tests may look at
         if check is None:
             check = check_all(function, typechecker=beartype)  # not before it is needed: it takes a millisecond
-        return check(*arguments, **named)
+        try:
+            return check(*arguments, **named)
+        finally:
+            random.setstate(state)
 
     return call
 
