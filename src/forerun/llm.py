@@ -240,7 +240,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         speculation: Wish = None,
         tenant: str = "",
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, in order; the rest is as in `generate`.
