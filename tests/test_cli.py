@@ -122,7 +122,7 @@ def generate(*arguments: str, stdin: str | None = None, **env: str) -> Result:
 def test_the_text_goes_to_standard_output_and_nothing_else_does(llm: ScriptedLLM) -> None:
     result = generate("Prompt", "--draft", "ngram", "--max-tokens", str(len(STORY)))
     assert result.exit_code == 0
-    assert result.stdout == TOKENIZER.decode(STORY)
+    assert result.stdout == TOKENIZER.decode(STORY, skip_special_tokens=True)
     assert llm.closed == 1
     for word in ("some/model", "ngram, depth 4", "tokens/s", "tokens per round", "3.00", "66.7%", "1.00 1.00 0.00"):
         assert word in result.stderr
@@ -210,7 +210,7 @@ def test_json_is_one_object_with_everything(llm: ScriptedLLM) -> None:
     result = generate("x", "--json", "--draft", "ngram", "--seed", "9", "--max-tokens", str(len(STORY)))
     answer = json.loads(result.stdout)
     assert result.stderr == ""
-    assert answer["text"] == TOKENIZER.decode(STORY)
+    assert answer["text"] == TOKENIZER.decode(STORY, skip_special_tokens=True)
     assert answer["token_ids"] == STORY
     assert answer["origins"][:3] == ["drafted", "drafted", "recovered"]
     assert (answer["finish_reason"], answer["seed"], answer["draft"]) == ("length", 9, "ngram")
@@ -291,7 +291,10 @@ def chat(*arguments: str, lines: str) -> Result:
 
 
 def asked(llm: ScriptedLLM) -> list[str]:
-    return [llm.tokenizer.decode([i for i in prompt if isinstance(i, int)]) for prompt, _ in llm.asked]
+    return [
+        llm.tokenizer.decode([i for i in prompt if isinstance(i, int)], skip_special_tokens=True)
+        for prompt, _ in llm.asked
+    ]
 
 
 def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
@@ -382,7 +385,7 @@ def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
     answer = json.loads(drafted.stdout)
     assert answer["text"] == plain.stdout
     assert (
-        TOKENIZER.decode(TOKENIZER.encode("Once upon a time") + answer["token_ids"])
+        TOKENIZER.decode(TOKENIZER.encode("Once upon a time") + answer["token_ids"], skip_special_tokens=True)
         == "Once upon a time" + plain.stdout
     )
     assert answer["stats"]["num_drafted"] > 0

@@ -96,8 +96,8 @@ def test_results_say_what_was_asked_and_come_in_order() -> None:
         assert len(answer.token_ids) == len(answer.origins) == len(answer.logprobs) == asked.max_tokens
         assert [alternatives.token_id for alternatives in answer.logprobs] == list(answer.token_ids)
         assert {len(alternatives.top_ids) for alternatives in answer.logprobs} == {asked.logprobs}
-        whole = llm.tokenizer.decode([*ids, *answer.token_ids])
-        assert whole == llm.tokenizer.decode(ids) + answer.text
+        whole = llm.tokenizer.decode([*ids, *answer.token_ids], skip_special_tokens=True)
+        assert whole == llm.tokenizer.decode(ids, skip_special_tokens=True) + answer.text
         assert (answer.finish_reason, answer.stop_reason) == ("length", None)
     assert {Origin.TARGET, Origin.DRAFTED} < {origin for r in results for origin in r.outputs[0].origins}
     assert results == llm.generate(prompts, params)

@@ -100,7 +100,7 @@ def test_any_runs_end_where_the_definition_says(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=14))
     max_tokens = data.draw(st.integers(1, len(ids)))
     params = SamplingParams(
-        stop=data.draw(stops_within(LETTERS.decode(ids))),
+        stop=data.draw(stops_within(LETTERS.decode(ids, skip_special_tokens=True))),
         stop_token_ids=data.draw(st.sampled_from([(), (10,), (3, 10), (0,)])),
         include_stop_str_in_output=data.draw(st.booleans()),
         ignore_eos=data.draw(st.booleans()),
@@ -140,12 +140,12 @@ def test_byte_tokens_end_a_text_as_soon_as_the_whole_would_hold_the_stop_string(
     params = SamplingParams(stop=["\n", "é\u20ac", "  "], max_tokens=len(ids))
     ending, _ = play(StopChecker(params, [EOS], STORIES, 99), iter([ids]))
     for count in range(1, len(ids) + 1):
-        text = STORIES.decode(ids[:count])
+        text = STORIES.decode(ids[:count], skip_special_tokens=True)
         hits = [(text.find(s) + len(s), text.find(s), s) for s in ("\n", "é\u20ac", "  ") if s in text]
         if hits:
             assert ending == Ending(count, text[: min(hits)[1]], "stop", min(hits)[2])
             return
-    assert ending == Ending(len(ids), STORIES.decode(ids), "length", None)
+    assert ending == Ending(len(ids), STORIES.decode(ids, skip_special_tokens=True), "length", None)
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_and_then_released() -> None:
@@ -178,7 +178,7 @@ def test_eos_at_any_place_of_a_run_ends_it(at: int) -> None:
     run[at] = EOS
     stop = StopChecker(SamplingParams(), [EOS, 500], STORIES, 99).push(run)
     assert (stop.num_kept, stop.finish_reason, stop.stop_reason) == (at + 1, "stop", EOS)
-    assert "".join(piece.text for piece in stop.pieces) == STORIES.decode(run[:at])
+    assert "".join(piece.text for piece in stop.pieces) == STORIES.decode(run[:at], skip_special_tokens=True)
 
 
 def test_eos_at_the_limit_is_a_stop_and_anything_else_a_length() -> None:

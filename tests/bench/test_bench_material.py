@@ -80,7 +80,7 @@ def test_an_answer_is_spelled_behind_its_prompt(tokenizer: Tokenizer, tmp_path: 
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     first, second = workload_of("own", replay_file(file), 9, tokenizer).items
     assert first.prompt == tuple(tokenizer.encode("def f"))
-    assert tokenizer.decode([*first.prompt, *(first.answer or ())]) == "def f(x):"
+    assert tokenizer.decode([*first.prompt, *(first.answer or ())], skip_special_tokens=True) == "def f(x):"
     assert (second.prompt, second.answer, second.place) == ((0, 5, 6), (7, 8), f"{file}:2")
 
 

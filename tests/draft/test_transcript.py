@@ -32,7 +32,7 @@ def vocabularies() -> dict[str, Vocabulary]:
         "stories": Tokenizer.load(STORIES),
         "ab": two_letters(["a", "b", "ab", "ba", "aab"]),
     }
-    return {name: Vocabulary(t, t.num_ids, [t.eos_id or 0]) for name, t in tokenizers.items()}
+    return {name: Vocabulary(t, t.num_ids, [t.eos_token_id or 0]) for name, t in tokenizers.items()}
 
 
 NAMES = ("bytes", "more bytes", "bytes behind a blank", "pieces", "pieces by metaspace", "stories", "ab")
@@ -158,22 +158,22 @@ def test_special_tokens_are_what_they_are_for_and_end_a_word() -> None:
     way = transcriber(("stories", "more bytes"))
     stories, other = (v.tokenizer for v in (way.target, way.own))
     one, two = stories.encode("Once upon"), stories.encode("a time")
-    begin, end, unknown = stories.bos_id, stories.eos_id, 0
+    begin, end, unknown = stories.bos_token_id, stories.eos_token_id, 0
     _, own = told(way, [[begin, *one, end, *two], [unknown, *two]])
     texts = [other.encoder(inside=i > 0)(t) for i, t in enumerate(("Once upon", " a time", " a time"))]
-    assert own == [other.bos_id, *texts[0], other.eos_id, *texts[1], *texts[2]]
+    assert own == [other.bos_token_id, *texts[0], other.eos_token_id, *texts[1], *texts[2]]
     spelled_out = stories.encode("<") + [token for c in "/s>" for token in stories.encoder(inside=True)(c)]
     _, own = told(way, [spelled_out])
-    assert other.eos_id not in own
+    assert other.eos_token_id not in own
     assert way.own.spell(own) == b"</s>"
 
 
 def test_a_front_is_put_there_once() -> None:
     target, own = Tokenizer.load(STORIES), byte_level(330)
     own._backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    way = Transcriber(Vocabulary(target, 512, [2]), Vocabulary(own, own.num_ids, [own.eos_id]))
+    way = Transcriber(Vocabulary(target, 512, [2]), Vocabulary(own, own.num_ids, [own.eos_token_id]))
     text = target.encode("Once")
-    assert way.own.front == [own.bos_id]
+    assert way.own.front == [own.bos_token_id]
     for tokens in (text, [1, *text]):
         assert told(way, [tokens])[1] == own.encode("Once")
 

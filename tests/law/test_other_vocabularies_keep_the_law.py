@@ -23,7 +23,7 @@ FAMILIES = [(Family(seed, 4), Family(1000 + seed, 4, zeros=0.0)) for seed in ran
 @cache
 def way() -> Transcriber:
     tokenizers = [two_letters(["a", "b", "ab", merged]) for merged in ("ba", "aab")]
-    return Transcriber(*(Vocabulary(t, t.num_ids, [t.eos_id or 0]) for t in tokenizers))
+    return Transcriber(*(Vocabulary(t, t.num_ids, [t.eos_token_id or 0]) for t in tokenizers))
 
 
 def letters(vocabulary: Vocabulary) -> list[int]:

@@ -72,8 +72,7 @@ class Conversation:
     ) -> StreamedAnswer:
         """One turn: the user's text, and the model's answer to the whole conversation."""
         messages = [*self._messages, {"role": "user", "content": text}]
-        prompt = self._llm.tokenizer.chat(messages)
-        ids = self._llm.tokenizer.encode(prompt, add_special_tokens=False)
+        ids = self._llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         result = answer(self._llm, ids, params, show, bar)
         self._messages = [*messages, {"role": "assistant", "content": result.text.strip()}]
         return result

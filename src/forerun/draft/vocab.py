@@ -49,8 +49,8 @@ class Vocabulary:
         self.spelled = [None if i in special else table.spelled[i] for i in range(self.num_ids)]
         self.lead = table.lead
         self.special = {i: str(tokenizer.surface(i)) for i in special if i < self.num_ids}
-        self.begin = self.known(tokenizer.bos_id)
-        self.end = self.known(tokenizer.eos_id) if tokenizer.eos_id in eos_ids else None
+        self.begin = self.known(tokenizer.bos_token_id)
+        self.end = self.known(tokenizer.eos_token_id) if tokenizer.eos_token_id in eos_ids else None
         shortest = sorted((i for i, spelled in enumerate(self.spelled) if spelled), key=self.plainness)
         self.ids = {self.spell([i]): i for i in reversed(shortest)}
         first = tokenizer.encode("a")[:1]

@@ -139,7 +139,7 @@ def prove_law(
     return LawResult(
         verification=rule,
         shape=shape,
-        opening=llm.tokenizer.decode([*opening.prompt, opening.token]),
+        opening=llm.tokenizer.decode([*opening.prompt, opening.token], skip_special_tokens=True),
         temperature=opening.temperature,
         top_k=TOP_K,
         num_texts=len(texts),

@@ -1,136 +1,210 @@
 """Chat templates: a conversation as the text that a model was trained to read.
 
-The checkpoint brings the template, so it runs in jinja's immutable sandbox, with the names and filters that
-transformers offers to templates. It knows nothing of token ids.
+The file decides what a conversation is, which of a checkpoint's templates is used, and what is blamed where rendering
+fails: the conversation or the template. Templates are read when they are first needed, so that a damaged one does not
+keep a model from completing text. They run in the sandbox of `text/sandbox.py`.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from forerun.errors import InvalidRequest, TokenizerError
+from forerun.fields import short
+from forerun.limits import shown
+from forerun.text.sandbox import ITEM, MOST_TEXT, Refused, Sandbox, metered
 
-_FILE = "chat_template.jinja"
+FILE = "chat_template.jinja"
 MARK = "<|forerun goes on here|>"
-
-
-class _Refused(jinja2.TemplateError):
-    """The template called raise_exception: it does not take this conversation."""
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the model's own words, for training; for a prompt it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares a plain set
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+MOST_DEPTH = 64  # of lists and objects inside a message
+LONGEST_TEMPLATE = 1 << 20
+FAULTS = (  # what a program without files and imports can raise
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 class ChatTemplate:
-    """One checkpoint's template, compiled when it is first needed."""
+    """One checkpoint's template, read and compiled when it is first needed.
 
-    def __init__(self, source: str | None, origin: str) -> None:
-        self._source = source
+    `declared` is what tokenizer_config.json says: one template, or a list of them with names, of which "default" is
+    used, and "tool_use" where there are tools. The folder's chat_template.jinja counts before it.
+    """
+
+    def __init__(self, declared: object, origin: str, file: Path | None = None) -> None:
+        self._declared = declared
         self._origin = origin
-        self._compiled: jinja2.Template | None = None
+        self._file = file
+        self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
-    def load(cls, folder: Path, declared: str | Sequence[Mapping[str, str]] | None) -> ChatTemplate:
-        """The folder's chat_template.jinja, else the one declared in tokenizer_config.json.
-
-        Of several named templates it is the one named "default".
-        """
-        path = folder / _FILE
-        if path.is_file():
-            return cls(path.read_text("utf-8"), str(path))
-        origin = f"{folder / 'tokenizer_config.json'} (chat_template)"
-        if declared is None or isinstance(declared, str):
-            return cls(declared, origin)
-        named = {entry["name"]: entry["template"] for entry in declared}
-        return cls(named.get("default"), f"{origin}, which has {', '.join(sorted(named)) or 'nothing'} by name")
+    def load(cls, folder: Path, declared: object) -> ChatTemplate:
+        """The template of a folder, whatever its files hold."""
+        return cls(declared, f"{folder / 'tokenizer_config.json'} (chat_template)", folder / FILE)
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tokens: Mapping[str, str],
+        messages: object,
+        *,
+        add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        tokens: Mapping[str, str] | None = None,
         **options: object,
     ) -> str:
         """The prompt of a conversation; `tokens` are the special tokens by name (bos_token, eos_token, ...).
 
-        `continue_final_message` leaves the last message open; `options` are given to the template under their names.
-        Raises TokenizerError where the template is missing or broken, InvalidRequest where it refuses.
+        `options` are given to the template under their names: tools, documents, enable_thinking and so on. Raises
+        TokenizerError where the template is missing or fails, InvalidRequest where it refuses the conversation or
+        where that is none.
         """
-        template = self.compile()
-        settings = {"tools": None, "documents": None, **tokens, **options}
-        talk = with_mark(messages, add_generation_prompt) if continue_final_message else messages
-        try:
-            text = template.render(messages=talk, add_generation_prompt=add_generation_prompt, **settings)
-        except _Refused as error:
-            raise InvalidRequest("messages", f"the chat template refuses them: {error}") from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TokenizerError(f"the chat template of {self._origin} fails: {error}") from error
+        talk = conversation(messages)
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message", "it excludes add_generation_prompt, which begins another message: use one."
+            )
+        given = {name: plain(value, name) for name, value in options.items()}
+        values = {"tools": None, "documents": None, **(tokens or {}), **given}
+        template = self.compile("tool_use" if given.get("tools") else "default")
+        if continue_final_message:
+            mark_end(talk)
+        text = self._run(template, values | {"messages": talk, "add_generation_prompt": add_generation_prompt})
         return up_to_mark(text) if continue_final_message else text
 
-    def compile(self) -> jinja2.Template:
+    def _run(self, template: jinja2.Template, values: dict[str, object]) -> str:
+        pieces, length = [], 0
+        try:
+            with metered():
+                for piece in template.generate(values):
+                    pieces.append(piece)
+                    length += len(piece)
+                    if length > MOST_TEXT:
+                        raise TokenizerError(
+                            f"the chat template of {self._origin} writes more than {MOST_TEXT} letters"
+                        )
+        except Refused as error:
+            raise InvalidRequest("messages", f"the chat template refuses them: {short(error)}") from error
+        except FAULTS as error:
+            raise TokenizerError(f"the chat template of {self._origin} fails: {short(said(error))}") from error
+        return "".join(pieces)
+
+    def compile(self, name: str = "default") -> jinja2.Template:
         """The template, ready to render. Raises TokenizerError where it is missing or does not parse."""
-        if self._source is None:
-            raise TokenizerError(
-                f'no chat template in {self._origin}: use a chat ("instruct") model, put one into '
-                f"{_FILE} beside tokenizer.json, or complete plain text with `forerun generate`"
-            )
-        if self._compiled is None:
+        if name not in self._compiled:
+            source = self._source(name)
             try:
-                self._compiled = _environment().from_string(self._source)
-            except jinja2.TemplateError as error:
-                raise TokenizerError(f"the chat template of {self._origin} does not parse: {error}") from error
-        return self._compiled
+                with metered():
+                    self._compiled[name] = Sandbox().template(source)
+            except FAULTS as error:
+                raise TokenizerError(
+                    f"the chat template of {self._origin} does not parse: {short(said(error))}"
+                ) from error
+        return self._compiled[name]
+
+    def _source(self, name: str) -> str:
+        named = self._named()
+        source = named.get(name, named.get("default"))
+        if source is None:
+            origin = self._origin + (f", which has {shown(sorted(named))} by name" if named else "")
+            raise TokenizerError(
+                f'no chat template in {origin}: use a chat ("instruct") model, put one into '
+                f"{FILE} beside tokenizer.json, or complete plain text with `forerun generate`"
+            )
+        if len(source) > LONGEST_TEMPLATE:
+            raise TokenizerError(f"the chat template of {self._origin} is longer than {LONGEST_TEMPLATE} letters")
+        return source
+
+    def _named(self) -> dict[str, str]:
+        """The templates by name. Raises TokenizerError for what is none."""
+        if self._file is not None and self._file.exists():
+            try:
+                return {"default": self._file.read_text("utf-8")}
+            except (OSError, ValueError) as error:
+                raise TokenizerError(f"{self._file} cannot be read ({short(error)}): download it again") from error
+        declared = self._declared
+        if declared is None or isinstance(declared, str):
+            return {} if declared is None else {"default": declared}
+        named: dict[str, str] = {}
+        for entry in declared if isinstance(declared, list) else [None]:
+            name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(source, str):
+                wanted = "it must be text, or a list of objects with name and template: download the file again"
+                raise TokenizerError(f"{self._origin} is {shown(declared)}; {wanted}")
+            named[name] = source
+        return named
 
 
-def with_mark(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> Sequence[Mapping[str, Any]]:
-    """The conversation with a mark behind its last message, to be found in what the template writes."""
-    content = messages[-1].get("content") if messages else None
-    if not isinstance(content, str) or add_generation_prompt:
+def mark_end(talk: list[dict[str, Any]]) -> None:
+    """Put a mark behind the last message, to be found in the rendered text. The blank shows whether it is trimmed."""
+    content = talk[-1].get("content") if talk else None
+    if not isinstance(content, str):
         raise InvalidRequest(
-            "continue_final_message", "it needs a last message of text, and excludes add_generation_prompt: use one."
+            "continue_final_message", f"the last message has {shown(content)} to go on from: use text."
         )
-    return [*messages[:-1], {**messages[-1], "content": content + MARK}]
+    talk[-1]["content"] = f"{content}{MARK} "
 
 
 def up_to_mark(text: str) -> str:
-    """The text in front of the mark."""
-    if MARK not in text:
-        raise InvalidRequest("continue_final_message", "the template does not show the last message as it is.")
-    return text[: text.rindex(MARK)]
+    """The text in front of the mark; without the blanks at its end, if the template trims messages."""
+    at = text.rfind(MARK)
+    if at < 0:
+        raise InvalidRequest(
+            "continue_final_message", "the template does not show the last message as it is: leave it."
+        )
+    return text[:at] if text.startswith(f"{MARK} ", at) else text[:at].rstrip()
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+def said(error: BaseException) -> str:
+    """An error by its text, or by its kind where it has none or none that says it."""
+    kind = type(error).__name__
+    return str(error) if isinstance(error, jinja2.TemplateError) and str(error) else f"{kind}: {error}"
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-    """Plain JSON; jinja's own filter escapes HTML, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
+def conversation(messages: object) -> list[dict[str, Any]]:
+    """Messages as plain values. Raises InvalidRequest for anything but a list of objects with a role."""
+    found = plain(messages, "messages")
+    if not isinstance(found, list):
+        raise InvalidRequest("messages", f'{shown(messages)} is no list of messages such as {{"role": "user", ...}}.')
+    for message in found:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(
+                "messages", f'{shown(message)} is no message: use {{"role": "user", "content": text}}.'
+            )
+        if not isinstance(message.get("content"), str | list | None):
+            raise InvalidRequest("messages", f"the content {shown(message['content'])} is no text: use text.")
+    return found
 
 
-def _refuse(message: str) -> NoReturn:
-    raise _Refused(message)
+def plain(value: object, field: str) -> Any:
+    """A copy of JSON-like values as plain dicts and lists. Raises InvalidRequest, naming the field, for all others."""
+    room = MOST_TEXT
+
+    def copied(value: object, depth: int) -> Any:
+        nonlocal room
+        room -= ITEM + (len(value) if isinstance(value, str) else 0)
+        if room < 0:
+            raise InvalidRequest(field, f"they are longer than {MOST_TEXT} letters: shorten them.")
+        if depth > MOST_DEPTH:
+            raise InvalidRequest(
+                field, f"values are nested more than {MOST_DEPTH} deep, or hold themselves: flatten them."
+            )
+        if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {key: copied(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+            return [copied(item, depth + 1) for item in value]
+        raise InvalidRequest(field, f"{shown(value)} cannot be written as JSON: use texts, numbers, lists and objects.")
+
+    return copied(value, 0)

@@ -1,28 +1,39 @@
 """The tokenizer of a checkpoint: text to ids, ids to text, and a conversation to its prompt.
 
-Reads a Hugging Face folder as it is (tokenizer.json, tokenizer_config.json, special_tokens_map.json) and agrees with
-transformers about ids, special tokens and the token put in front. It knows nothing of models or requests.
+It agrees with transformers about ids, special tokens and the token put in front, and has the methods of transformers'
+tokenizers that scripts use most, under their names and with their defaults. Which model its ids are for is not known
+here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import tokenizers
 
-from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
+from forerun.errors import InvalidRequest, PromptTooLong
+from forerun.limits import shown
 from forerun.text.chat import ChatTemplate
 from forerun.text.detokenize import ByteTable, IncrementalDecoder, byte_table, spelling_of
+from forerun.text.files import TokenizerFiles, panics_as_errors
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_LISTED = ("additional_special_tokens", "extra_special_tokens")
 _CONTEXT_TOKENS = 4
 CHARACTERS_PER_TOKEN = 8  # texts have fewer; few that fit their context are cut into tokens twice
+
+
+class Encoding(dict[str, Any]):
+    """What a call of a tokenizer gives: `input_ids`, also as an attribute."""
+
+    @property
+    def input_ids(self) -> Any:
+        """A list of ids, or of such lists."""
+        return self["input_ids"]
 
 
 class Tokenizer:
@@ -46,31 +57,39 @@ class Tokenizer:
         self._always_bos = always_bos
         self._template = template or ChatTemplate(None, "this tokenizer")
         self._spelling = spelling_of(backend)
-        self.bos_id = self._id_of("bos_token")
-        self.eos_id = self._id_of("eos_token")
+        self.bos_token, self.eos_token, self.pad_token = map(self._named.get, ("bos_token", "eos_token", "pad_token"))
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = map(
+            self._id_of, (self.bos_token, self.eos_token, self.pad_token)
+        )
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a Hugging Face folder. Raises TokenizerError where a file is missing or damaged."""
-        folder = Path(folder)
-        backend = _read_backend(folder / "tokenizer.json")
-        config = _read_json(folder / "tokenizer_config.json")
-        settings = _read_json(folder / "special_tokens_map.json") | config
-        _declare_added_tokens(backend, config.get("added_tokens_decoder"), folder)
-        named = {name: _content(settings[name]) for name in _NAMED if settings.get(name)}
-        named = {name: content for name, content in named.items() if backend.token_to_id(content) is not None}
-        if "bos_token" not in named:
-            named |= _bos_of_model(backend, folder)
-        listed = [_content(token) for key in _LISTED for token in _as_list(settings.get(key))]
-        _mark_special(backend, [*named.values(), *listed])
-        return cls(
-            backend,
-            named=named,
-            always_bos=config.get("add_bos_token") is True,
-            template=ChatTemplate.load(folder, config.get("chat_template")),
+        files = TokenizerFiles.read(Path(folder))
+        return cls(files.backend, named=files.named, always_bos=files.always_bos, template=files.template)
+
+    def __len__(self) -> int:
+        """Tokens in the vocabulary, added ones too."""
+        return self.vocab_size
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoding:
+        """The ids of a text, or of each of several, under `input_ids`."""
+        ids = (
+            self.encode(text, add_special_tokens)
+            if isinstance(text, str)
+            else [self.encode(each, add_special_tokens) for each in text]
         )
+        return Encoding(input_ids=ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """The id of every token, by how the vocabulary writes it."""
+        return self._backend.get_vocab()
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """The id of a token that is written as the vocabulary writes it; None where there is none."""
+        return self._backend.token_to_id(token)
 
     @property
     def vocab_size(self) -> int:
@@ -89,12 +108,13 @@ class Tokenizer:
         without any token becomes the BOS token alone, for a model has to start from something.
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            with panics_as_errors("tokenizer.json"):
+                ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequest("prompt", f"{text[:40]!r} is not valid Unicode text ({error})") from error
-        missing = self._always_bos and (not ids or ids[0] != self.bos_id)
-        if add_special_tokens and self.bos_id is not None and (missing or not ids):
-            return [self.bos_id, *ids]
+            raise InvalidRequest("prompt", f"{shown(text)} is not valid Unicode text ({error})") from error
+        missing = self._always_bos and (not ids or ids[0] != self.bos_token_id)
+        if add_special_tokens and self.bos_token_id is not None and (missing or not ids):
+            return [self.bos_token_id, *ids]
         return list(ids)
 
     def encode_within(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
@@ -142,9 +162,20 @@ class Tokenizer:
         """What each id adds to a text, special tokens included; None for a decoder that does not join bytes."""
         return byte_table(self._backend)
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of the ids, taken together; bytes that are no UTF-8 become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of the ids, taken together; bytes that are no UTF-8 become U+FFFD.
+
+        Ids may be numpy's or torch's, and one alone will do. Raises InvalidRequest for what is no id.
+        """
+        try:
+            given = map(operator.index, ids) if isinstance(ids, Iterable) else [operator.index(ids)]
+            return self._backend.decode(list(given), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest("ids", f"{shown(ids)} are not token ids ({error}).") from error
+
+    def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
+        """The text of each list of ids."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def decoder(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> IncrementalDecoder:
         """A fresh decoder of ids that follow `after` (a prompt; nothing of it is shown).
@@ -177,56 +208,33 @@ class Tokenizer:
         """Raises TokenizerError where `chat` would, for want of a template that can be used."""
         self._template.compile()
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The conversation as the model was trained to read it; encode it with `add_special_tokens=False`.
+    @overload
+    def apply_chat_template(
+        self, conversation: object, tools: object = ..., *, tokenize: Literal[False], **options: Any
+    ) -> str: ...
 
-        Raises TokenizerError where the checkpoint has no template or a broken one, InvalidRequest where the
-        template refuses the conversation.
-        """
-        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, tokens=self._named)
+    @overload
+    def apply_chat_template(
+        self, conversation: object, tools: object = ..., *, tokenize: Literal[True] = ..., **options: Any
+    ) -> list[int]: ...
 
     def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        tokenize: Literal[False],
-        chat_template: str | None = None,
-        add_generation_prompt: bool = False,
-        **options: Any,
-    ) -> str:
-        """A conversation as text, with options for the template, or with another template. Raises as `chat` does."""
-        template = self._template if chat_template is None else ChatTemplate(chat_template, "chat_template")
-        return template.render(conversation, add_generation_prompt, self._named, tools=tools, **options)
+        self, conversation: object, tools: object = None, *, tokenize: bool = True, **options: Any
+    ) -> str | list[int]:
+        """A list of messages as the model was trained to read them: token ids, or text with `tokenize=False`.
 
-    def _id_of(self, name: str) -> int | None:
-        token = self._named.get(name)
+        `add_generation_prompt=True` begins the model's answer, `continue_final_message=True` leaves the last message
+        open to be continued; all other options (`documents`, `enable_thinking`, ...) are given to the template, and
+        `chat_template` takes the place of the checkpoint's own. Raises TokenizerError where the checkpoint has no
+        template or a broken one, InvalidRequest where the template refuses the conversation or where it is none.
+        """
+        own = options.pop("chat_template", None)
+        template = self._template if own is None else ChatTemplate(own, "chat_template")
+        text = template.render(conversation, tokens=self._named, tools=tools, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
-
-
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise TokenizerError(
-            f"{path} is missing: forerun reads tokenizers in this format only. Save it with transformers "
-            "(AutoTokenizer.from_pretrained(model).save_pretrained(folder)), or give a folder that has it"
-        )
-    try:
-        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
-    except ValueError as error:
-        raise TokenizerError(f"{path} is damaged ({error}): download or copy it again") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in an optional file; {} where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is damaged ({error}): download or copy it again") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} holds a {type(value).__name__}, not an object: download or copy it again")
-    return value
 
 
 def _without_lead(step: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -242,43 +250,3 @@ def _without_lead(step: dict[str, Any] | None) -> dict[str, Any] | None:
         if part in step:
             step[part] = [kept for kept in map(_without_lead, step[part]) if kept is not None]
     return step
-
-
-def _content(token: str | Mapping[str, Any]) -> str:
-    """A token's text; files write it plainly or as a description."""
-    return token if isinstance(token, str) else str(token["content"])
-
-
-def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value or [])
-
-
-def _bos_of_model(backend: tokenizers.Tokenizer, folder: Path) -> dict[str, str]:
-    """The BOS token by config.json's id, for folders whose tokenizer does not name one."""
-    bos_id = _read_json(folder / "config.json").get("bos_token_id")
-    token = backend.id_to_token(bos_id) if isinstance(bos_id, int) and bos_id >= 0 else None
-    return {} if token is None else {"bos_token": token}
-
-
-def _declare_added_tokens(backend: tokenizers.Tokenizer, declared: Any, folder: Path) -> None:
-    """Adds the tokens that tokenizer_config.json declares and tokenizer.json lacks, under the ids it declares."""
-    present = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
-    for token_id, description in sorted((declared or {}).items(), key=lambda item: int(item[0])):
-        token = tokenizers.AddedToken(**description)
-        if present.get(int(token_id)) == token.content:
-            continue
-        backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
-        if backend.token_to_id(token.content) != int(token_id):
-            raise TokenizerError(
-                f"{folder / 'tokenizer_config.json'} gives {token.content!r} the id {token_id}, tokenizer.json the "
-                f"id {backend.token_to_id(token.content)}: take both files from the same checkpoint"
-            )
-
-
-def _mark_special(backend: tokenizers.Tokenizer, contents: Sequence[str]) -> None:
-    """Named tokens are special even where tokenizer.json forgot to say so; tokens it lacks stay out."""
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    known = [text for text in contents if text not in special and backend.token_to_id(text) is not None]
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in known])

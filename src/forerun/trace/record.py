@@ -54,7 +54,7 @@ def trace(
         plain = llm.generate([prompt_ids], replace(params, seed=sequence.seed), speculation=False)[0]
         same = list(plain.outputs[0].token_ids) == token_ids
     return Trace(
-        prompt=prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt_ids),
+        prompt=prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt_ids, skip_special_tokens=True),
         prompt_token_ids=prompt_ids,
         text=watched.text,
         token_ids=token_ids,

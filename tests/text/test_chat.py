@@ -1,0 +1,352 @@
+"""Chat templates: the work of a hostile one is bounded, options reach it, and what fails blames whom it should."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections import UserDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from forerun.errors import InvalidRequest, TokenizerError
+from forerun.models.bundled import BUNDLED
+from forerun.text.chat import MARK, ChatTemplate
+from forerun.text.sandbox import MOST_TEXT
+from forerun.text.tokenizer import Tokenizer
+
+STORIES = Path(__file__).resolve().parents[1] / "data" / "stories260k"
+TALK = [
+    {"role": "user", "content": " <hi> & é "},
+    {"role": "assistant", "content": "yes "},
+    {"role": "user", "content": "and?"},
+]
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
+
+
+def rendered(source: object, messages: object = TALK, **options: Any) -> str:
+    return ChatTemplate(source, "a test").render(messages, **options)
+
+
+def grown(step: str, start: str = "'x'") -> str:
+    """A value that is made of itself again and again."""
+    begin = "{% set n = namespace(v=" + start + ") %}"
+    return begin + "{% for i in range(99) %}{% set n.v = " + step + " %}{% endfor %}"
+
+
+SHARED = grown("[n.v, n.v]").replace("99", "60")
+MUCH = "{% set x = 'ab' * 999999 %}{% for i in range(99999) %}"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+ENDS = "{% endfor %}" * 3
+HOSTILE = {
+    "division": "{{ 1 / 0 }}",
+    "modulo": "{{ 1 % 0 }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "block recursion": "{% block a %}{{ self.a() }}{% endblock %}",
+    "exponential recursion": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(90) }}",
+    "repeated text": "{{ 'x' * 10**10 }}",
+    "repeated later": "{% set n = 10**10 %}{{ messages[0].role * n }}",
+    "repeated list": "{{ ([1] * 10**9) | length }}",
+    "repeated tuple": "{{ (10**9 * (1, 2)) | length }}",
+    "power": "{{ 9**(9**9) }}",
+    "square on square": grown("n.v * n.v", "3"),
+    "range": "{% for i in range(10**9) %}x{% endfor %}",
+    "loops": LOOPS + "x" + ENDS,
+    "silent loops": LOOPS + ENDS,
+    "filtered loops": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "buffered loops": "{% set x %}" + LOOPS + "{{ messages }}" + ENDS + "{% endset %}",
+    "constants in loops": "{% set x %}" + LOOPS + "{{ '" + "long" * 999 + "' }}" + ENDS + "{% endset %}",
+    "text in loops": "{% set x %}" + LOOPS + "long" * 999 + ENDS + "{% endset %}",
+    "doubled": grown("n.v + n.v"),
+    "doubled by ~": grown("n.v ~ n.v"),
+    "doubled in a list": grown("n.v + n.v", "['x']"),
+    "doubled by join": grown("[n.v, n.v] | join"),
+    "doubled by format": grown("'%s%s' % (n.v, n.v)"),
+    "doubled by str.format": grown("'{0}{0}'.format(n.v)"),
+    "shared lists": SHARED + "{{ n.v }}",
+    "shared as JSON": SHARED + "{{ n.v | tojson }}",
+    "shared as text": SHARED + "{{ '%s' % (n.v,) }}",
+    "shared and joined": SHARED + "{{ n.v ~ 'x' }}",
+    "replaced": "{% set x = 'a' * 99999 %}{{ x.replace('a', x) | length }}",
+    "replaced by filter": "{% set x = 'a' * 99999 %}{{ x | replace('a', x) | length }}",
+    "replaced nothing": "{% set x = 'a' * 99999 %}{{ x | replace('', x) | length }}",
+    "joined": "{% set x = 'a' * 99999 %}{{ x.join(x | list) | length }}",
+    "joined by filter": "{% set x = 'a' * 99999 %}{{ x | list | join(x) | length }}",
+    "indented": "{{ ('\n' * 99999) | indent(99999) | length }}",
+    "indented JSON": "{{ messages | tojson(indent=10**9) }}",
+    "centred": "{{ 'x' | center(10**10) }}",
+    "justified": "{{ 'x'.ljust(10**10) }}",
+    "zeros": "{{ '1'.zfill(10**10) }}",
+    "tabs": "{{ '\t'.expandtabs(10**10) }}",
+    "wide format": "{{ '%9999999999d' % 1 }}",
+    "wide by star": "{{ '%*d' % (10**9, 1) }}",
+    "wide precision": "{{ '%.999999999f' | format(1.0) }}",
+    "wide str.format": "{{ '{:>9999999999}'.format(1) }}",
+    "wide by argument": "{{ '{:{}}'.format(1, 10**10) }}",
+    "bytes of a number": "{{ (1).to_bytes(10**10, 'big') }}",
+    "batches": "{{ [1] | batch(10**9, 0) | list | length }}",
+    "slices": "{{ [1] | slice(10**9) | list | length }}",
+    "power of a fraction": "{{ 2.5 ** 9999 }}",
+    "lorem ipsum": "{{ lipsum(n=10**6) }}",
+    "searches": MUCH + "{% if 'ba' * 99 + 'c' in x %}{% endif %}{% endfor %}",
+    "comparisons": MUCH + "{% if x + 'y' == x + 'z' %}{% endif %}{% endfor %}",
+    "cuts": MUCH + "{% set y = x[::-1] %}{% endfor %}",
+    "deep": "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}",
+    "deep lists": "{{ " + "[" * 9999 + "]" * 9999 + " }}",
+    "deep loops": "{% for a in [1] %}" * 99 + "{% endfor %}" * 99,
+    "long": "x" * (1 << 21),
+    "files": "{% include '/etc/passwd' %}",
+    "escapes": "{{ ().__class__.__base__.__subclasses__() }}",
+    "attributes": "{{ messages.append.__self__.clear() }}",
+    "undefined call": "{{ nothing() }}",
+    "missing key": "{{ messages[9].content.text }}",
+    "no date": "{{ strftime_now(5) }}",
+    "bad comparison": "{{ [1, 'a'] | sort }}",
+    "bad regex": "{{ 'x' is matching('(') }}",
+    "not a template": "{% for %}",
+    "not a string": "{{ messages + 1 }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_ends_soon_small_and_by_name(name: str) -> None:
+    """A second or two and some hundreds of MB at most, of 2 GB that it is given here."""
+    before, begin = resource.getrlimit(resource.RLIMIT_AS), time.perf_counter()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), before[1]))
+    try:
+        with pytest.raises(TokenizerError, match=r"template of a test (fails|does not parse|is longer)") as caught:
+            rendered(HOSTILE[name])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert len(str(caught.value)) < 400
+    assert "MemoryError" not in str(caught.value)
+    assert time.perf_counter() - begin < 20, "a second or two on a machine that nobody else uses"
+
+
+def test_a_long_conversation_is_no_hostile_one() -> None:
+    """A megabyte in a thousand messages, by a template that looks at every message and cuts its thoughts."""
+    template = """{%- set ns = namespace(first=true, system='') -%}
+    {%- for m in messages -%}
+      {%- if m.role == 'system' -%}{%- set ns.system = ns.system ~ m.content -%}{%- endif -%}
+    {%- endfor -%}
+    {{- ns.system -}}
+    {%- for m in messages -%}
+      {%- set text = m.content | trim -%}
+      {%- if '</think>' in text -%}{%- set text = text.split('</think>')[-1].lstrip('\n') -%}{%- endif -%}
+      {%- if loop.index0 > 0 and messages[loop.index0 - 1].role == m.role -%}{{ raise_exception('twice') }}{%- endif -%}
+      {{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' -}}
+      {%- if m.tool_calls -%}{%- for call in m.tool_calls -%}{{ call | tojson }}{%- endfor -%}{%- endif -%}
+    {%- endfor -%}"""
+    talk = [
+        {"role": "user" if i % 2 else "assistant", "content": f"{i} </think> " + "word " * 200} for i in range(1000)
+    ]
+    assert len(rendered(template, talk)) > 10**6
+
+
+def test_one_text_as_long_as_any_context_is_rendered() -> None:
+    text = "a" * (MOST_TEXT // 4)
+    assert (
+        rendered(
+            "{% for m in messages %}{{ '<u>' + m.content | trim }}{% endfor %}", [{"role": "user", "content": text}]
+        )
+        == "<u>" + text
+    )
+
+
+def folder(where: Path, declared: object = None, file: bytes | None = None) -> Path:
+    """A tokenizer's folder with chat templates of any kind."""
+    where.mkdir(exist_ok=True)
+    shutil.copy(STORIES / "tokenizer.json", where)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (where / "tokenizer_config.json").write_text(
+        json.dumps(config | ({} if declared is None else {"chat_template": declared}))
+    )
+    if file is not None:
+        (where / "chat_template.jinja").write_bytes(file)
+    return where
+
+
+BROKEN: dict[str, Callable[[Path], Path]] = {
+    "number": lambda path: folder(path, 5),
+    "object": lambda path: folder(path, {"default": PLAIN}),
+    "list of texts": lambda path: folder(path, [PLAIN]),
+    "no name": lambda path: folder(path, [{"template": PLAIN}]),
+    "number by name": lambda path: folder(path, [{"name": "default", "template": 5}]),
+    "list as name": lambda path: folder(path, [{"name": ["default"], "template": PLAIN}]),
+    "bytes": lambda path: folder(path, PLAIN, b"\xff\xfe"),
+    "folder": lambda path: ((folder(path, PLAIN) / "chat_template.jinja").mkdir(), path)[1],
+    "syntax": lambda path: folder(path, "{% if %}"),
+    "nothing": lambda path: folder(path),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_damaged_template_fails_chats_alone(tmp_path: Path, kind: str) -> None:
+    tokenizer = Tokenizer.load(BROKEN[kind](tmp_path / "model"))
+    assert tokenizer.encode("Once") == [403]
+    for work in (tokenizer.require_chat_template, lambda: tokenizer.apply_chat_template(TALK)):
+        with pytest.raises(TokenizerError, match=r"chat_template") as caught:
+            work()
+        assert str(tmp_path / "model") in str(caught.value)
+
+
+OPTIONS = """{% if enable_thinking is defined and enable_thinking is false %}<no>{% endif %}{% for t in tools or [] %}
+{{ t | tojson(indent=4) }}{{ t.function.name | upper }}{% endfor %}
+{{ documents }}{{ reasoning_effort }}{{ bos_token }}"""
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"é": {}}}}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "reasoning_effort": "low"},
+        {"tools": [TOOL, TOOL]},
+        {"documents": [{"title": "a", "text": "b"}]},
+        {"bos_token": "<other>"},
+        {"chat_template": "{{ messages | length }}"},
+    ],
+    ids=str,
+)
+def test_options_reach_the_template_as_in_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = folder(tmp_path, OPTIONS)
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    found = ours.apply_chat_template(TALK, tokenize=False, **options)
+    assert found == theirs.apply_chat_template(TALK, tokenize=False, **options)
+
+
+def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
+    path = folder(tmp_path, named)
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    for tools in (None, [TOOL]):
+        found = ours.apply_chat_template(TALK, tools, tokenize=False)
+        assert found == theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+
+
+TRIMMING = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, TRIMMING, OPTIONS + TRIMMING])
+@pytest.mark.parametrize("end", ["I think", "I think ", " s", "<", "user", ""])
+def test_the_last_message_may_be_left_open(tmp_path: Path, template: str, end: str) -> None:
+    path = folder(tmp_path, template)
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    talk = [*TALK, {"role": "assistant", "content": end}]
+    found = ours.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+    assert MARK not in found
+    assert found == theirs.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([], {}),
+        ([{"role": "user", "content": None}], {}),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], {}),
+        (TALK, {"add_generation_prompt": True}),
+    ],
+)
+def test_what_cannot_be_left_open_is_refused(messages: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="continue_final_message: "):
+        rendered(PLAIN, messages, continue_final_message=True, **options)
+    with pytest.raises(InvalidRequest, match="continue_final_message: the template does not show the last message"):
+        rendered("nothing", continue_final_message=True)
+
+
+LOOP: list[Any] = []
+LOOP.append({"role": "user", "content": LOOP})
+DEEP: Any = "x"
+for _ in range(500):
+    DEEP = [DEEP]
+WIDE: Any = "x"
+for _ in range(40):
+    WIDE = [WIDE, WIDE]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        5,
+        "hello",
+        b"hello",
+        {"role": "user", "content": "x"},
+        ["hello"],
+        [None],
+        [["role", "user"]],
+        [{}],
+        [{"content": "x"}],
+        [{"role": 5, "content": "x"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": b"x"}],
+        [{"role": "user", "content": float("nan")}],
+        [{"role": "user", "content": {"text": "x"}}],
+        [{"role": "user", "content": [float("inf")]}],
+        [{"role": "user", "content": "x", 5: 6}],
+        [{"role": "user", "content": "x", "extra": object()}],
+        [{"role": "user", "content": "x", "extra": {1, 2}}],
+        [{"role": "user", "content": DEEP}],
+        [{"role": "user", "content": WIDE}],
+        [{"role": "user", "content": "x" * (MOST_TEXT + 1)}],
+        LOOP,
+    ],
+)
+def test_messages_that_are_none_are_the_requests_mistake(messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages: ") as caught:
+        rendered(PLAIN, messages)
+    assert caught.value.field == "messages"
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("field", ["tools", "documents", "anything"])
+@pytest.mark.parametrize("value", [float("nan"), object(), LOOP, print], ids=["nan", "object", "loop", "function"])
+def test_an_option_that_is_no_json_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: "):
+        rendered(PLAIN, **{field: [value]})
+
+
+def test_messages_of_other_types_are_read_as_what_they_hold() -> None:
+    talk = tuple(UserDict(message) for message in TALK)
+    assert rendered(PLAIN, talk, add_generation_prompt=True) == rendered(PLAIN, TALK, add_generation_prompt=True)
+
+
+def test_a_template_cannot_change_the_messages() -> None:
+    talk = [dict(message) for message in TALK]
+    with pytest.raises(TokenizerError, match="fails"):
+        rendered("{% for m in messages %}{{ m.update(role='x') }}{% endfor %}", talk)
+    assert talk == TALK
+
+
+def test_the_bundled_template_is_rendered_as_in_transformers() -> None:
+    path = BUNDLED["stdlib"]
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    for ask in (False, True):
+        expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=ask)
+        assert ours.apply_chat_template(TALK, tokenize=False, add_generation_prompt=ask) == expected
+
+
+def test_what_scripts_do_with_a_tokenizer_works_as_in_transformers() -> None:
+    path = STORIES
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    texts = ["Once upon a time", "there was"]
+    assert ours("Once upon").input_ids == ours("Once upon")["input_ids"] == theirs("Once upon").input_ids
+    assert ours(texts).input_ids == theirs(texts).input_ids
+    assert len(ours) == len(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.convert_tokens_to_ids("</s>") == theirs.convert_tokens_to_ids("</s>") == 2
+    for name in ("bos_token", "eos_token", "pad_token", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    ids = [1, *theirs(texts[0]).input_ids, 2]
+    assert ours.batch_decode([ids, [403]]) == theirs.batch_decode([ids, [403]])
+    assert ours.decode(403) == theirs.decode(403)
+    for wrong in ([-1], [2**40], -1):
+        with pytest.raises(InvalidRequest, match=r"^ids: .* are not token ids"):
+            ours.decode(wrong)
