@@ -1,7 +1,7 @@
-"""forerun: speculative decoding that is exact.
+"""forerun: exact speculative decoding.
 
-A small drafter guesses the next tokens of a large language model, the large model checks all guesses in one pass,
-and the answer is exactly what it would have said alone, only sooner.
+A small drafter guesses the next tokens of a large language model, the large model checks all guesses in one pass, and
+the answer is exactly the one that the large model gives alone, but sooner.
 
 Names are imported when they are first used, so that `forerun --help` need not wait for torch.
 """

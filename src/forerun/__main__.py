@@ -1,8 +1,8 @@
 """The `forerun` command, also as `python -m forerun`.
 
-Ctrl-C ends the process at once and without a word until a command begins its work: before that there is nothing to
-save, and an interrupted import would print a long traceback. For the same reason this file imports nothing of the
-package that takes time.
+Until a command begins its work, Ctrl-C ends the process at once and without a message: there is nothing to save yet,
+and an interrupted import would print a long traceback. For the same reason this file imports nothing of the package
+that takes time.
 """
 
 import os

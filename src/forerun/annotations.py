@@ -1,8 +1,7 @@
 """Shape annotations for public functions: `Float[Tensor, "batch nodes vocab"]`.
 
-They are jaxtyping's where it is installed, and tests check them at run time. Where it is missing, an annotation is the
-bare type of the array, so that the package imports and computes without it.
-`ProgressCallback` is what long work reports to.
+They are jaxtyping's where it is installed, and tests check them at run time. Where it is not installed, an annotation
+is the bare type of the array, so that the package works without it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """AsyncLLM: the front door for event loops, over an engine in a thread of its own.
 
-The file decides who may talk to the engine: its thread alone, which takes jobs from one queue and hands news to one
+This file decides who may use the engine: only its thread, which takes jobs from one queue and puts deltas into one
 outbox per request.
 """
 

@@ -1,7 +1,7 @@
-"""What the command line shows: tokens coloured by origin, and a card of the run.
+"""The output of the command line: tokens coloured by origin, and a card of the run.
 
-This file decides colours and wording only. On anything that is not a colour terminal, and with NO_COLOR set, text is
-plain.
+This file decides colours and wording. Where the output is not a colour terminal, and with NO_COLOR set, text has no
+colours.
 """
 
 from __future__ import annotations

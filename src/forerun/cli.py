@@ -1,7 +1,7 @@
-"""The command line: the table of commands, and what holds for all of them.
+"""The command line: the table of commands, and what is the same for all of them.
 
-A mistake of the user's is one line on standard error and status 2. The commands themselves are in `commands`, one file
-each; each of them imports what it needs when it is run, so that help and mistakes do not wait for torch.
+A user's mistake is one line on standard error and status 2. Each command is one file in `commands`, which imports its
+dependencies when it is run, so that help and mistakes do not wait for torch.
 """
 
 from __future__ import annotations

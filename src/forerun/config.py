@@ -1,7 +1,6 @@
-"""What a user can set, as frozen values: one dataclass per part, composed.
+"""The options of the engine and of speculation, as frozen values.
 
-Decides names, defaults and bounds; the command line's options come from here. How any of it is done is decided
-elsewhere.
+This file decides names, defaults and bounds, also for the command line.
 """
 
 from __future__ import annotations

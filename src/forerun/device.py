@@ -1,8 +1,8 @@
-"""Devices: where tensors live, what is free there, and how host numbers get there without waiting.
+"""Devices: where tensors live, how much memory is free there, and how host data gets there without waiting.
 
-This file decides what "auto" means and which device can be had. On a CPU all of this is trivial. On a GPU the host
-would stop until the device is done if it copied from ordinary memory or awaited a copy back, so copies go through
-pinned memory and are not awaited.
+This file decides what "auto" means and which devices are available. On a CPU all of this is trivial. On a GPU the host
+would wait for the device if it copied from ordinary memory or waited for a copy back, so copies use pinned memory and
+run asynchronously.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The words of other libraries: what scripts written for vLLM say, in forerun's words.
+"""The keywords of vLLM, translated to forerun's.
 
-The tables say of every keyword of vLLM's `LLM` and of its `speculative_config` which values ask for what forerun does
-anyway; those are accepted, and any other value is answered with what to write instead. Nothing is accepted for its name
-alone. The words that both libraries share are parameters of `LLM` itself and do not pass through here.
+The tables say for every keyword of vLLM's `LLM` and of its `speculative_config` which values ask for what forerun does
+anyway. Those are accepted; any other value raises an error that says what to write instead. The keywords that both
+libraries share are parameters of `LLM` itself and are not handled here.
 """
 
 from __future__ import annotations

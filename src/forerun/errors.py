@@ -1,31 +1,31 @@
-"""Every error a user can meet, as one tree.
+"""Every error that a user can meet, as one tree.
 
-Each message says the offending value and what to do about it. Broken invariants are not here: they are
-`assert`s where they break. This file knows nothing of the rest of the package.
+Each message contains the offending value and says what to do about it. Broken invariants are not in this tree: they are
+`assert`s where they break.
 
     ForerunError
     ├── ModelError
     │   ├── ModelNotFound           no such folder or hub id
-    │   ├── UnsupportedModel        an architecture or option the decoder does not compute
-    │   ├── MissingWeights          a shard or tensor is not there
+    │   ├── UnsupportedModel        an architecture or option that the decoder does not compute
+    │   ├── MissingWeights          a shard or tensor is missing
     │   ├── WrongShape              a tensor disagrees with config.json
     │   ├── ModelOutputInvalid      the model's own logits hold NaN, or no number at all
     │   ├── WidenedDiffers          a widened checkpoint does not compute what its source computes
     │   └── TokenizerError          tokenizer or chat template missing or damaged
     ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
-    │   ├── PromptTooLong
-    │   └── InvalidTree             a static tree that is none, or whose file cannot be read
+    │   ├── PromptTooLong           a prompt that leaves no room for a new token
+    │   └── InvalidTree             a static tree that is malformed, or whose file cannot be read
     ├── UnknownKeyword              a keyword that a function does not have; names the likely one
     ├── DraftError
-    │   ├── UnknownDrafter          the draft specification does not parse or names nothing known
+    │   ├── UnknownDrafter          a draft specification that does not parse or names an unknown drafter
     │   ├── VocabularyMismatch      the drafter's tokens cannot be compared with the target's
-    │   ├── PastFileError           a file of past answers is damaged, something else, or out of reach
+    │   ├── PastFileError           a file of past answers that is damaged, something else, or not accessible
     │   └── WrongTarget             a drafter that reads one target's cache or states was given to an engine of another
-    ├── DeviceUnavailable           a device, or what is needed to use it, is not there
+    ├── DeviceUnavailable           a device, or what is needed to use it, is missing
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
     ├── RequestFailed               a round failed for one request alone; the cause says why
-    └── EngineClosed                work was handed to an engine that has shut down
+    └── EngineClosed                work was given to an engine that has shut down
 """
 
 

@@ -1,8 +1,8 @@
 """Fields: a JSON file of a checkpoint, read with errors that name the file, the key and the value.
 
-Checkpoints come from strangers and over networks, so a file may be missing, cut short, a folder, or hold anything under
-any key. The file decides how that is told; which keys there are is the business of those who read them. null counts as
-absent throughout.
+Checkpoints come from untrusted sources and over networks, so a file may be missing, cut short or a folder, and may hold
+any value under any key. This file decides how that is reported; its callers decide which keys there are. null counts as
+absent everywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A table of figures that keeps all of them on any terminal: where it is too narrow, columns go below each other."""
+"""A table of figures that shows all of them on any terminal: on a narrow one, columns move below each other."""
 
 from __future__ import annotations
 

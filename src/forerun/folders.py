@@ -1,4 +1,4 @@
-"""Where forerun keeps files of its own: a folder for each kind of file, below the user's cache folder."""
+"""The folders in which forerun keeps files: one for each kind of file, below the user's cache folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Limits: which numbers a request may bring, and how a value that cannot be served is shown.
+"""Limits: which numbers a request may contain, and how a value that cannot be served is shown.
 
-A whole number is whatever Python or numpy counts as an integer, a real number also what `fractions` makes; a bool is
-neither. What passes a check is a plain int or float that int64 or float32 holds, so that no later arithmetic overflows.
-This module knows no field by name.
+A whole number is anything that Python or numpy counts as an integer; a real number may also be a `Fraction`; a bool is
+neither. A number that passes a check is a plain int or float that fits int64 or float32, so that no later arithmetic
+overflows. The callers decide which field has which bounds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LLM: the front door of the library.
 
-The file decides how a model, its drafter, the memory plan and the engine are put together, and who steps the engine.
+This file decides how a model, its drafter, the memory plan and the engine are put together, and who steps the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The machine: what a measurement must say of where it was made, and what the last bits of results depend on.
+"""The machine: the facts that a measurement must report, and those on which the last bits of results depend.
 
-This file decides how a processor is named, how memory bandwidth and the most memory held are measured, which sources
-are told apart, and what of a machine makes torch's libraries add up in another order.
+This file decides how a processor is named, how memory bandwidth and peak memory are measured, which versions of the
+source are told apart, and which properties of a machine change the order of sums in torch's libraries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Messages: conversations as prompts, in the way that a model's chat template spells them.
+"""Messages: conversations as prompts, in the form of a model's chat template.
 
-The file decides which forms messages may come in and how template options reach the template. What a template makes of
-them is the template's own business.
+This file decides which forms messages may have and how template options reach the template. `text.chat` renders the
+template.
 """
 
 from __future__ import annotations

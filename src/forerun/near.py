@@ -1,7 +1,7 @@
-"""Near names: what was probably meant by a name that does not exist.
+"""Near names: the name that was probably meant by one that does not exist.
 
-The file decides which name is suggested where a user's is unknown: one that other libraries use for the same thing, or
-else one that is spelled alike.
+This file decides which name is suggested: one that other libraries use for the same thing, or else one with a similar
+spelling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Results: what a finished request answers, and how it went.
+"""Results: the answer to a finished request, and its metrics.
 
-The file decides how the deltas of a request's samples are put together. Both front doors hand their deltas to it, so
-that an answer is the same whichever door it came through.
+This file decides how the deltas of a request's samples are joined. Both front doors use it, so that an answer is the
+same from either.
 """
 
 from __future__ import annotations

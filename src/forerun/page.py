@@ -1,7 +1,7 @@
-"""Help pages: how the options, examples and exit statuses of a command are laid out.
+"""Help pages: the layout of a command's options, examples and exit statuses.
 
-Options stand in groups, names on the left and what they do on the right, or below where the terminal is narrow. Names
-and examples are never cut or broken, so that they can be copied.
+Options stand in groups, with names on the left and descriptions on the right, or below where the terminal is narrow.
+Names and examples are never cut or broken, so that they can be copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Progress: a bar on the terminal for work that takes long, where a person watches.
+"""Progress: a bar for work that takes long, shown where standard error is a terminal.
 
-The file decides when a bar is shown and how often it is drawn. Callers only report what they do and how much of it is
-done; the same report can go to a callback of the user's instead.
+This file decides when a bar is shown and how often it is drawn. Callers report what they do and which share of it is
+done; the same report can go to a callback of the user instead.
 """
 
 from __future__ import annotations

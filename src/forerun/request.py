@@ -1,7 +1,7 @@
-"""Request: what is asked of a model, as one frozen value.
+"""Request: a prompt and everything that is asked about its answer, as one frozen value.
 
-The file decides which forms a prompt may come in and turns each into text or token ids. Whether a model can serve the
-request is decided where the two meet, in `engine.request`.
+This file decides which forms a prompt may have, and turns each into text or token ids. `engine.request` decides whether
+a model can serve the request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""StaticTree: the shape of drafts, settled before any token is drawn, as Medusa's trees are.
+"""StaticTree: a fixed shape of drafts, chosen before any token is drawn, like Medusa's trees.
 
-Decides what a shape is, how large drafts may be, and how a file spells a shape: a path of ranks names a node, and
-[0, 2] is the third guess after the first guess after the root. It does not decide which drafters can draft one. After
-the trees of Medusa (Cai et al., 2024).
+This file decides what a shape is, how large drafts may be, and how a file spells a shape: a path of ranks names a node,
+and [0, 2] is the third guess after the first guess after the root. After the trees of Medusa (Cai et al., 2024).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The standard streams: what goes where, and how the program ends when one of them cannot be written.
+"""The standard streams: what is written to which, and how the program ends when one of them cannot be written.
 
-Standard output carries the answer and nothing else; errors, cards beside an answer, and bars go to standard error. A
-reader that goes away (`| head -1`) ends the program without a word, as it ends other programs; a full disk ends it with
-one line.
+Standard output carries only the answer; errors, cards beside an answer, and bars go to standard error. If the reader of
+standard output goes away (`| head -1`), the program ends without a message, like other programs; if a disk is full, it
+ends with one line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""DraftTree: guessed continuations, the currency of draft, verify and accept.
+"""DraftTree: guessed continuations, the value that draft, verify and accept exchange.
 
-Decides how guesses are laid out: one token tree per sequence, as two integer tensors. Everything else (masks,
-depths, positions, paths) is derived from them here. Knows nothing of models, caches or sampling.
+This file decides how guesses are laid out: one token tree per sequence, as two integer tensors. Masks, depths,
+positions and paths are all derived from them here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """PagedCache: the keys and values of one model, for many sequences of different lengths.
 
-This module decides which tokens of a row count: those up to `length` are committed, those behind it are guesses (the
-*tail*). Only `keep` moves `length` on. A rejected guess needs no rollback: it is a tail that was not kept. Where rows
-lie is decided in blocks; what keys mean, who reads them and how guesses form trees is decided elsewhere.
+This module decides which tokens of a row are committed: those up to `length` are, those behind it are guesses (the
+*tail*). Only `keep` changes `length`. A rejected guess needs no rollback: it is a tail that was not kept. `blocks.py`
+decides where rows lie, and the runner how guesses form trees.
 """
 
 from __future__ import annotations

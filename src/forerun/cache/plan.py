@@ -1,10 +1,10 @@
 """The memory plan: how long texts may be, and how many tokens the caches of the target and its drafters hold.
 
-Memory is given out in this order. One sequence of the target comes first: it is served or the plan is refused. Then
-every drafter gets a cache for that sequence, and where the user set no context length, a long context is shortened
+Memory is assigned in this order. First comes the cache for one sequence of the target: without it the plan is refused.
+Then every drafter gets a cache for that sequence; where the user set no context length, a long context is shortened
 until there is room for it. After that all caches grow together, token for token, since a sequence is drafted only as
-far as both models hold it; so a drafter costs sequences where memory is short, and the plan says how many. The plan is
-a pure function of numbers of bytes and tokens; no model is loaded for it.
+far as both models hold it. So where memory is short a drafter reduces the number of sequences, and the plan says by how
+many. The plan is a pure function of numbers of bytes and tokens; no model is loaded for it.
 """
 
 from __future__ import annotations

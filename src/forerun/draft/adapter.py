@@ -1,9 +1,9 @@
-"""An adapter above an exit: it reads on what the target's lower layers say, and the target's head says what follows.
+"""An adapter above an exit: it reads the states of the target's lower layers, and the target's head gives its logits.
 
-This module decides what an adapter reads and when. Final text is read as it is told, from the target's states at the
-exit; guesses go through the target's lower layers first, in the target's cache, and then through the adapter, in a
-cache of its own. Guesses that turn out right stay read. States of final text are shown once and not kept, so a sequence
-that finds no room is not drafted until it is told anew.
+This module decides what an adapter reads and when. Final text is read when it is observed, from the target's states at
+the exit. Guesses go through the target's lower layers first, in the target's cache, and then through the adapter, in
+the adapter's own cache; accepted guesses are not read again. The states of final text are shown once and not kept, so a
+sequence that finds no room is not drafted until it is observed from the start again.
 """
 
 from __future__ import annotations

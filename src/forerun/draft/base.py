@@ -1,7 +1,8 @@
-"""The one seam for drafters.
+"""The protocol of drafters.
 
-A drafter is told what became final (`observe`) and asked for guesses (`propose`). It declares its needs as data and is
-never asked what it is. It is not told of verification, scheduling, stop conditions or other requests' text.
+The engine tells a drafter what became final (`observe`) and asks it for guesses (`propose`). A drafter declares its
+needs as data, and no code asks which kind it is. Verification, scheduling, stop conditions and other requests' text are
+not visible to a drafter.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The whole of a draft model's chains as one graph: draw, read, draw, ... with no launch in between.
+"""A draft model's whole chains as one graph: draw, read, draw, ... without a launch in between.
 
 This module decides for which rounds that is possible: chains that are drawn from plain or tempered logits under coupled
-noise. A graph does the same for every round, so nothing in it may hang on a request: temperatures, keys and positions
-are tensors, and what filters or penalties would add is left to `loop`, step by step. Chains may end at different
-depths: the deepest come first, and at every step the rows that have ended are padding. So a graph also serves shorter
-chains and fewer rows than it was captured for, as there are near the ends of answers. Off a GPU the same functions
-simply run.
+noise. A graph does the same work for every round, so nothing in it may depend on a request: temperatures, keys and
+positions are tensors, and rounds with filters or penalties are left to `loop`, step by step. Chains may end at
+different depths: the deepest come first, and at every step the rows that have ended are padding. So a graph also serves
+shorter chains and fewer rows than it was captured for, as they occur near the ends of answers. Without a GPU the same
+functions run uncaptured.
 """
 
 from __future__ import annotations

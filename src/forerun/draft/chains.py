@@ -1,7 +1,8 @@
-"""Chains from a model's logits, token by token, for draws that depend on no path.
+"""Chains from a model's logits, token by token, for draws that do not depend on the path.
 
-This module decides who is drafted on at each step. What `expand` would grow with a width of 1, without its trees: a
-small model's step is so short that laying out trees would take as long. A callback reads the tokens with the model.
+This module decides which rows are drafted at each step. It does what `expand` does with a width of 1, but without
+trees: a small model's step is so short that laying out trees would take as long. A callback reads the tokens with the
+model.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The target's own first layers as drafter: their states, under the target's norm and head, guess (2404.16710).
 
-This module decides what is read, where, and what of it the target's pass need not read again. Root and guesses go
-through the layers below the exit, in the target's own cache, into the slots where verification wants them; there is no
-other model and, without an adapter, no other cache. All committed text has been read by the target, so there is nothing
-to catch up with and nothing to remember; what an adapter reads is `adapter`'s business. A chain's keys, values and
-states are handed on with the draft (`Resume`): these layers compute the same bits for one token as for many, so the
-target's pass begins at the exit, but for the last guess, which nobody has read. A tree's are not, as its nodes lie
-elsewhere in the target's pass, and nor are those of passes of fixed shape: these are read anew. How trees grow is
-`expand`'s business.
+This module decides what is read, where, and which of it the target's pass need not read again. Root and guesses go
+through the layers below the exit, in the target's own cache, into the slots where verification expects them; there is
+no other model and, without an adapter, no other cache. The target has read all committed text, so there is nothing else
+to read or to remember. A chain's keys, values and states are handed on with the draft (`Resume`): these layers compute
+the same bits for one token as for many, so the target's pass begins at the exit, except for the last guess, which was
+not read yet. Trees, whose nodes lie in other slots in the target's pass, and passes of fixed shape are read again.
+`expand` grows trees, and `adapter` decides what an adapter reads.
 """
 
 from __future__ import annotations

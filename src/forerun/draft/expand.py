@@ -1,7 +1,7 @@
 """Growing token trees from a model's logits, level by level, for many sequences with different budgets.
 
-This module decides in which order nodes are read and drawn, and lays out what comes of it; which nodes get children is
-`Growth`'s business. Each level is one pass of the model, over the nodes of all sequences. A callback reads nodes with
+This module decides in which order nodes are read and drawn, and how the result is laid out; `Growth` decides which
+nodes get children. Each level is one pass of the model, over the nodes of all sequences. A callback reads nodes with
 the model and gives their logits.
 """
 

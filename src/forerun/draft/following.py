@@ -1,7 +1,7 @@
-"""Following: one sequence as a draft model knows it.
+"""Following: the state of one sequence in a draft model.
 
-This module decides how what was read behind the kept text is numbered and found again, and what of a text stays when
-its end turns out otherwise.
+This module decides how the tokens that were read behind the kept text are numbered and found again, and which part of a
+text stays when its end turns out to be different.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One sequence's tree while it grows: its nodes, which of them get children, and which stay in the end.
 
 This module decides the shape of trees, in one of three ways. Where guesses are judged by equality any choice is exact,
-so the tree is the best there is: the likeliest paths, whatever was drawn. Rejection rules need the law that every guess
-was drawn from, so there the number of children is settled before they are drawn, from what was drawn before, and all
-stay. And a budget may name a shape.
+so the tree has the likeliest paths, chosen after drawing. Rejection rules need the law that every guess was drawn from,
+so there the number of children is fixed before they are drawn, from what was drawn before, and all stay. Or the budget
+names a shape.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Judge: what a drafter must be able to do besides, to verify the guesses of another in a cascade.
+"""Judge: what a drafter must be able to do in addition, to verify the guesses of another in a cascade.
 
-A judge answers one question: its logits after guesses that stand behind a text. How logits become a verdict is decided
-by `verify`, as in a round of the target.
+A judge gives its logits after guesses that follow a text. `verify` turns the logits into a verdict, as in a round of
+the target.
 """
 
 from __future__ import annotations

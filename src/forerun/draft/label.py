@@ -1,7 +1,6 @@
-"""What a drafter is called wherever numbers measured with it are shown.
+"""The name of a drafter wherever numbers measured with it are shown.
 
-Decides one thing: that a checkpoint which was widened is called what it was made from, and that it was. Knows nothing
-of how drafters are built.
+This file decides one thing: a widened checkpoint is shown with the name of its source, and as widened.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A draft model's chains, drawn on the device: the host lays out every step before it knows a single token.
+"""A draft model's chains, drawn on the device: the host lays out every step before it knows any token.
 
-This module decides when that is possible and what is read at each step. Where chains end is settled by budgets alone,
-so slots, positions and tables need no tokens; those stay on the device, from one step's draw to the next step's read
-and on to the target's pass, and are downloaded behind the host's back. Where a draw needs the host (a request's own
-processors) or a shape depends on what was drawn (trees, prices), `expand` does it level by level.
+This module decides when that is possible and what is read at each step. Budgets alone decide where chains end, so
+slots, positions and tables need no tokens. The tokens stay on the device, from one step's draw to the next step's read
+and on to the target's pass, and are downloaded without waiting. Where a draw needs the host (a request's own
+processors) or a shape depends on what was drawn (trees, prices), `expand` drafts level by level.
 """
 
 from __future__ import annotations

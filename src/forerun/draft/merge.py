@@ -1,11 +1,11 @@
-"""Merging: the trees that several drafters guessed for one sequence become one, of the likeliest paths among all.
+"""Merging: the trees that several drafters guessed for one sequence become one tree of the likeliest paths.
 
-This module decides what is the same path, what it survives with, and which of them stay: after SpecInfer (Miao et al.,
-2305.09781), whose trees are joined whole.
+This module decides which paths are the same, with which survival, and which of them stay: after SpecInfer (Miao et al.,
+2305.09781), which joins whole trees.
 
-With survival that tells the truth, a tree is expected to have as many guesses accepted as its survival adds up to. A
-path here survives with no less than any member thinks, never with more than the path it goes on from; so the likeliest
-n of all are found by taking the likeliest next, n times, and add up to no less than any member's own n.
+If survival is estimated correctly, the sum of a tree's survival is its expected number of accepted guesses. A path here
+has at least the survival that any member gives it, and at most that of the path it continues. So taking the likeliest
+next path n times finds the likeliest n of all, and their sum is at least that of any member's own n.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A mix: several drafters, all of them kept warm; each round every row is drafted by one of them, or by all together.
+"""A mix: several drafters that are all kept up to date; in each round every row is drafted by one of them or by all.
 
-This module decides who is asked and puts together what they say. Which arm drafts a row is the budget's to say: a
-member alone, or, as the last arm, all of them, their trees merged. Only members that have a row are called; all of them
-are told what became final, so any may be asked next. Which arm pays is decided by the engine's controller.
+This module decides which members are asked, and joins their drafts. The budget says which arm drafts a row: a member
+alone or, as the last arm, all of them, their trees merged. Only members that have a row are called, but all of them
+observe what became final, so any may be asked next. The engine's controller decides which arm pays.
 
-A row that one member drafted keeps that member's law; a merged one has none, as what stays of it was chosen after it
-was drawn: it is judged by equality, which is exact for any choice. Where more than one member is asked, their trees are
-put together on the host, which waits for those that were drawn on a device and have not come down yet.
+A row that one member drafted keeps that member's law. A merged row has no law, because its guesses were chosen after
+they were drawn: it is judged by equality, which is exact for any choice. Where more than one member is asked, their
+trees are joined on the host, which waits for drafts that were drawn on a device and have not been copied yet.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A smaller model as drafter, with a cache of its own, batched.
 
 This module decides what the small model reads and when: committed text lazily, when a sequence is drafted again; its
-own guesses one level at a time. The K, V of guesses that turned out right are kept, so that a round usually starts with
-the root and at most one token more. It can judge another's chains, which it reads as it reads its own. Want of memory
-makes drafts shallower, never an error. How trees grow is `expand`'s business; where tokens lie in the cache is the
-runner's.
+own guesses one level at a time. The keys and values of accepted guesses are kept, so that a round usually starts with
+the root and at most one token more. The model can also judge another drafter's chains, which it reads like its own.
+Lack of memory makes drafts shallower and is never an error. `expand` grows trees; the runner decides where tokens lie
+in the cache.
 """
 
 from __future__ import annotations

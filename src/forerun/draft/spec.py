@@ -1,8 +1,8 @@
-"""How drafters are spelled: `name`, `name:argument`, or `name[drafter, drafter, ...]`, nested at will.
+"""The spelling of drafters: `name`, `name:argument`, or `name[drafter, drafter, ...]`, nested to any depth.
 
-Decides the grammar and nothing else: whether a name exists, or takes an argument, is known to `build`. Examples:
-`ngram`, `ngram:5`, `model:path/to/checkpoint`, `cascade[suffix,model:A]`. An argument ends at a comma or a bracket;
-one that holds such a character is put in double quotes.
+This file decides only the grammar; `build` decides which names exist and which take an argument. Examples: `ngram`,
+`ngram:5`, `model:path/to/checkpoint`, `cascade[suffix,model:A]`. An argument ends at a comma or a bracket; one that
+contains such a character is put in double quotes.
 """
 
 from __future__ import annotations

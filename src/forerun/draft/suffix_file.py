@@ -1,8 +1,8 @@
-"""PastFile: past answers on disk, a line of JSON each, behind a line that says which tokenizer they are of.
+"""PastFile: past answers on disk, one line of JSON each, after a line that says which tokenizer they belong to.
 
-This file decides that nothing is lost when a process dies, and that nobody's file is harmed: an answer is one write at
-the end, other processes may do the same (a hidden lock file beside it keeps them apart), and whatever is not understood
-to the last line is refused and left alone. A later line takes the place of an earlier one of the same name.
+This file decides how answers survive the end of a process without harm to other files. An answer is one write at the
+end of the file; a hidden lock file beside it keeps several processes apart. A file that is not understood to its last
+line is refused and not changed. A later line replaces an earlier one of the same name.
 """
 
 from __future__ import annotations

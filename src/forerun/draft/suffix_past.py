@@ -1,7 +1,7 @@
-"""Past: the answers of sequences that are gone, each tenant's apart, for suffix decoding.
+"""Past: the answers of finished sequences, separate for each tenant, for suffix decoding.
 
 This module decides how much is kept and what is forgotten first: the oldest answer of all tenants. Where there is a
-file, every answer is in it as soon as it is in here. How the file is written is decided in `suffix_file.py`.
+file, every answer is written to it as soon as it is held here. `suffix_file.py` decides how the file is written.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""A text in the target's tokens, told as it grows, as a text in the drafter's tokens.
+"""The text of a sequence in the drafter's tokens, kept up to date while it grows in the target's tokens.
 
-This module decides where a text may be cut so that what is behind the cut cannot change the tokens before it: so little
-is encoded again when the text grows, and the tokens depend on the text alone, not on the steps in which it was told.
+This module decides where a text may be cut so that what follows the cut cannot change the tokens before it. So only
+little is encoded again when the text grows, and the tokens depend on the text alone, not on the steps in which it came.
 
-A *seam* is a place before a blank and behind anything but white space. Texts are closed at the first seam behind every
-SHORTEST characters, at the latest after LONGEST, and each closed piece is encoded once. The tokens are those of the
-whole text, encoded at once, wherever pieces were closed at seams, no token of the vocabulary holds a seam and the
-tokenizer splits a text alike on both sides of one: merges on the two sides then never meet. That is so for all
-tokenizers that cut words off with their leading blanks, GPT's, Llama's, Qwen's and Gemma's. Elsewhere (a text without
-seams, a vocabulary of phrases) two tokens may be what could have been one: guesses may be worse there, no output is.
+A *seam* is a place before a blank and after anything but white space. Texts are closed at the first seam behind every
+SHORTEST characters, at the latest after LONGEST, and each closed piece is encoded once. The tokens equal those of the
+whole text, encoded at once, if pieces were closed at seams, no token of the vocabulary holds a seam, and the tokenizer
+splits a text alike on both sides of one, because merges on the two sides then never meet. That holds for all tokenizers
+that cut words off with their leading blanks, such as those of GPT, Llama, Qwen and Gemma. Elsewhere (a text without
+seams, a vocabulary of phrases) there may be two tokens where one was possible; guesses may then be worse, but the
+output does not change.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A draft model of another vocabulary.
 
 This module decides how its guesses become the target's tokens, in one of two ways. Where the vocabularies share enough
-tokens (TLI, token-level intersection) it is an ordinary model drafter that guesses shared tokens alone, drawn as the
+tokens (TLI, token-level intersection) it is an ordinary model drafter that guesses shared tokens only, drawn as the
 target's ids: with the target's noise, as trees, under declared laws. Where they do not (SLEM, string-level exact match)
-it goes on with the text by itself, in its own tokens, and what it wrote is encoded in the target's: chains without a
-law, judged by `follow`. Either way the model reads the text in its own tokens, told by a transcript. After Timor et al.
-(ICML 2025, arXiv 2502.05202). Whatever it guesses, the output is the target's.
+it continues the text in its own tokens, and the result is encoded in the target's: chains without a law, judged by
+`follow`. In both ways the model reads the text in its own tokens, through a transcript. After Timor et al. (ICML 2025,
+arXiv 2502.05202).
 """
 
 from __future__ import annotations

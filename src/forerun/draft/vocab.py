@@ -1,9 +1,9 @@
 """Two vocabularies compared by the bytes that their tokens spell.
 
-This module decides which token of a drafter is which of the target's, how a drafter's logits become logits over the
-target's ids, and how much of what the target says such tokens can say. Special tokens mean what their model was taught:
-they are the same where both tokenizers name them alike or give them the same office, and the only one that is guessed
-is the end of the text. Texts that grow are `transcript.py`'s business.
+This module decides which token of a drafter equals which of the target's, how a drafter's logits become logits over the
+target's ids, and which share of the target's output such tokens can spell. Special tokens are equal where both
+tokenizers give them the same name or the same role; the only one that is guessed is the end of the text.
+`transcript.py` handles texts that grow.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The round: plan, draft, verify, accept."""
+"""The engine: the round (plan, draft, verify, accept), scheduling, and how far to draft."""

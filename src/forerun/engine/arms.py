@@ -1,10 +1,10 @@
-"""Arms: which drafter of a mix drafts each row of the round to come, or whether all of them do together.
+"""Arms: which member of a mix drafts each row of the next round, or whether all of them draft it together.
 
-Decides by what the arms' rounds have given and cost so far, for all rows at once: a member that is asked for one row
-costs little more for the next. Of every set of members each row takes the one from which it expects most; the set is
-taken whose rounds give most tokens per second. A member's chains are as long as has paid best, and no longer than was
-wished. What nobody knows yet counts as good and free, and what was long out of use is tried again. Deterministic, and
-settled before anything is drawn. Knows nothing of models or tokens.
+The choice is made for all rows at once from the gain and the cost of earlier rounds, because a member that drafts one
+row costs little more for the next. For every set of members each row gets the one with the highest expected gain; the
+set whose rounds give most tokens per second is taken. A member's chains have the length that has paid best, and at most
+the one asked for. Arms without measurements count as good and free, and arms that were not used for long are tried
+again. The choice is deterministic, and made before anything is drawn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Controller: how far to draft, per sequence and round.
 
-This module decides budgets from what is known before the round's tokens are drawn, and learns from outcomes. It sees
-loads, outlooks, spare room and counts, not models or caches.
+This module decides budgets from what is known before the round's tokens are drawn, and learns from outcomes. It uses
+loads, outlooks, free slots and counts; models and caches are not involved.
 """
 
 from __future__ import annotations

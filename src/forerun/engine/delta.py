@@ -1,6 +1,6 @@
-"""Delta: what a round adds to one sequence, as its reader sees it.
+"""Delta: what a round adds to one sequence, as given to the reader of its answer.
 
-The file decides how an accepted run becomes tokens, text and log-probabilities of a sequence.
+This file decides how a run of accepted tokens becomes tokens, text and log-probabilities of a sequence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Engine: the round, draft → verify → accept, over a batch of sequences.
 
-Decides the order of things and nothing else: the scheduler says who is read, the controller how far to draft, the
-drafter what to guess, `verify` what holds, `accept` what is final. Rows join and leave between rounds. Knows nothing
-of text files, prompts or HTTP.
+This file decides only the order: the scheduler chooses which sequences are read, the controller how far to draft, the
+drafter what to guess, `verify` which guesses are accepted, and `accept` what is final. Rows join and leave between
+rounds. Prompts and text are handled by the front doors (`llm.py`, `async_llm.py`).
 """
 
 from __future__ import annotations

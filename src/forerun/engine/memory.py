@@ -1,8 +1,7 @@
-"""The memory of an engine: a model and a drafter that are known but not loaded, as arguments of the memory plan.
+"""The memory of an engine: the arguments of the memory plan for a model and a drafter that are not loaded yet.
 
-This module decides what `plan_memory` is asked: the budget where the user named none, and how many cache slots a
-request's guesses need. It warns of drafters that the plan leaves without memory. The arithmetic is that of
-`cache/plan.py`.
+This module decides the budget where the user gave none, and how many cache slots the guesses of a request need. It
+warns of drafters that the plan leaves without memory. The arithmetic is in `cache/plan.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reading: one target pass in terms of a round's rows.
+"""Reading: the target pass of a round, in terms of the round's rows.
 
-Decides how a row's prompt chunk, root and guesses become one read, and finds each one's logits again in what the
-pass gives. Knows nothing of what the logits are used for.
+This file decides how a row's prompt chunk, root and guesses become one read, and where each one's logits are in the
+result of the pass.
 """
 
 from __future__ import annotations

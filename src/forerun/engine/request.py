@@ -1,7 +1,7 @@
-"""Requests: what is asked of one engine, checked against its model before anything runs.
+"""Requests: requests to one engine, checked against its model before anything runs.
 
-The file decides whether a request can be served and turns it into sequences, one per sample. What is wrong with a
-request is found here, where no other request can be hurt.
+This file decides whether a request can be served and turns it into sequences, one per sample. A request that cannot be
+served is refused here, before it could affect another one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Scheduler: which sequences are read in the next round, and how much of each.
+"""Scheduler: which sequences are read in the next round, and how many tokens of each.
 
-The scheduler decides admission, prompt chunks and preemption. Only the target's own needs count here: one slot per
-token that is certain to be read. Room for guesses is what is left, so drafting never costs a sequence its place.
+The scheduler decides admission, prompt chunks and preemption. It counts only what the target itself needs: one slot per
+token that is certain to be read. Guesses get the slots that are left, so drafting never delays or preempts a sequence.
 """
 
 from __future__ import annotations

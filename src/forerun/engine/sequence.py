@@ -1,7 +1,7 @@
-"""Sequence: one text being generated, the owner of its tokens and status.
+"""Sequence: one text being generated, with its tokens and status.
 
-The class decides nothing; it holds what is true of one sample of one request. K and V belong to the cache, indexes and
-head states to the drafter, both keyed by the sequence's id.
+A sequence holds the state of one sample of one request and makes no decisions. Keys and values belong to the cache,
+indexes and head states to the drafter; both are keyed by the sequence's id.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Models: what a checkpoint's config.json means, its weights, and the decoder that computes with them."""
+"""Models: the meaning of a checkpoint's config.json, its weights, and the decoder that computes with them."""

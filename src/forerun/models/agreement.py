@@ -1,6 +1,6 @@
 """Whether two models compute the same function: their logits on the same tokens, compared.
 
-Decides what is read, how far logits may differ, and why that far. Knows nothing of why the models should agree.
+This file decides which tokens are read, how far logits may differ, and why that far.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Attention over the cache, one root-to-leaf path at a time, with bits that do not depend on the company.
+"""Attention over the cache, one root-to-leaf path at a time, with bits that do not depend on the rest of the batch.
 
-Decides how queries meet the cached keys on a CPU. A prompt chunk and a chain are one path; a tree is one path per
-leaf. Before a path attends, the keys and values of its guesses are copied into the slots that a chain would use, so
-every path sees exactly what plain decoding would see. Keys are padded to a multiple of 512 (masked) and queries to a
-multiple of some number that is found at load, by asking: then torch's attention kernel gives a query the same bits
-for any number of neighbours. Which number depends on head size, number format and processor (4 mostly; 8 or 16 for
-large heads in float32 with AMX); where none will do, queries go in blocks of a fixed size. Sliding windows mask; they
-never shift the view. Knows nothing of layers, norms or rotations.
+This file decides how queries are multiplied with the cached keys on a CPU. A prompt chunk and a chain are one path; a
+tree is one path per leaf. Before a path attends, the keys and values of its guesses are copied into the slots that a
+chain would use, so every path sees exactly what plain decoding would see. Keys are padded to a multiple of 512
+(masked), and queries to a multiple of a number that a check at load finds: then torch's attention kernel gives a query
+the same bits for any number of other queries. The number depends on head size, number format and processor (mostly 4; 8
+or 16 for large heads in float32 with AMX). Where no number works, queries are read in blocks of a fixed size. Sliding
+windows are masks; they never shift what the kernel sees.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The checkpoints that ship inside the package, by name.
 
-Decides which short names stand for which folder of the package's data; one explicit table. Knows nothing of how
-checkpoints are found otherwise, or read.
+This file is one explicit table from short names to folders of the package's data. `source.py` finds all other
+checkpoints.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Linear layers of passes of fixed shape: the library's product, or one configuration for any number of rows.
 
-Decides who multiplies. cuBLAS chooses a kernel by the number of rows, and with it the order of a sum: fast, but a
-token read alone and the same token read beside others differ in their last bits. `OneGemmLinear` cuts every product
-into tiles of one shape and sums over the inputs in one order, so a row's bits depend on the row alone. Knows nothing
-of what a layer is for.
+This file decides which product is used. cuBLAS chooses a kernel by the number of rows, and with it the order of a sum:
+that is fast, but a token read alone and the same token read beside others differ in their last bits. `OneGemmLinear`
+cuts every product into tiles of one shape and sums over the inputs in one order, so a row's bits depend on the row
+alone.
 """
 
 from __future__ import annotations

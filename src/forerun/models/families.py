@@ -1,7 +1,7 @@
-"""The table of families: everything that differs between the architectures the decoder computes.
+"""The table of families: everything that differs between the architectures that the decoder computes.
 
-One row per architecture name of config.json. A difference is a value declared here, read once by `read_config`; no
-other file asks which family a model is. All rows share Llama's tensor names. Knows no configuration and no tensors.
+There is one row per architecture name of config.json. A difference is a value declared here and read once by
+`read_config`; no other file asks which family a model is. All rows share Llama's tensor names.
 """
 
 from __future__ import annotations

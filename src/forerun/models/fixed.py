@@ -1,9 +1,9 @@
-"""A pass of fixed shape: what is read lies in tables of a few sizes, so that the pass can be captured and replayed.
+"""A pass of fixed shape: its inputs are tables of a few sizes, so that the pass can be captured and replayed.
 
 This module decides how reads become tables (`Layout`, on the host), where the tables live on the device (`Inputs`: one
-buffer, one copy per pass), and in which order a decoder's parts run over them (`run_pass`). Padding rows write to a
-slot that no sequence owns. One pass serves prompts, chains and trees: a row's keys are found by its own path. Graphs
-are `graphs.py`'s business.
+buffer, one copy per pass), and in which order the parts of a decoder use them (`run_pass`). Padding rows write to a
+slot that no sequence owns. The same pass serves prompts, chains and trees, because a row's keys are found by its own
+path. `graphs.py` captures and replays passes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Whether a kernel gives every row bits of its own: the same alone, in company, and in any number.
+"""Whether a kernel gives a row the same bits alone, beside other rows, and among any number of rows.
 
-Decides with what inputs kernels are asked, and how many rows at a time can be trusted. Libraries choose the order of
-a sum by shape and by processor, so this is asked of every shape on the machine at hand. Ordinary inputs would hardly
-tell: two orders differ in the last bit of a float32, which a rounding to bfloat16 hides in all but a few of 10,000
-results. So the inputs are made to cancel. The exact result is zero, what comes out is the rounding itself, and two
-orders differ nearly everywhere. Knows nothing of what the kernels are for.
+This file decides which inputs kernels are tested with, and how many rows at a time can be trusted. Libraries choose the
+order of a sum by shape and by processor, so every shape is tested on the machine at hand. Ordinary inputs hardly show
+a difference: two orders differ in the last bit of a float32, which rounding to bfloat16 hides in all but a few of
+10,000 results. So the inputs are made to cancel: the exact result is zero, the computed one is the rounding error, and
+two orders differ nearly everywhere.
 """
 
 from __future__ import annotations

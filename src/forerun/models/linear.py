@@ -1,15 +1,15 @@
-"""Linear layers whose rows do not know each other.
+"""Linear layers whose rows do not affect each other.
 
-Decides how a weight matrix is laid out and multiplied so that (1) a pass over several tokens costs what one token
-costs, and (2) a row's result depends neither on the other rows nor on how many there are: the same token gives the
-same bits alone, in a batch, in a draft and in a prompt chunk. Knows nothing of what the layer is for.
+This file decides how a weight matrix is laid out and multiplied so that (1) a pass over several tokens costs about as
+much as one token, and (2) a row's result depends neither on the other rows nor on their number: a token gives the same
+bits alone, in a batch, in a draft and in a prompt chunk.
 
-Compiled kernels (`kernels`) are made so. Without them torch's operators are used, in two forms that keep both.
-oneDNN's prepacked weights do so from two rows up to some number that depends on shape, format and processor (with AMX,
-bfloat16 sums of more than 512 terms change their order beyond 32 rows); more rows go through in pieces. Where packing
-is missing, wrong or refused (bfloat16 on AVX2 raises; Arm and macOS have none), all go in blocks of a fixed number of
-rows, invariant by construction. A check at load asks every number of rows that will be used, on this machine, and
-chooses.
+The compiled kernels (`kernels`) are written for both. Without them torch's operators are used, in one of two forms.
+oneDNN's prepacked weights meet both conditions from two rows up to a number that depends on shape, format and processor
+(with AMX, bfloat16 sums of more than 512 terms change their order beyond 32 rows); more rows are multiplied in pieces.
+Where packing is missing, wrong or refused (bfloat16 on AVX2 raises; Arm and macOS have none), rows are multiplied in
+blocks of a fixed size, which is invariant by construction. A check at load tests every number of rows that will be used
+on this machine, and chooses.
 """
 
 from __future__ import annotations

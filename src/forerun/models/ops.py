@@ -1,9 +1,9 @@
-"""What a pass of fixed shape does between its matrix products: one protocol, two makes.
+"""The operations between the matrix products of a pass of fixed shape: one protocol with two implementations.
 
-Decides nothing about the arithmetic, which both share: `TorchOps` is made of torch's own functions and runs anywhere,
-`TritonOps` of kernels that leave no gaps on a GPU. A row's result depends on that row alone in both. A row attends to
-its keys in the order of its own text, wherever they lie: so a node of a tree adds up the same numbers in the same
-order as plain decoding would. Knows nothing of layers, sequences or graphs.
+Both implementations compute the same arithmetic: `TorchOps` consists of torch's own functions and runs anywhere,
+`TritonOps` of kernels without gaps between them on a GPU. In both a row's result depends on that row alone. A row
+attends to its keys in the order of its own text, wherever they are stored, so a node of a tree adds up the same numbers
+in the same order as plain decoding would.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Runner: one model and its cache, read in terms of sequences and guesses.
+"""Runner: one model and its cache, used in terms of sequences and guesses.
 
 This module decides where tokens go: which slots, which positions, which attention paths. A sequence's *tail* is what
-was read behind its committed text since the last `keep`: numbered nodes, a chain or a tree, possibly over several
-reads. `keep` makes a path of the tail final. It serves the target and every drafter that is a model.
+was read behind its committed text since the last `keep`: numbered nodes that form a chain or a tree, possibly from
+several reads. `keep` makes a path of the tail final. The target and every drafter that is a model use a Runner.
 
-A tail that branches starts with `scratch` slots in which each path is laid out as a chain would be; its nodes are
-stored behind them. A chain needs none: its nodes are where they belong.
+A tail that branches starts with `scratch` slots, in which each path is laid out as a chain would be; its nodes are
+stored behind them. A chain needs none, because its nodes are already in the slots where they belong.
 """
 
 from __future__ import annotations

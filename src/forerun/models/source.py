@@ -1,8 +1,8 @@
 """Where a checkpoint's files are: a folder, a checkpoint that ships with the package, or the hub.
 
-The file decides what a name stands for, in this order, what is fetched, and what a user is told whose name stands for
-nothing: similar names first, and the network only if it was tried. huggingface_hub is imported when something is to be
-fetched, so that folders and bundled checkpoints work without it. What the files hold is read elsewhere.
+This file decides what a name stands for, in this order, and which files are fetched. For a name that stands for nothing
+the error suggests similar names, and mentions the network only if it was tried. huggingface_hub is imported when
+something has to be fetched, so folders and bundled checkpoints work without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""ModelSpec: all that decides how a model is loaded, as one frozen value.
+"""ModelSpec: everything that decides how a model is loaded, as one frozen value.
 
-The library, the command line and the benchmarks spell these options here and nowhere else, and a draft model takes its
-target's. The file decides which values can be asked for and in which spellings; whether the checkpoint and the device
-can serve them is found out when a Blueprint is made of the value. It imports no torch, so that options are cheap.
+The library, the command line and the benchmarks share this spelling, and a draft model takes its target's options. This
+file decides which values and spellings are allowed; whether the checkpoint and the device support them is checked when
+a Blueprint is made of the value. The file does not import torch, so that options are cheap.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Triton kernels: what a pass of fixed shape does between its matrix products, and one matrix product of its own.
+"""Triton kernels: the operations of a pass of fixed shape between its matrix products, and one matrix product.
 
-Decides how each is cut into tiles so that a row's bits depend on that row alone. Every tile has the same shape for
-any number of rows; sums run over keys, inputs or splits in one order, which is that of the row's own text. The only
-file that imports triton, which is optional: `ops.triton_ops` imports this one and says what is missing. Where
-TRITON_INTERPRET=1 was set before the import, the same code runs on a CPU. Knows nothing of sequences or trees beyond
-the tables that it is given.
+This file decides how each operation is cut into tiles so that a row's bits depend on that row alone. Every tile has the
+same shape for any number of rows; sums run over keys, inputs or splits in one order, which is that of the row's own
+text. It is the only file that imports triton, which is optional: `ops.triton_ops` imports this file and names what is
+missing. Where TRITON_INTERPRET=1 was set before the import, the same code runs on a CPU.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Widening: the same function at the cost of a larger model.
+"""Widening: a larger checkpoint that computes the same function as a small one.
 
-Decides how a checkpoint grows without changing what it computes. The residual stream gets further channels that stay
-0: nothing writes to them, so what reads them may be anything. Further heads and neurons compute, and their output
-columns are 0; further layers compute and write nothing. Every dead weight is random, of the size its living
-neighbours have, so no kernel can profit from it. A norm sees its mean square shrink by the ratio of the widths: its
-gain shrinks by the root of that, its eps by the ratio itself. Norms of query and key heads have the same eps, so what
-they read shrinks as well. At ratios of 4, 16, ... all this shrinks by powers of two, which loses no bit.
+This file decides how a checkpoint grows without changing what it computes. The residual stream gets additional channels
+that stay 0: nothing writes to them, so the weights that read them may have any value. Additional heads and neurons
+compute, and their output columns are 0; additional layers compute and write nothing. Every unused weight is random and
+as large as the weights beside it, so no kernel can profit from it. A norm sees its mean square shrink by the ratio of
+the widths: its gain shrinks by the root of that, its eps by the ratio itself. Norms of query and key heads have the
+same eps, so their inputs shrink as well. At ratios of 4, 16, ... all this shrinks by powers of two, which loses no bit.
 
-Speculation's costs and gains can so be shown at the size of a real model where none is at hand; what such a
-checkpoint says of itself (`forerun_widened` in config.json) is shown wherever it is measured. Nothing is trusted:
-`agreement` compares both models' logits before a checkpoint gets its name.
+So the costs and gains of speculation can be shown at the size of a real model where none is available. config.json
+says that a checkpoint was widened (`forerun_widened`), and every measurement shows it. `agreement` compares the logits
+of both models before a checkpoint gets its name.
 """
 
 from __future__ import annotations

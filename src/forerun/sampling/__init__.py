@@ -1,1 +1,1 @@
-"""Sampling: from logits to a law, from a law to tokens, with noise that is a function of position and seed."""
+"""Sampling: turns logits into a law, and a law into tokens, with noise that is a function of seed and position."""

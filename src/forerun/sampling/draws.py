@@ -1,8 +1,8 @@
-"""Draws: one round's sampling for all sequences, shared by the target and every drafter.
+"""Draws: the sampling of one round for all sequences, shared by the target and every drafter.
 
-Decides how logits become a law, and how a law and keyed noise become tokens. All methods are pure: they take packed
-nodes (`PathState`) and give one result per node; nothing drawn changes anything. Knows nothing of how logits were
-computed, of verification, or of when a text ends.
+This file decides how logits become a law, and how a law and keyed noise become tokens. All methods are pure: they take
+packed nodes (`PathState`), give one result per node, and keep no state. `verify` judges what was drawn, and
+`accept.stop` decides where a text ends.
 """
 
 from __future__ import annotations

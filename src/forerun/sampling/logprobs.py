@@ -1,7 +1,7 @@
 """Log-probabilities as reported to users: of the raw logits, before any transform (vLLM's default, raw_logprobs).
 
-Decides which alternatives are reported and how ranks count ties. Knows nothing of sampling: the chosen token may be
-one that the raw law finds unlikely.
+This file decides which alternatives are reported and how ranks count ties. The chosen token may be unlikely under the
+raw law, because it was drawn from the transformed one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Counter-based noise: a pure function of (seed, sample, purpose, round, position, token), kept nowhere.
+"""Counter-based noise: a pure function of (seed, sample, purpose, round, position, token), which is stored nowhere.
 
-Decides how keys are mixed, how a key and a token id become 32 uniform bits, and how those become Gumbel noise.
-Knows nothing of sequences, laws or batches: a row's bits depend on its key alone, never on the other rows.
+This file decides how keys are mixed, how a key and a token id become 32 uniform bits, and how those become Gumbel
+noise. The bits of a row depend on its key alone, never on the other rows.
 
 A key is 64 bits, absorbed word by word with a 64-bit finaliser (constants of splitmix64). Within a key the token id
-is hashed by two rounds of a 32-bit finaliser (the constants found by C. Wellons' search, bias 0.17): the first
-knows no key and is tabulated once per vocabulary, the second is keyed before and in the middle.
+is hashed by two rounds of a 32-bit finaliser (the constants found by C. Wellons' search, bias 0.17). The first round
+does not use the key and is tabulated once per vocabulary; the key enters before and in the middle of the second.
 """
 
 from __future__ import annotations

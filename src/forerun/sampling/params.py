@@ -1,7 +1,7 @@
-"""SamplingParams: what a request may ask of sampling, checked whenever it is set and then trusted.
+"""SamplingParams: the sampling options of a request, checked whenever a field is set and trusted afterwards.
 
-The file decides the range of every field and which fields contradict each other; everything that needs the vocabulary
-is checked by `check_vocabulary`. It does not look at logits or noise, and does not say how a law is computed.
+This file decides the range of every field and which fields contradict each other; `check_vocabulary` checks what
+depends on the vocabulary. `transforms.py` and `draws.py` apply the parameters to logits.
 """
 
 from __future__ import annotations

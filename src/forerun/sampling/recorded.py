@@ -1,8 +1,8 @@
-"""Recorded: draws that say what was said before, so that a text can be replayed through an engine.
+"""Recorded: draws that emit a recorded text, so that it can be replayed through an engine.
 
-Decides that a recorded sequence's token is the one that its text has at that position, whatever was guessed. Passes,
-guesses and sampling happen as ever and cost what they cost; only the target's choice is not its own. For coupled
-verification, which compares choices; the rules that judge by laws never ask for one. Knows nothing of engines.
+This file makes the target's choice at each position the token of the recorded text, whatever was guessed. Passes,
+guesses and sampling run as usual and take their usual time. It works with coupled verification, which compares choices;
+the rules that judge by laws never ask for a choice.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Transforms: raw logits to transformed logits, per node of every sequence's tree.
 
-Decides what each sampling parameter does to logits, and in which order (that of vLLM's sampler): banned tokens,
-minimum length, bias, bad words, custom processors, penalties; then, except for greedy rows, temperature, min-p, top-k,
-top-p. Everything is row-wise and elementwise: what a row gets does not depend on its batch-mates. A transform that no
-row uses is skipped; one that some row uses leaves the others' values as they are (plus 0, times 1, below -inf).
+This file decides what each sampling parameter does to logits, and in which order (that of vLLM's sampler): banned
+tokens, minimum length, bias, bad words, custom processors, penalties; then, except for greedy rows, temperature, min-p,
+top-k, top-p. Everything is row-wise and elementwise, so a row's result does not depend on the other rows of the batch.
+A transform that no row uses is skipped; one that some row uses keeps other rows unchanged (plus 0, times 1).
 
-No transform makes NaN or infinity of finite logits, whatever the parameters that `SamplingParams` accepts: sums and
-products stop at the largest number that float32 holds, and -inf is only what is banned or filtered out. A row whose
-logits are too large for their temperature, or hold infinity from a processor or the model, is moved so that its
-largest is 0 (`centred`): its law is then that of its largest logits. Noise and draws are another file's business.
+No transform makes NaN or infinity of finite logits, whatever parameters `SamplingParams` accepts: sums and products
+are limited to the largest float32 number, and only banned or filtered tokens are -inf. A row whose logits are too large
+for their temperature, or hold infinity from a processor or the model, is shifted so that its largest is 0 (`centred`);
+its law is then that of its largest logits. Noise and draws are in `noise.py` and `draws.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One round's noise, made once and no more of it than it takes, and the winners under it.
+"""One round's noise, computed once and only where it can matter, and the tokens that win with it.
 
-Decides which noise is computed at all. Over a large vocabulary noise is what a draw costs, and nearly all of it is
-for tokens that cannot win. Noise above QUIET belongs to one id in 512, which the hash alone tells. Every other token
-needs a logit within QUIET of a score already found, and few have one. So some hundred of 150,000 tokens are looked
-at, and the winner is the one that all noise would give, to the bit. Knows nothing of rows, parameters or purposes.
+This file decides which noise is computed. Over a large vocabulary the noise is the main cost of a draw, and nearly all
+of it belongs to tokens that cannot win. Noise above QUIET belongs to one id in 512, which the hash alone identifies.
+Every other token needs a logit within QUIET of a score that was already found, and few have one. So some hundred of
+150,000 tokens are examined, and the winner is, bit for bit, the one that all the noise would give.
 """
 
 from __future__ import annotations

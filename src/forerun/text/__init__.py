@@ -1,1 +1,1 @@
-"""Text: tokenizers, tokens to text as they come, and chat templates."""
+"""Text: tokenizers, incremental conversion of tokens to text, and chat templates."""

@@ -1,8 +1,8 @@
 """Chat templates: a conversation as the text that a model was trained to read.
 
-The file decides what a conversation is, which of a checkpoint's templates is used, and what is blamed where rendering
-fails: the conversation or the template. Templates are read when they are first needed, so that a damaged one does not
-keep a model from completing text. They run in the sandbox of `text/sandbox.py`.
+This file decides what a conversation is, which of a checkpoint's templates is used, and whether an error while
+rendering is due to the conversation or the template. Templates are read when they are first needed, so that a damaged
+one does not keep a model from completing text. They run in the sandbox of `text/sandbox.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""From token ids to text, one token at a time, never splitting a character.
+"""From token ids to text, one token at a time, without splitting a character.
 
-Decides which text is final after each token, so that everything handed out, joined, is exactly what the tokenizer
-would decode from all ids at once. Three ways of spelling text in tokens are known: bytes (GPT-2, Llama 3, Qwen),
-words with byte fallback (SentencePiece: Llama 2, Mistral, Gemma), and any other, read through a small window.
-It knows nothing of stop strings, prompts or streams.
+This file decides which text is final after each token, so that all pieces joined are exactly what the tokenizer decodes
+from all ids at once. It knows three ways to spell text in tokens: bytes (GPT-2, Llama 3, Qwen), words with byte
+fallback (SentencePiece: Llama 2, Mistral, Gemma), and any other, which is decoded through a small window. Stop strings
+are found in `accept.stop`.
 """
 
 from __future__ import annotations

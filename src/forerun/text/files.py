@@ -1,6 +1,6 @@
 """The files of a tokenizer: tokenizer.json, tokenizer_config.json and special_tokens_map.json of a Hugging Face folder.
 
-The file decides which tokens are special, which are named, and which file counts where they differ. What it finds
+This file decides which tokens are special, which have a name, and which file is used where they differ. The result
 agrees with transformers. Damage of any kind is a TokenizerError that names the file and the key.
 """
 

@@ -1,10 +1,10 @@
-"""Sandbox: where a checkpoint's chat template runs, with bounds on what it may take.
+"""Sandbox: runs a checkpoint's chat template, with bounds on what it may use.
 
-A template is a program by a stranger. Jinja's immutable sandbox keeps it from everything but its own values; this file
-also meters the work: every pass of a loop, call, filter, operator and output is charged for what it will make, before
-it is made, so a template ends in an error and not in a machine without memory. Common methods and filters are all
-there; those that pad text to a width are not. What remains possible is a template that takes some seconds and some
-hundreds of megabytes.
+A template is a program from an untrusted source. Jinja's immutable sandbox gives it access to its own values only; this
+file also meters the work: every pass of a loop, call, filter, operator and output is charged for what it will make,
+before it is made, so a template that makes too much ends in an error before memory runs out. Common methods and
+filters are available; those that pad text to a width are not. A template can still use some seconds and some hundreds
+of megabytes.
 """
 
 from __future__ import annotations

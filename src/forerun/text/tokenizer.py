@@ -1,8 +1,7 @@
 """The tokenizer of a checkpoint: text to ids, ids to text, and a conversation to its prompt.
 
-It agrees with transformers about ids, special tokens and the token put in front, and has the methods of transformers'
-tokenizers that scripts use most, under their names and with their defaults. Which model its ids are for is not known
-here.
+It agrees with transformers on ids, special tokens and the token put in front of a text, and has the methods of
+transformers' tokenizers that scripts use most, with the same names and defaults.
 """
 
 from __future__ import annotations
