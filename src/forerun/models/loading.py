@@ -27,6 +27,7 @@ from forerun.machine import order_of_sums
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
+from forerun.models.fit import check_fit
 from forerun.models.generation import GenerationDefaults
 from forerun.models.graphs import GraphRunner
 from forerun.models.native import find_kernels, kernels_name
@@ -135,9 +136,12 @@ class Blueprint:
         return (self.num_bytes // self.dtype.itemsize - table) * (1 if self.quantize else self.dtype.itemsize)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that was asked for: the checkpoint's own, or another's."""
+        """The tokenizer that was asked for, the checkpoint's own or another's; TokenizerError if it cannot fit."""
         other = self.spec.tokenizer
-        return Tokenizer.load(self.folder if other is None else find_tokenizer(other))
+        folder = self.folder if other is None else find_tokenizer(other)
+        tokenizer = Tokenizer.load(folder)
+        check_fit(tokenizer, folder, self.config, self.name)
+        return tokenizer
 
     def generation_defaults(self) -> GenerationDefaults:
         """What the checkpoint's own generation_config.json asks of requests that do not say otherwise."""

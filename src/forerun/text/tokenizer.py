@@ -61,6 +61,7 @@ class Tokenizer:
             self._id_of, (self.bos_token, self.eos_token, self.pad_token)
         )
         added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
