@@ -1,7 +1,7 @@
 """Hugging Face transformers: plain generation, assisted generation with the draft model, prompt lookup; bfloat16.
 
-Decides what is installed and which options a mode is. Depths are fixed, as they are elsewhere: its own default varies
-them by a confidence threshold. Knows nothing of the other engines.
+This file decides what is installed and which options a mode is. Depths are fixed, as for the other engines: its own
+default varies them by a confidence threshold.
 """
 
 from __future__ import annotations

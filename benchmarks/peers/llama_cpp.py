@@ -1,8 +1,8 @@
 """llama.cpp: its server, built for this machine from the sources that llama-cpp-python ships; bf16, q8_0, q4_K_M.
 
-Decides how it is built, how its files are made, and which flags a mode is. The server fixes how it guesses when it
-starts, so every mode is a server of its own, started when it is first asked. Times are the server's own, so that
-nothing of HTTP is in them: its decoding time begins with the first token. Knows nothing of the other engines.
+This file decides how it is built, how its files are made, and which flags a mode is. The server fixes how it guesses
+when it starts, so every mode is a server of its own, started when it is first asked. Times are the server's own, so
+that nothing of HTTP is in them: its decoding time begins with the first token.
 """
 
 from __future__ import annotations

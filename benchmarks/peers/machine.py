@@ -1,6 +1,6 @@
-"""What the numbers were taken on: processor, memory, its bandwidth, versions.
+"""The machine on which the numbers were measured: processor, memory, its bandwidth, versions.
 
-Decides what is told of a machine and of the sources that were run. Knows nothing of engines.
+This file decides what is reported about a machine and about the sources that were run.
 """
 
 from __future__ import annotations

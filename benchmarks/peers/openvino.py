@@ -1,8 +1,8 @@
 """OpenVINO GenAI: its LLM pipeline plain, with the draft model, and with prompt lookup; fp16 and int8 weights.
 
-Decides what is installed, how models are exported and which pipeline a mode is. Exports go through optimum-intel, the
-documented way. A pipeline is made when its drafter is first asked for; depth is an option of each call. Times are
-taken as a streamer is given tokens: its own metrics note them all at the end. Knows nothing of the other engines.
+This file decides what is installed, how models are exported and which pipeline a mode is. Exports go through
+optimum-intel, the documented way. A pipeline is made when its drafter is first asked for; depth is an option of each
+call. Times are taken as a streamer is given tokens: its own metrics note them all at the end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """forerun itself as a worker, with this repository's source: every mode over the same weights.
 
-Decides which engine answers which mode. Knows nothing of the other engines.
+This file decides which engine answers which mode.
 """
 
 from __future__ import annotations

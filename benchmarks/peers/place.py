@@ -1,7 +1,7 @@
 """A peer's place: the folder below `build/peers` with its environment, its sources, its exports and its log.
 
-Decides how environments are made, and that whatever was made is not made again. A step is done when its stamp holds
-what was asked for; one that fails raises StepFailed with the last lines it printed. Knows nothing of any peer.
+This file decides how environments are made; nothing is made twice. A step is done when its stamp holds what was asked
+for; one that fails raises StepFailed with the last lines it printed.
 """
 
 from __future__ import annotations

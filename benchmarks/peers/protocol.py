@@ -1,9 +1,8 @@
-"""What a worker and the one who asks it say to each other: JSON, one object a line.
+"""The messages between a worker and the process that asks it: JSON, one object per line.
 
-Decides the messages and how time is counted: everything up to the first tokens that a worker gives belongs to the
-prompt, what comes after them is decoding, and the first tokens are no part of its count. A worker has no way to say
-that it failed but to die with its reason on stderr. Imports nothing but the standard library, since it runs in every
-peer's environment. Knows nothing of peers.
+This file decides the messages and how time is counted: everything up to the first tokens that a worker gives belongs to
+the prompt, what comes after them is decoding, and the first tokens are no part of its count. A worker that fails exits
+with its reason on stderr. The file imports only the standard library, since it runs in every peer's environment.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """One class of precision: all engines' workers up, everything asked in turns, what fails noted and left behind.
 
-Decides who is asked when. A repetition asks every mode of every engine for every prompt; engines alternate, and whoever
-is first moves on by one from prompt to prompt. Before the first repetition every mode is warmed up, which is when it
-loads. At least one plain 16-bit text must begin as forerun's does, or the export is wrong; not all, since near ties
-fall otherwise in another arithmetic. A dead worker is started anew for the modes that have not failed. Knows nothing
-of how engines are made.
+This file decides who is asked when. A repetition asks every mode of every engine for every prompt; engines alternate,
+and whoever is first moves on by one from prompt to prompt. Before the first repetition every mode is warmed up, which
+is when it loads. At least one plain 16-bit text must begin as forerun's does, or the export is wrong; not all, since
+near ties may be decided differently in other arithmetic. A dead worker is restarted for the modes that have not failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What has been measured, kept so that a run that was stopped goes on: one JSON object a line, only ever appended.
+"""The finished repetitions, stored so that a stopped run can continue: one JSON object per line, only ever appended.
 
-Decides what belongs together: a repetition is kept when it is complete, since only times taken near each other are
-compared; one that was interrupted is measured again. Knows nothing of how anything is measured.
+This file decides what belongs together: a repetition is kept when it is complete, since only times taken near each
+other are compared; one that was interrupted is measured again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From answers to tables: rates, ratios within repetitions, their medians and quartiles, and how equal the texts are.
 
-Decides what is compared: a mode's rate in a repetition is all its decoded tokens over all their time; its ratio is
-that of forerun's best mode of the class, in the same repetition, to its own. Knows nothing of processes.
+This file decides what is compared: a mode's rate in a repetition is all its decoded tokens over all their time; its
+ratio is that of forerun's best mode of the class, in the same repetition, to its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A worker as the one who asks sees it: a process that computes only while it is asked.
+"""A worker, seen from the process that asks it: a process that computes only while it has a question.
 
-Decides that whoever is not asked is stopped by the system (SIGSTOP), so that no engine's idle threads take time from
+Workers that are not asked are stopped by the system (SIGSTOP), so that no engine's idle threads take time from
 another's, whatever they do while they wait. Workers stay in the asker's session, each in a process group of its own:
-should the asker be killed, the system continues the stopped groups and ends them. Knows nothing of what is asked.
+if the asker is killed, the system continues the stopped groups and ends them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The corpus: every source file of the standard library that runs this recipe, and which of them are held out.
 
 A file is held out by a hash of its path alone, so that the split is the same on every machine and for every version.
-It knows nothing of tokens.
+The tokenizer is trained elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Stage 4: what came of it, for the model card: held-out loss, acceptance of each pair, and whether greedy text loops.
+"""Stage 4: the results for the model card: held-out loss, acceptance of each pair, and whether greedy text loops.
 
-Measured on what ships, the rounded weights, and on the target's own continuations of held-out code: that is what
-drafters meet. It knows nothing of how the models were trained.
+Everything is measured with the rounded weights that ship, and on the target's own continuations of held-out code,
+because these are the texts that drafters meet.
 """
 
 from __future__ import annotations

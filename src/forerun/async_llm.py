@@ -29,9 +29,9 @@ from forerun.text.tokenizer import Tokenizer
 class AsyncLLM:
     """Many requests at once from event loops: the engine runs in a thread of its own and batches them.
 
-    Use as `async with AsyncLLM(llm) as front:`, or call `close`; after that, EngineClosed. The LLM must not be used
-    beside it. An error in a request's own code is raised to that request; one of the engine itself ends it and is
-    raised to every request under way.
+    Use it as `async with AsyncLLM(llm) as front:`, or call `close`; later requests raise EngineClosed. The LLM must not
+    be used at the same time. An error in a request's own code is raised to that request; one of the engine itself ends
+    it and is raised to every request under way.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -62,7 +62,7 @@ class AsyncLLM:
         speculation: Wish = None,
         tenant: str = "",
     ) -> AsyncIterator[Delta]:
-        """One request's deltas as rounds give them, of all its samples. Leaving the loop early cancels it."""
+        """One request's deltas, one per round and sample. Leaving the loop early cancels the request."""
         sequences = self.llm.requests.sequences(Request.of(prompt, sampling_params, speculation, tenant))
         async with aclosing(self.follow(sequences)) as deltas:
             async for delta in deltas:
@@ -107,11 +107,11 @@ class AsyncLLM:
         return self.llm.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that bring none."""
+        """The parameters of requests without any."""
         return self.llm.get_default_sampling_params()
 
     async def follow(self, sequences: Seq[Sequence]) -> AsyncGenerator[Delta, None]:
-        """Hand sequences to the engine's thread and pass on what it says of them."""
+        """Give sequences to the engine's thread and yield their deltas."""
         request_id, num_open = sequences[0].request_id, len(sequences)
         outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue())
         with self.gate:
@@ -160,7 +160,7 @@ class AsyncLLM:
             outbox.put(end)
 
     def take_in(self) -> bool:
-        """Do what was asked for, waiting for it where there is nothing else to do; False to stop."""
+        """Run the jobs in the queue, waiting for one where there is no other work; False to stop."""
         while not self.inbox.empty() or not self.llm.engine.has_work:
             job = self.inbox.get()
             if job is None:
@@ -171,12 +171,12 @@ class AsyncLLM:
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """Where a request's news go: a queue of the event loop that waits for them."""
+    """Where a request's deltas go: a queue of the event loop that waits for them."""
 
     loop: asyncio.AbstractEventLoop
     news: asyncio.Queue[Delta | BaseException]
 
     def put(self, news: Delta | BaseException) -> None:
-        """Hand over from the engine's thread; a loop that is closed wants no news."""
+        """Put a delta or an error from the engine's thread; a closed loop gets nothing."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.news.put_nowait, news)

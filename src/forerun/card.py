@@ -58,7 +58,7 @@ class Setting:
 
 
 class Painter:
-    """Writes an answer to standard output as it comes: coloured on a colour terminal, as it is anywhere else."""
+    """Writes an answer to standard output as it comes: coloured on a colour terminal, plain anywhere else."""
 
     def __init__(self, console: Console, plain: bool) -> None:
         self._console = console
@@ -73,11 +73,11 @@ class Painter:
 
     @property
     def visible(self) -> bool:
-        """Whether a person reads along."""
+        """Whether the answer is shown on a terminal."""
         return self._console.is_terminal
 
     def end(self) -> None:
-        """A line's end behind the answer, where a person reads; a file or a pipe gets the text alone."""
+        """End the line after the answer on a terminal; a file or a pipe gets only the text."""
         if self._console.is_terminal:
             self._console.file.write("\n")
 
@@ -106,7 +106,7 @@ def run_card(
     plan: Sequence[str],
     arms: Sequence[str] = (),
 ) -> RenderableType:
-    """All that is worth knowing of a run, as a table of two columns; of a mix, what each of its `arms` did."""
+    """The facts of a run, as a table of two columns; for a mix also the counts of each of its `arms`."""
     card = Table.grid(padding=(0, 2))
     card.add_column(style="dim", no_wrap=True)
     card.add_column(overflow="fold")

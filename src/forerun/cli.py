@@ -35,11 +35,11 @@ class Program(Index):
     """The group of all commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; without any, help is what is asked for."""
+        """Read the arguments; without any, show help."""
         return super().parse_args(ctx, args or ["--help"])
 
     def main(self, *arguments: Any, **extra: Any) -> NoReturn:
-        """Run what is asked for and exit with its status."""
+        """Run the command and exit with its status."""
         try:
             status = super().main(*arguments, **extra | {"prog_name": NAME, "standalone_mode": False})
         except USAGE_ERROR as error:

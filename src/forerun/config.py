@@ -32,8 +32,8 @@ def require_whole(name: str, value: object, least: int) -> None:
 class Speculation:
     """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` guesses where `width` > 1.
 
-    Which guesses make the tree is decided anew in every round, by how likely they are; with `tree` it is settled, and
-    depth, width and nodes are those of that shape. `drafter` names an arm of the engine's drafter; None leaves the
+    The guesses of a tree are chosen in every round, by how likely they are; with `tree` its shape is fixed, and depth,
+    width and nodes are those of that shape. `drafter` names an arm of the engine's drafter; None leaves the
     choice to the engine.
 
     `depth` is at most 256, `width` at most 256. More `nodes` than a tree of that depth and width can have mean all of
@@ -86,7 +86,7 @@ class Speculation:
 
     @classmethod
     def of(cls, wish: bool | int | Speculation | None, default: Speculation) -> Speculation:
-        """A request's wish as a value: None or True is the default, False or 0 is none at all, k is chains of k."""
+        """A request's speculation as a value: None or True is the default, False or 0 no drafting, k a depth."""
         if wish is None or wish is True:
             return default
         if isinstance(wish, Speculation):

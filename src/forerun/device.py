@@ -28,9 +28,9 @@ DEVICE_VARIABLE = "FORERUN_DEVICE"  # what "auto" means, where it is set
 class Placement:
     """Where a model runs, and how.
 
-    `fixed`: passes have fixed shapes, which GPUs want since they can be captured as graphs; CPUs can run them too,
+    `fixed`: passes have fixed shapes, so that a GPU can capture them as graphs; CPUs can run them too,
     slower. `one_gemm`: one configuration of the matrix product for any number of rows, so that a row's bits depend on
-    the row alone. On CPUs they do anyway.
+    the row alone. On CPUs that is always so.
     """
 
     device: torch.device
@@ -73,7 +73,7 @@ class Placement:
 
     @property
     def label(self) -> str:
-        """What results depend on beside weights and versions: the processor, and how sums are made."""
+        """What results depend on besides weights and versions: the processor, and the order of sums."""
         if self.device.type == "cpu":
             return torch.backends.cpu.get_cpu_capability() + ", fixed shapes" * self.fixed
         return torch.cuda.get_device_name(self.device) + ", one gemm" * self.one_gemm
@@ -98,12 +98,12 @@ def require_cuda(name: str, index: int) -> None:
 
 @cache
 def is_cpu(device: torch.device) -> bool:
-    """Whether this is the host's own memory. Asking a device for its type writes a string, which rounds would feel."""
+    """Whether this is the host's memory. `device.type` builds a string each time, which would slow down rounds."""
     return device.type == "cpu"
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that nobody holds."""
+    """Free memory of a GPU, in bytes."""
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -115,7 +115,7 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
 
 
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on the device; the host does not wait for the copy."""
+    """A host tensor on the device; the host does not wait for the copy."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -58,7 +58,7 @@ class ModelOutputInvalid(ModelError):
 
 
 class WidenedDiffers(ModelError):
-    """A widened checkpoint failed the check of its making: its logits are not those of its source."""
+    """A new widened checkpoint failed its check: its logits are not those of its source."""
 
 
 class TokenizerError(ModelError):

@@ -62,15 +62,14 @@ class LLM:
     `model` is a Hugging Face folder, a hub id, a bundled name, or a ModelSpec; `tokenizer`, `revision`, `dtype`,
     `quantize`, `kernels`, `device` and `one_gemm` are fields of ModelSpec and described there. `draft` turns
     speculation on: a specification such as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of
-    requests: True, a depth, False, or a Speculation. `speculative_config` says both in vLLM's form.
-    `max_model_len` tokens of context and `max_num_seqs` sequences at once are planned for within `memory_bytes`, or
-    within the share `gpu_memory_utilization` of the free memory (by default four fifths of it); the plan is `llm.plan`.
-    `threads` sets torch's thread count, for the process. `seed` settles the seeds of requests that bring none.
-    `generation_config` says where the parameters of requests come from that bring none: "auto" is the model's own
-    generation_config.json, another folder may be named, and "none" stands for SamplingParams().
-    Loading shows a bar where a person watches, unless `use_tqdm_on_load` is False or `progress` is told instead.
-    Other keywords of vLLM's LLM are accepted where their values ask for what is done here anyway; any other keyword
-    raises UnknownKeyword.
+    requests: True, a depth, False, or a Speculation. `speculative_config` says both in vLLM's form. Memory is planned
+    for contexts of `max_model_len` tokens and `max_num_seqs` sequences at once, within `memory_bytes` or the share
+    `gpu_memory_utilization` of the free memory (four fifths by default); the plan is `llm.plan`. `threads` sets torch's
+    thread count for the process. `seed` makes the seeds of requests without one repeatable. `generation_config` says
+    where requests without parameters take them from: "auto" is the model's own generation_config.json, a folder is that
+    folder's, and "none" stands for SamplingParams(). Loading shows a bar on a terminal, unless `use_tqdm_on_load` is
+    False or `progress` gets the reports instead. Other keywords of vLLM's LLM are accepted where their values ask for
+    what forerun does anyway; any other value raises InvalidRequest, and any other keyword UnknownKeyword.
     """
 
     generation_defaults = GenerationDefaults()  # what the model's own file says, if it counts
@@ -193,7 +192,7 @@ class LLM:
 
     @property
     def arms(self) -> Seq[str]:
-        """What drafts here, by name: several of a mix."""
+        """The names of what drafts; several for a mix."""
         return self.requests.arms
 
     def get_tokenizer(self) -> Tokenizer:
@@ -201,7 +200,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that bring none, as `generation_config` settled them; a fresh copy."""
+        """The parameters of requests without any, as `generation_config` decided them; a fresh copy."""
         return self.generation_defaults.params()
 
     def generate(
@@ -217,9 +216,9 @@ class LLM:
         """Answer all prompts, in order, with one set of parameters for all of them or one for each.
 
         A prompt is text, a list or array of token ids, {"prompt": text} or {"prompt_token_ids": ids}. All are checked
-        before any runs. `speculation` overrides the engine's default for these requests. Drafters that learn from
-        answers let those of one `tenant` draft for that tenant alone. `progress` is told how far the work is; without
-        it a bar is shown where a person watches, unless `use_tqdm` is False.
+        before any runs. `speculation` overrides the engine's default for these requests. Drafters that learn
+        from answers use those of a `tenant` for that tenant only. `progress` is called with the share that is done;
+        without it a bar is shown on a terminal, unless `use_tqdm` is False. Raises InvalidRequest, naming the field.
         """
         answers = self.ask(requests_of(prompts, sampling_params, speculation, tenant))
         with reporting(progress, use_tqdm) as report:
@@ -271,9 +270,9 @@ class LLM:
         tenant: str = "",
         progress: ProgressCallback | None = None,
     ) -> Iterator[Delta]:
-        """One request's deltas as rounds give them. Closing the iterator cancels the request.
+        """One request's deltas, one per round. Closing the iterator cancels the request.
 
-        `progress` is told how much of the prompt is read, as long as there is nothing else to tell.
+        Until the first token `progress` is called with the share of the prompt that is read.
         """
         sequences = self.requests.sequences(Request.of(prompt, sampling_params, speculation, tenant))
         return self.rounds(sequences, progress)
@@ -283,9 +282,9 @@ class LLM:
         return Answers([(request, self.requests.sequences(request)) for request in requests], self.fingerprint)
 
     def rounds(self, sequences: Seq[Sequence], progress: ProgressCallback | None = None) -> Iterator[Delta]:
-        """Step the engine until these sequences are finished, and give what they gain.
+        """Step the engine until these sequences are finished, and yield their deltas.
 
-        A step moves on all that runs, other streams of this LLM too; what those gain is kept for their own readers.
+        A step advances all running sequences, other streams of this LLM too; their deltas are kept for their readers.
         """
         inbox: deque[Delta] = deque()
         self.inboxes |= {sequence.id: inbox for sequence in sequences}
@@ -314,7 +313,7 @@ class LLM:
 
 
 def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:
-    """The ModelSpec that a model and the other fields, in their order, spell; what is not said is the model's."""
+    """The ModelSpec of a model and the other fields, in their order; fields that are not given are the model's."""
     said = {
         field.name: value
         for field, value in zip(fields(ModelSpec)[1:], load, strict=True)
@@ -324,7 +323,7 @@ def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:
 
 
 def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
-    """Where the parameters of requests come from that bring none."""
+    """The defaults that `generation_config` chooses."""
     if choice in NO_DEFAULTS:
         return GenerationDefaults()
     if choice != "auto":

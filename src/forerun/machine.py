@@ -68,7 +68,7 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
 
 
 def vector_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
-    """The vector and matrix instructions that the processor has, in the system's names; none where it does not tell."""
+    """The processor's vector and matrix instructions, by the system's names; empty where it does not list them."""
     told = ((cpuinfo_field(cpuinfo, field).split(), form) for field, form in VECTOR_FLAGS.items())
     return tuple(sorted({flag for flags, form in told for flag in flags if form.fullmatch(flag)}))
 
@@ -82,7 +82,7 @@ def cpuinfo_field(cpuinfo: Path, name: str) -> str:
 
 
 def order_of_sums() -> str:
-    """All that torch's libraries choose a matrix product by on this CPU, and with it the order of its sums.
+    """Everything by which torch's libraries choose a matrix product on this CPU, and with it the order of its sums.
 
     They look at the instructions, at the sizes of caches (for which the processor's name stands), at the number of
     threads, and at a few variables.
@@ -110,7 +110,7 @@ def bandwidth_bytes_per_s(num_elements: int = BANDWIDTH_ELEMENTS, device: torch.
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was given; a CPU has."""
+    """Wait until a GPU has finished its work; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -126,7 +126,7 @@ def peak_rss_bytes() -> int | None:
 
 
 def forget_peak_rss() -> bool:
-    """Let `peak_rss_bytes` begin anew from what is held now, and say whether this system can."""
+    """Reset `peak_rss_bytes` to the memory held now; returns whether this system can."""
     try:
         CLEAR_REFS.write_text("5\n")  # see proc(5): 5 resets the peak
     except OSError:

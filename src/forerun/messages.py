@@ -26,7 +26,7 @@ class ChatOptions:
 
     `chat_template` is used in place of the model's own. `add_generation_prompt` opens the model's turn;
     `continue_final_message` leaves the last message open instead, so that the model goes on with it. `tools` are
-    descriptions of functions, and `chat_template_kwargs` whatever else the template knows, such as `enable_thinking`.
+    descriptions of functions; `chat_template_kwargs` are further options of the template, such as `enable_thinking`.
     """
 
     chat_template: str | None = None
@@ -49,7 +49,7 @@ class ChatOptions:
 
 
 def as_conversations(messages: Conversation | Seq[Conversation]) -> Seq[Conversation]:
-    """One conversation or many, as many."""
+    """One conversation or many, as a list of conversations."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Seq):
         raise InvalidRequest("messages", f"{shown(messages)} is not a conversation: use a list such as [{EXAMPLE}].")
     if messages and isinstance(messages[0], Mapping):

@@ -115,7 +115,7 @@ GenerationConfigOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Options that say what answers."""
+    """Options that choose the model and the drafter."""
 
     TITLE: ClassVar[str] = MODEL
 
@@ -152,7 +152,7 @@ class ModelOptions:
         )
 
     def speculation(self, width: int = 1) -> Speculation:
-        """How far to draft: as deep and wide as asked, or in the shape of a file."""
+        """How far to draft: by depth and width, or in the shape given by a file."""
         if self.tree is None:
             return Speculation(self.depth, width)
         return Speculation(self.depth, width, tree=StaticTree.load(self.tree))
@@ -238,7 +238,7 @@ CommandBody = Callable[..., None]
 
 @runtime_checkable
 class Command(Protocol):
-    """What a name on the command line runs, with examples for its help."""
+    """A command of the command line, with examples for its help."""
 
     examples: str
 

@@ -20,7 +20,7 @@ from forerun.sampling.logprobs import TokenLogprobs
 
 @dataclass(slots=True)
 class RequestMetrics(Counts):
-    """How one request was answered, all of its samples taken together.
+    """The metrics of one request, over all of its samples.
 
     `first_token_s` and `total_s` are the seconds from the request's arrival until its reader was given the first and
     the last token; time spent waiting for a place in the batch counts.
@@ -39,7 +39,7 @@ class RequestMetrics(Counts):
 class CompletionOutput:
     """One sample's answer. `finish_reason` is "stop" (eos, a stop id or string: `stop_reason`) or "length".
 
-    `logprobs` and their sum, `cumulative_logprob`, are there if they were asked for.
+    `logprobs` and their sum, `cumulative_logprob`, are given if they were asked for.
     """
 
     index: int
@@ -56,8 +56,8 @@ class CompletionOutput:
 class RequestOutput:
     """A request's answer. The same prompt, parameters, `seed` and `fingerprint` give it again, drafted or not.
 
-    `prompt` is None where token ids alone were given. Two outputs are equal if the tokens asked and answered are: which
-    request it was, how its prompt was spelled and how it went (`metrics`) do not count.
+    `prompt` is None where token ids alone were given. Two outputs are equal if prompt tokens and answers
+    are equal; `request_id`, the form of the prompt and `metrics` do not count.
     """
 
     request_id: str = field(compare=False)
@@ -80,7 +80,7 @@ class CollectedSample:
         self.first_s = self.last_s = 0.0
 
     def add(self, delta: Delta) -> None:
-        """Take a delta, and note when."""
+        """Add a delta, and note the time."""
         self.last_s = time.perf_counter()
         self.first_s = self.first_s or self.last_s
         self.deltas.append(delta)
@@ -105,7 +105,7 @@ class CollectedSample:
 
 
 class Answers:
-    """The answers of requests under way, in the order of the requests. Time counts from when it is made."""
+    """The answers of running requests, in the order of the requests. Times count from its construction."""
 
     def __init__(self, requests: Seq[tuple[Request, Seq[Sequence]]], fingerprint: str) -> None:
         self.requests = requests
@@ -121,16 +121,16 @@ class Answers:
         return self.num_finished / len(self.sequences)
 
     def add(self, delta: Delta) -> None:
-        """Take what a round gave one of the samples."""
+        """Add a delta of one of the samples."""
         self.answers[delta.seq_id].add(delta)
         self.num_finished += delta.finish_reason is not None
 
     def outputs(self) -> list[RequestOutput]:
-        """What the requests answer, once all are finished."""
+        """The results of all requests, once they are finished."""
         return [self.output(request, samples) for request, samples in self.requests]
 
     def output(self, request: Request, samples: Seq[Sequence]) -> RequestOutput:
-        """What one of them answers."""
+        """The result of one request."""
         first, answers = samples[0], [self.answers[sequence.id] for sequence in samples]
         return RequestOutput(
             request_id=str(first.request_id),
@@ -144,7 +144,7 @@ class Answers:
         )
 
     def metrics(self, answers: Seq[CollectedSample]) -> RequestMetrics:
-        """How a request went."""
+        """The metrics of a request."""
         metrics = RequestMetrics(
             first_token_s=min(answer.first_s for answer in answers) - self.started_s,
             total_s=max(answer.last_s for answer in answers) - self.started_s,

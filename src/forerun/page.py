@@ -68,7 +68,7 @@ def paragraphs(text: str | None) -> list[str]:
 
 
 def groups(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The options by the group they belong to, arguments first and what belongs to none last."""
+    """The options by their group, with arguments first and options without a group last."""
     found: dict[str, list[tuple[str, str]]] = {ARGUMENTS: []}
     for param in command.get_params(ctx):
         record = param.get_help_record(ctx)
@@ -104,7 +104,7 @@ USAGE_ERROR: Any = typer.BadParameter.__base__  # Typer does not export the clas
 
 
 def usage_line(error: Any) -> str:
-    """A mistake of usage on one line: what it is, what may have been meant, and where the options are."""
+    """A usage error on one line: the mistake, what may have been meant, and where the options are listed."""
     meant = sorted(getattr(error, "possibilities", None) or ())
     message: str = error.message if meant else error.format_message()
     message = message.replace("Value error, ", "").rstrip(".")

@@ -73,4 +73,4 @@ def reporting(report: ProgressCallback | None, bar: bool) -> Iterator[ProgressCa
 
 
 def _silent(_what: str, _done: float) -> None:
-    """Work that nobody watches."""
+    """A progress callback that shows nothing."""

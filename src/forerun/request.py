@@ -18,7 +18,7 @@ from forerun.limits import shown
 from forerun.sampling.params import SamplingParams
 
 Wish = bool | int | Speculation | None
-"""How far to draft: None or True for the engine's default, False for not at all, a depth, or a Speculation."""
+"""How far to draft: None or True for the engine's default, False for no drafting, a depth, or a Speculation."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 FORMS = 'use text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
@@ -37,11 +37,11 @@ Prompt = str | Seq[SupportsIndex] | Array | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, how its answer is drawn, how far it is drafted, and whose it is.
+    """A prompt, with its sampling parameters, its speculation and its tenant.
 
     `prompt` is text and `prompt_token_ids` are tokens; where both are there the tokens count, and the text is what they
-    were made from. `sampling_params` None stands for the model's defaults, `speculation` None for the engine's. What
-    requests of one `tenant` are answered may draft for that tenant alone.
+    were made from. `sampling_params` None stands for the model's defaults, `speculation` None for the engine's. Answers
+    to one `tenant` are used to draft for that tenant only.
     """
 
     prompt: str | None = None
@@ -83,7 +83,7 @@ def requests_of(
 
 
 def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
-    """One prompt or many, as many. What is no prompt at all is one that will be refused by name."""
+    """One prompt or many, as a list of prompts. A value that is no prompt is passed on and refused later, by name."""
     given = plain(prompts)
     many = isinstance(given, Seq) and not isinstance(given, str | bytes)
     if not many or (given and all(is_number(item) for item in given)):
@@ -135,5 +135,5 @@ def is_number(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Arrays as lists, anything else as it is."""
+    """Arrays as lists, anything else unchanged."""
     return value.tolist() if isinstance(value, Array) else value

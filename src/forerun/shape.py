@@ -25,7 +25,7 @@ MOST_NODES = 512  # of a draft: checking a tree takes time and memory by the squ
 
 @dataclass(frozen=True)
 class StaticTree:
-    """The nodes of a tree, the root aside, each by the ranks on its path: 0 is what the drafter likes best there.
+    """The nodes of a tree without the root, each by the ranks on its path: 0 is the drafter's likeliest token there.
 
     Paths may be given in any order; they are held shallow ones first. Ranks may be left out. Raises InvalidTree where
     there are none, where one is no list of whole numbers from 0 to MOST_RANK, comes twice, or lacks its parent.
@@ -82,7 +82,7 @@ class StaticTree:
         return 1 + max(path[-1] for path in self.paths)
 
     def cut(self, depth: int) -> StaticTree | None:
-        """Its paths of at most `depth` guesses; None where that leaves none."""
+        """Its paths of at most `depth` guesses; None if there are none."""
         kept = [path for path in self.paths if len(path) <= depth]
         return self if len(kept) == len(self.paths) else StaticTree(kept) if kept else None
 

@@ -43,7 +43,7 @@ class DraftLaw:
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """What the host knows of a tree that lies on a device, so that it need not ask: which nodes are read.
+    """The part of a tree on a device that the host knows without a copy: which nodes are read.
 
     `nodes[b]` are the columns of sequence b that the target reads, `parents[b]` the parent of each. `tokens[b]` are
     their tokens; None where guesses were drawn on the device: then what is read may turn out to be padding.
@@ -55,7 +55,7 @@ class HostView:
 
     @classmethod
     def chains(cls, counts: Sequence[int]) -> HostView:
-        """Roots and so many guesses behind each, none of them seen yet."""
+        """Roots with so many guesses behind each, whose tokens the host does not know yet."""
         return cls([range(1 + n) for n in counts], [range(-1, n) for n in counts])
 
 
@@ -82,7 +82,7 @@ class DraftTree:
 
     @classmethod
     def bare(cls, roots: Int[Tensor, " batch"]) -> DraftTree:
-        """Nothing guessed: roots alone, as in plain decoding."""
+        """No guesses: roots alone, as in plain decoding."""
         return cls(tokens=roots[:, None], parents=torch.full_like(roots, -1)[:, None], depth=0)
 
     @classmethod
@@ -167,7 +167,7 @@ class DraftTree:
         return HostView(nodes, above, own)
 
     def to(self, device: torch.device) -> DraftTree:
-        """The tree on a device, with what the host knows of it."""
+        """The tree on a device, with its host view."""
         if self.known is not None and self.tokens.device == device:
             return self
         known = self.host()
@@ -202,7 +202,7 @@ class DraftTree:
     def without_law(self) -> DraftTree:
         """The same guesses, to be judged by `follow`: for trees pruned after their tokens were drawn.
 
-        What the host saw of them it sees anew; which of the unseen ones are read stays as it was.
+        Nodes that the host has seen are copied to it again; which of the unseen ones are read does not change.
         """
         unseen = self.known is not None and self.known.tokens is None
         return replace(self, q=None, known=self.known if unseen else None)

@@ -1,6 +1,6 @@
 """The drafter of docs/write-a-drafter.md, taken from the page itself: what readers copy is what is tested.
 
-The page's first Python block defines it. Knows nothing of how drafters are judged.
+The page's first Python block defines it.
 """
 
 import re

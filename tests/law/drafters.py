@@ -1,6 +1,6 @@
 """The drafters that are put to the laws: a new one is one more line in DRAFTERS and gets all of them.
 
-Decides which they are and how one is built beside a target. Knows nothing of what is asked of them.
+This file decides which drafters these are and how each is built for a target.
 """
 
 from __future__ import annotations

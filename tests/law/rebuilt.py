@@ -1,7 +1,4 @@
-"""Whether a drafter is as if it had been told the committed tokens at once: drafts compared, and what it holds.
-
-Knows nothing of what drafters there are.
-"""
+"""Whether a drafter's drafts and state equal those that it has after observing the committed tokens at once."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ def padded(source: Path, folder: Path) -> Path:
 
 
 def to_zeros(tokens: Sequence[int], logits: Tensor) -> Tensor:
-    """A processor that knows nothing of padding."""
+    """A processor that ignores padding ids."""
     return torch.zeros_like(logits)
 
 

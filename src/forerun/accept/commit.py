@@ -32,7 +32,7 @@ class HostTree:
     arms: list[int] = field(default_factory=list)  # of a mix's tree: who guessed each node, at the root who drafted
 
     def told(self, tokens: Sequence[int]) -> HostTree:
-        """The same nodes, their tokens known now, by column of the DraftTree; one without token is nobody's child."""
+        """The same nodes with their tokens, given by column of the DraftTree; a node without a token gets no parent."""
         own = [tokens[node] for node in self.number]
         parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, own, strict=True)]
         return HostTree(own, parents, self.number, self.arms)

@@ -108,7 +108,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Stats(Counts):
-    """Counters of an engine since its start; a round of pure prefill is none."""
+    """Counters of an engine since its start; a round that only reads prompts does not count as a round."""
 
     num_passes: int = 0
     num_prompt_tokens: int = 0

@@ -79,7 +79,7 @@ class Selection:
         ]
 
     def wish(self, depth: int) -> Speculation:
-        """What is asked of the drafter at a depth."""
+        """The speculation at a depth."""
         tree = None if self.tree is None else self.tree.cut(depth)
         return Speculation(depth) if tree is None else Speculation(tree=tree)
 

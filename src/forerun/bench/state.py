@@ -124,7 +124,7 @@ def flat(about: Any) -> dict[str, Any]:
 
 
 def parsed(line: bytes) -> Any:
-    """A line's JSON; None where it is none."""
+    """A line's JSON; None where it does not parse."""
     try:
         return json.loads(line)
     except ValueError:

@@ -121,12 +121,12 @@ class AdaptedRunner:
         return 0 if seq_id in self.lost else max(0, self.window + 1 - self.adapter.length(seq_id) - num_late)
 
     def give_up(self, seq_id: int) -> None:
-        """Draft this sequence no more until it is forgotten and told anew."""
+        """Stop drafting this sequence until it is forgotten and observed again from its start."""
         self.lost.add(seq_id)
         self.adapter.release([seq_id])
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop all state of these sequences; unknown ones are none."""
+        """Drop all state of these sequences; unknown ones are ignored."""
         self.adapter.release(seq_ids)
         for seq_id in seq_ids:
             self.guesses.pop(seq_id, None)

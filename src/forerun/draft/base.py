@@ -27,11 +27,11 @@ AHEAD = 8  # guesses that `Outlook.expected` looks at: who drafts less far can e
 class Budget:
     """How far one sequence may be drafted this round; depth 0 means not at all.
 
-    `depth` bounds a path's length, `width` the children of a node, `nodes` the guesses in all (the root not
-    counted). `arm` picks a drafter of a mix. A guess whose path survives with less than `price` is not worth having,
-    nor is any below it; where a tree's shape must be settled before it is drawn, it may be there without any below it.
-    With a price above 0 a drafter that knows what its guesses are worth says so, for chains too.
-    `shape` settles the tree, depth, width and nodes being its own; whoever cannot draft it keeps within these.
+    `depth` bounds a path's length, `width` the children of a node, `nodes` the guesses in all (the root not counted).
+    `arm` picks a drafter of a mix. A guess whose path survives with less than `price` is not worth having, nor is any
+    below it; where a tree's shape must be fixed before it is drawn, such a guess may stay, without any below it. With a
+    price above 0 a drafter that can estimate survival gives it, for chains too. `shape` fixes the tree, with its own
+    depth, width and nodes; a drafter that cannot draft the shape stays within these.
     """
 
     depth: int
@@ -57,7 +57,7 @@ class Budget:
         return cls(min(depth, nodes), wish.width, nodes) if nodes > 0 else NO_DRAFT
 
     def merging(self, num_members: int) -> Budget:
-        """The same for the last arm of a mix of so many: its tree may be wider, that all of them have their place."""
+        """The same for the last arm of a mix of so many members: its tree may be wider, so that all members fit."""
         return replace(self, arm=num_members, width=num_members * self.width)
 
 
@@ -69,10 +69,10 @@ class Committed:
     """What the target has just made final, prompt chunks and accepted tokens alike, packed over sequences.
 
     Sequence `seq_ids[i]` gained `tokens[offsets[i]:offsets[i+1]]`, all read by the target; `roots[i]` is the token
-    after them, final too but not yet read. All `Committed.tokens` of a sequence, joined, and then its last root are
-    the sequence's text. Host lists: they come from the round's one synchronisation.
-    `features[t]` is the target's state after reading `tokens[t]`, at the drafter's declared taps. `tenants` says whose
-    each text is, and `num_prompts` how much of it was asked; both empty where nobody knows.
+    after them, final too but not yet read. All `Committed.tokens` of a sequence, joined, and then its last root are the
+    sequence's text. Host lists: they come from the round's one synchronisation. `features[t]` is the target's state
+    after reading `tokens[t]`, at the drafter's declared taps. `tenants` gives the tenant of each text and `num_prompts`
+    the length of its prompt; both are empty where unknown.
     """
 
     seq_ids: Sequence[int]

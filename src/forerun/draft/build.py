@@ -236,7 +236,7 @@ def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE remembers; made where there is none."""
+    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE stores; created if missing."""
     refuse_members(spec)
     file = None if spec.argument is None else PastFile(spec.argument, context.tokenizer.fingerprint())
 

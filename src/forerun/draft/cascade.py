@@ -81,7 +81,7 @@ class CascadeDrafter:
         self.lengths: Lengths = lengths or MeasuredLengths()
 
     def observe(self, news: Committed) -> None:
-        """Both members are told."""
+        """Both members observe."""
         self.lower.observe(news)
         self.judge.observe(news)
 
@@ -111,7 +111,7 @@ class CascadeDrafter:
         return chains
 
     def wanted(self, chains: Sequence[Chain]) -> Sequence[int]:
-        """How many guesses the judge is to be asked about; the last token of a chain is its own."""
+        """How many guesses the judge will be asked about; the last token of a chain is its own."""
         return self.lengths.best([chain.seq_id for chain in chains], [chain.left - 1 for chain in chains])
 
     def go_alone(self, draws: Draws, chains: Sequence[Chain], tail: Committed | None, timed: bool) -> float:
@@ -150,7 +150,7 @@ class CascadeDrafter:
         return draft.pass_s + judged.pass_s
 
     def guess(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> Draft:
-        """What the lower member guesses, made harmless chains; nothing where nothing is asked for."""
+        """The lower member's guesses as valid chains; empty chains where no guesses are asked for."""
         if not any(budget.depth for budget in budgets):
             return Draft(DraftTree.bare(draws.roots_tokens))
         draft = self.lower.propose(draws, budgets, tail)
@@ -198,7 +198,7 @@ def inside(draws: Draws, chains: Sequence[Chain]) -> Draws:
 
 
 def tail_of(chains: Sequence[Chain]) -> Committed:
-    """What stands behind the observed texts, as a lower member is told it."""
+    """The text behind the observed texts, in the form of a lower member's `tail`."""
     tokens: list[int] = []
     offsets = [0]
     for chain in chains:

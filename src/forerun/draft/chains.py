@@ -26,7 +26,7 @@ class ReadTokens(Protocol):
 
 
 def are_plain_chains(draws: Draws, budgets: Sequence[Budget]) -> bool:
-    """Whether all that is asked for are chains whose law, price and path nobody asks about."""
+    """Whether only chains are asked for, without a law, a price, or draws that depend on the path."""
     return draws.pathless and not draws.rejection and all(b.width == 1 and b.price == 0 for b in budgets)
 
 

@@ -148,7 +148,7 @@ class EarlyExitDrafter:
         return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=[None] * len(seq_ids))
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Count these sequences no more; unknown ones are none. Their keys and values are the target's."""
+        """Stop counting these sequences; unknown ones are ignored. Their keys and values are the target's."""
         self.lower.hand_over(seq_ids)
         if self.adapted is not None:
             self.adapted.forget(seq_ids)

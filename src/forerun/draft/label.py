@@ -13,7 +13,7 @@ from forerun.models.loading import checkpoint_label
 
 
 def draft_label(draft: str | Drafter | None) -> str:
-    """A specification as it is spelled, widened checkpoints named as such; a drafter's arms; nothing for none."""
+    """A specification as spelled, with widened checkpoints named as such; a Drafter's arms; empty without a drafter."""
     if draft is None:
         return ""
     return str(labelled(parse_spec(draft))) if isinstance(draft, str) else "+".join(draft.arms)

@@ -220,5 +220,5 @@ class MeasuredLengths:
 
 
 def damped(taken_s: float, expected_s: float) -> float:
-    """A time, or what an outlier counts as; whatever it was where nothing was expected."""
+    """A time, with outliers limited; unchanged where no time was expected."""
     return min(taken_s, OUTLIER * expected_s) if expected_s > 0 else taken_s

@@ -59,7 +59,7 @@ class Chains:
 
 
 def can_draw_unseen(draws: Draws, budgets: Sequence[Budget]) -> bool:
-    """Whether all that is asked for are chains whose ends and draws the host need not see."""
+    """Whether only chains are asked for whose ends and draws do not need the host."""
     return all(b.width == 1 and b.price == 0 for b in budgets) and not any(
         row.params.logits_processors for row in draws.rows
     )

@@ -59,7 +59,7 @@ class MemberDraft:
         )
 
     def grown(self, row: int, arm: int, chances: Sequence[float]) -> MixedRow:
-        """One row; where its survival is not told, `chances` say it by depth."""
+        """One row; where its survival is not given, `chances` gives it by depth."""
         tokens, parents = self.tokens[row], self.parents[row]
         columns = [0, *(column for column in range(1, len(tokens)) if tokens[column] >= 0)]
         number, depths = {0: 0}, [0]
@@ -98,7 +98,7 @@ class MixDrafter:
         self.guessed: dict[int, list[MixedRow]] = {}  # by sequence: the last round's, to be compared
 
     def observe(self, news: Committed) -> None:
-        """All members are told, with the states that they read; and their guesses are compared with what is final."""
+        """All members observe, with the states that they read, and their guesses are compared with the final text."""
         for member in self.members:
             own = [self.taps.index(tap) for tap in member.taps]
             features = None if news.features is None or not own else news.features[:, own]

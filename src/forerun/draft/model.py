@@ -331,7 +331,7 @@ class ModelDrafter:
         return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop text and K, V of these sequences; unknown ones are none."""
+        """Drop text, keys and values of these sequences; unknown ones are ignored."""
         self.runner.release(seq_ids)
         for seq_id in seq_ids:
             self.sequences.pop(seq_id, None)

@@ -191,7 +191,7 @@ class NgramDrafter:
         return lookup([history.ends], suffix, self.min_n, self.max_n)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop the indexes of these sequences; unknown ones are none."""
+        """Drop the indexes of these sequences; unknown ones are ignored."""
         for seq_id in seq_ids:
             self.histories.pop(seq_id, None)
 

@@ -133,7 +133,7 @@ class SuffixDrafter:
         return min(longest, growing.tree.depth // 2)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop these sequences. What they answered is past from now on, for their tenant; unknown ones are none."""
+        """Drop these sequences; their answers become past answers of their tenant. Unknown ones are ignored."""
         for seq_id in seq_ids:
             growing = self.sequences.pop(seq_id, None)
             if growing is not None and growing.tenant is not None:

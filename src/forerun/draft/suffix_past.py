@@ -84,7 +84,7 @@ class Past:
             self.drop(next(iter(self.answers)))
 
     def drop(self, name: str) -> None:
-        """Forget an answer; unknown ones are none."""
+        """Forget an answer; unknown ones are ignored."""
         kept = self.answers.pop(name, None)
         if kept is None:
             return

@@ -83,7 +83,7 @@ class TranslatingDrafter:
         return Draft(DraftTree.of_texts(texts), pass_s=draft.pass_s)
 
     def root(self, seq_id: int) -> int:
-        """The last token of the model's text; any where there is none."""
+        """The last token of the model's text; 0 where there is no text."""
         following = self.model.sequences.get(seq_id)
         return 0 if following is None or following.root is None else following.root
 
@@ -119,7 +119,7 @@ class TranslatingDrafter:
         return self.model.outlook(seq_ids)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop texts and K, V of these sequences; unknown ones are none."""
+        """Drop texts, keys and values of these sequences; unknown ones are ignored."""
         self.model.forget(seq_ids)
         for seq_id in seq_ids:
             self.transcripts.pop(seq_id, None)

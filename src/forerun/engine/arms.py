@@ -44,7 +44,7 @@ class Option:
 
 @dataclass(slots=True)
 class Arm:
-    """What was learned of an arm. Counts fade with its own rounds; an arm out of use keeps what is known of it."""
+    """The measurements of an arm. Counts fade with its own rounds; an arm that is not used keeps its measurements."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     promised: float = 0.0
@@ -62,7 +62,7 @@ class Arm:
 
     @property
     def due(self) -> bool:
-        """Whether it is to be tried."""
+        """Whether it should be tried."""
         return self.num_rounds < TRIES or self.rested >= self.patience
 
     def promise(self, expected: float | None, depth: int) -> float:
@@ -210,7 +210,7 @@ class Arms:
         return line.expect(num_nodes)
 
     def drafts_s(self, taken: Sequence[Option]) -> float:
-        """What the members that are asked would take in all."""
+        """The time that the members that are asked would take together."""
         total_s = 0.0
         for arm in frozenset[int]().union(*(option.members for option in taken)):
             own = [option for option in taken if arm in option.members]
@@ -219,7 +219,7 @@ class Arms:
         return total_s
 
     def record(self, outcome: Outcome) -> None:
-        """Learn what the round gave that was chosen for last."""
+        """Learn from the round of the last choice."""
         taken = [
             (row, self.options[row.seq_id][row.arm])
             for row in outcome.rows

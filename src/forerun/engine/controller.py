@@ -41,7 +41,7 @@ class Controller(Protocol):
         ...
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """What of the draft is verified.
+        """The part of the draft that is verified.
 
         It sees the drawn tokens, so a tree that it changes is judged by `follow`, which is exact for any choice: the
         drafter's law would no longer be the law of what is left.
@@ -49,7 +49,7 @@ class Controller(Protocol):
         ...
 
     def record(self, outcome: Outcome) -> None:
-        """Learn what a round gave."""
+        """Learn from a round."""
         ...
 
 
@@ -70,7 +70,7 @@ class FixedDepth:
         return budgets
 
     def wanted(self, load: Load, outlook: Outlook) -> list[list[Budget]]:
-        """For every row what it should have, and what else if that does not fit."""
+        """For every row its budget, and the ones to fall back on where that does not fit."""
         if outlook.arms:
             return self.arms.choose(load.seq_ids, load.wishes, load.rooms, outlook)
         wishes = zip(load.wishes, load.rooms, outlook.limit, strict=True)

@@ -46,11 +46,11 @@ class Delta:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     outcome: RowOutcome | None = None  # what became of the guesses
-    error: BaseException | None = None  # what ended it, where code of the request's own failed
+    error: BaseException | None = None  # what ended the request, where it failed
 
     @classmethod
     def failure(cls, sequence: Sequence, error: BaseException) -> Delta:
-        """The last that is heard of a sequence whose request's own code failed."""
+        """The last delta of a sequence whose request failed."""
         return cls(sequence.request_id, sequence.sample, sequence.id, (), (), (), (), "error", None, error=error)
 
     @property

@@ -92,7 +92,7 @@ class Engine:
         self.scheduler.submit(sequence)
 
     def cancel(self, request_id: int) -> None:
-        """Take a request's sequences out between rounds. A request that is unknown or finished has none."""
+        """Take a request's sequences out between rounds. Unknown and finished requests are ignored."""
         self.leave(list(self.samples.get(request_id, {}).values()))
 
     @torch.inference_mode()
@@ -140,7 +140,7 @@ class Engine:
         return deltas
 
     def plan(self) -> Round:
-        """Who is read in this round. Preempted sequences are forgotten by the drafter too."""
+        """Which sequences are read in this round. Preempted sequences are forgotten by the drafter too."""
         rows, preempted = self.scheduler.plan()
         self.forget(preempted)
         drawing = [row for row in rows if row.draws]
@@ -263,7 +263,7 @@ class Engine:
         self.forget(sequences)
 
     def forget(self, sequences: Seq[Sequence]) -> None:
-        """Tell the drafter that these are gone."""
+        """Tell the drafter to drop these sequences."""
         if self.drafter is not None and sequences:
             self.drafter.forget([s.id for s in sequences])
 

@@ -29,7 +29,7 @@ def plan_engine(
     max_num_seqs: int,
     memory_bytes: int | None,
 ) -> MemoryPlan:
-    """Share out memory for texts of `max_model_len` tokens; where none is asked for, for the longest that fit.
+    """Plan memory for texts of `max_model_len` tokens; where None, for the longest texts that fit.
 
     `wish` is how far a request is drafted unless it says otherwise. Raises NotEnoughMemory where not one sequence
     fits, InvalidRequest for texts that are longer than the target's positions.

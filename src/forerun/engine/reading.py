@@ -45,7 +45,7 @@ class Part:
         return len(self.tree.tokens) if self.tree else 0
 
     def read(self) -> Read:
-        """What the runner is asked for."""
+        """The reads that the runner is asked for."""
         num_chunk = self.row.num_chunk
         tokens = self.row.sequence.unread[:num_chunk] + (self.tree.tokens if self.tree else [])
         judged = range(num_chunk - self.num_scored, len(tokens))

@@ -28,7 +28,7 @@ class RowPlan:
 
 
 class Scheduler:
-    """First come, first served. Under want of memory the youngest is preempted and later read anew."""
+    """First come, first served. When memory runs out the youngest is preempted and later read again."""
 
     def __init__(self, cache: PagedCache, max_num_seqs: int, chunk_tokens: int) -> None:
         self.cache = cache
@@ -92,7 +92,7 @@ class Scheduler:
         return self.cache.can_reserve([r.sequence.id for r in rows], [r.num_certain for r in rows])
 
     def preempt(self, sequence: Sequence) -> Sequence:
-        """Send a sequence back to wait; it will be read anew, to the same bits. The caller frees its rows."""
+        """Send a sequence back to the queue; it will be read again, with the same bits. The caller frees its rows."""
         self.cache.release([sequence.id])
         self.running.remove(sequence)
         sequence.status, sequence.num_read = Status.WAITING, 0

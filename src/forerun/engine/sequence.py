@@ -26,7 +26,7 @@ class Status(Enum):
 
 
 class Origin(Enum):
-    """Who said a token first: every token is the target's own choice, whatever its origin."""
+    """How a token came about; every token is the target's own choice, whatever its origin."""
 
     TARGET = "target"  # drawn with nothing drafted
     DRAFTED = "drafted"  # drafted and accepted

@@ -116,9 +116,9 @@ class Kernels:
 
 
 def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None) -> Kernels | None:
-    """The kernels, compiled if need be; None where torch's operators are asked for or, with a warning, all there is.
+    """The kernels, compiled if necessary; None for torch's operators: if asked for or, with a warning, without kernels.
 
-    Raises UnsupportedModel where kernels are insisted on and there are none.
+    Raises UnsupportedModel where kernels are required and cannot be had.
     """
     if choice == "torch":
         return None

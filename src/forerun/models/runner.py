@@ -288,7 +288,7 @@ class Runner:
         self.cache.truncate([seq_id], [length])
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Forget these sequences altogether; unknown ones are none."""
+        """Drop these sequences and free their slots; unknown ones are ignored."""
         for seq_id in seq_ids:
             self.tails.pop(seq_id, None)
         self.cache.release([s for s in seq_ids if s in self.cache])

@@ -25,7 +25,7 @@ class FilePrompt:
 
 
 def read_prompts(path: str | Path, most: int | None = None) -> list[FilePrompt]:
-    """The first `most` prompts of a file; empty lines are none.
+    """The first `most` prompts of a file; empty lines are skipped.
 
     A JSON line has its prompt in "prompt" or "text", or "turns", a list whose first entry it is. Raises
     InvalidRequest, with file and line, for a file that cannot be read or a line without a prompt.

@@ -51,7 +51,7 @@ class HostChildren:
 
 
 class Draws:
-    """What the sequences of a round ask of sampling, and their noise.
+    """The sampling of a round: its sequences' parameters, and their noise.
 
     `num_ids` is the number of ids the tokenizer has: padding ids above are never drawn. `rejection` is for the
     verification modes `token` and `block`: drafters then draw with noise of their own. `level` tells the levels of
@@ -91,7 +91,7 @@ class Draws:
 
     @cached_property
     def root_positions(self) -> Int[Tensor, " batch"]:
-        """Where it stands; the same as `root_places`, on the device."""
+        """The positions of the roots; the same as `root_places`, on the device."""
         return self._column(self.root_places)
 
     @property
@@ -185,12 +185,12 @@ class Draws:
         return torch.where(reached > -math.inf, tokens, -1)[:, 0]  # of a row with NaN the largest is NaN
 
     def choose(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
-        """What `draw` gives at these rows and positions, told to the host; of pathless draws alone."""
+        """What `draw` gives at these rows and positions, on the host; for pathless draws only."""
         found = self._quickly(logits, rows, positions)
         return self.draw(logits, self._placed(rows, positions)).tolist() if found is None else found
 
     def guess(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
-        """The one token that `children` gives at these rows and positions, told to the host; likewise."""
+        """The one token that `children` gives at these rows and positions, on the host; for pathless draws only."""
         found = None if self.rejection else self._quickly(logits, rows, positions)
         if found is None:
             children = self.children(logits, self._placed(rows, positions), 1, survival=False)
@@ -204,7 +204,7 @@ class Draws:
     def recover(self, law: Logits, at: PathState) -> Int[Tensor, " nodes"]:
         """A token from each log-law (need not be normalised): recovered and bonus tokens of the rejection modes.
 
-        -1 where the law is none, as in `draw`.
+        -1 where there is no law, as in `draw`.
         """
         tokens = self._drawn(law, at, Purpose.RECOVER)
         return torch.where(law.gather(1, tokens) > -math.inf, tokens, -1)[:, 0]
@@ -251,7 +251,7 @@ class Draws:
         *,
         survival: bool = True,
     ) -> HostChildren:
-        """What `children` gives after these guesses behind the roots of `rows`, told to the host.
+        """What `children` gives after these guesses behind the roots of `rows`, on the host.
 
         The very tokens; by compiled kernels survival is the same only up to rounding.
         """
@@ -378,7 +378,7 @@ class Draws:
 
 
 def tamed(logits: Logits) -> Logits:
-    """With NaN as -inf and infinity as the largest number, so that nothing but -inf is out of the question."""
+    """With NaN as -inf and infinity as the largest number, so that only -inf is impossible."""
     if logits.device.type == "cpu" and logits.amax(1).isfinite().all().numpy():  # elsewhere it would be waited for
         return logits
     return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)

@@ -37,7 +37,7 @@ NO_LISTS = (str, bytes, bytearray, memoryview)  # though Python counts them as s
 @no_type_check  # run-time type checks in tests would forestall its own, which users meet
 @dataclass(slots=True, unsafe_hash=True)
 class SamplingParams:
-    """How to draw one request's tokens and when to stop; valid from construction on.
+    """How one request's tokens are drawn and when its text ends; valid from construction on.
 
     A field may be assigned later; it is checked as in construction, and a value that is refused changes nothing. A
     request goes by the values at the time it is made.
@@ -105,14 +105,14 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether temperature is all that there is to do to logits. `min_tokens` aside, which a text outgrows."""
+        """Whether temperature is the only transform of logits; `min_tokens` is not counted."""
         edited = self.banned_tokens or self.bad_words or self.logit_bias or self.logits_processors
         penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         filtered = not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
         return not (edited or penalised or filtered)
 
     def resolve_seed(self) -> int:
-        """64 bits: the seed asked for, else fresh ones (report them, so that the answer can be had again)."""
+        """64 bits: the seed asked for, else fresh random ones (report them, so that the answer can be repeated)."""
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64
 
     def check_vocabulary(self, vocab_size: int, eos_ids: Sequence[int] = ()) -> None:

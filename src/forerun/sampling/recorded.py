@@ -41,18 +41,18 @@ class Recorded(Draws):
         return torch.where(recorded >= 0, recorded, drawn)
 
     def choose(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
-        """The same, told to the host."""
+        """The same, on the host."""
         drawn = super().choose(logits, rows, positions)
         said = [self.said(row, position) for row, position in zip(rows, positions, strict=True)]
         return [recorded if recorded >= 0 else own for recorded, own in zip(said, drawn, strict=True)]
 
     @property
     def judging_laws(self) -> None:
-        """None: what was recorded counts first."""
+        """None: the recorded token takes precedence."""
         return None
 
     def said(self, row: int, position: int) -> int:
-        """What the text of a row has at a position; -1 where nothing is recorded."""
+        """The token of a row's text at a position; -1 where nothing is recorded."""
         text = self.texts.get(self.seq_ids[row], ())
         return text[position] if position < len(text) else -1
 

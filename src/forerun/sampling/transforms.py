@@ -52,7 +52,7 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True)
 class PathState:
-    """Packed nodes: where, in which sequence, a law is asked for. Never changed; `Draws.advance` makes new ones.
+    """Packed nodes: the places in sequences at which a law is computed. Never changed; `Draws.advance` makes new ones.
 
     `row` is the sequence's place in the batch, `drawn` the guessed tokens from below the root down to the node
     (-1 after its end), `position` the absolute position of the token that is drawn after the node.
@@ -326,7 +326,7 @@ def bounded(new: Logits, old: Logits) -> Logits:
 
 
 def centred(logits: Logits, temperature: Float[Tensor, "nodes 1"] | None = None) -> Logits:
-    """Each row as it is, or moved to have 0 for its largest logit, if that over its temperature would be infinite.
+    """Each row, shifted so that its largest logit is 0 if that logit over the temperature would be infinite.
 
     A law stays the same when its logits are moved; of one with infinite logits the largest are left. Rows that have no
     law, with NaN or with nothing above -inf, are left alone.
@@ -340,7 +340,7 @@ def centred(logits: Logits, temperature: Float[Tensor, "nodes 1"] | None = None)
 
 
 def mask_below(logits: Logits, least: Float[Tensor, "nodes 1"]) -> Logits:
-    """-inf for what is smaller than `least`; equals stay, so that ties never hang on an order."""
+    """-inf for what is smaller than `least`; equals stay, so that ties do not depend on an order."""
     return logits.masked_fill(logits < least, -math.inf)
 
 

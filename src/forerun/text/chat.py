@@ -51,7 +51,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, declared: object) -> ChatTemplate:
-        """The template of a folder, whatever its files hold."""
+        """The template of a folder; its files are checked when it is used."""
         return cls(declared, f"{folder / 'tokenizer_config.json'} (chat_template)", folder / FILE)
 
     def render(
@@ -126,7 +126,7 @@ class ChatTemplate:
         return source
 
     def _named(self) -> dict[str, str]:
-        """The templates by name. Raises TokenizerError for what is none."""
+        """The templates by name. Raises TokenizerError for what is not a template."""
         if self._file is not None and self._file.exists():
             try:
                 return {"default": self._file.read_text("utf-8")}

@@ -47,11 +47,11 @@ class Refused(jinja2.TemplateError):
 
 
 class TooMuch(jinja2.TemplateError):
-    """The template wants more memory or time than a conversation needs."""
+    """The template uses more memory or time than a conversation needs."""
 
 
 class Meter:
-    """What one rendering may still do."""
+    """The work that one rendering may still do."""
 
     def __init__(self) -> None:
         self.left = MOST_WORK

@@ -205,7 +205,7 @@ class Tokenizer:
         return digest.hexdigest()
 
     def require_chat_template(self) -> None:
-        """Raises TokenizerError where `chat` would, for want of a template that can be used."""
+        """Raises TokenizerError, as `chat` would, where there is no usable template."""
         self._template.compile()
 
     @overload
@@ -226,7 +226,7 @@ class Tokenizer:
         `add_generation_prompt=True` begins the model's answer, `continue_final_message=True` leaves the last message
         open to be continued; all other options (`documents`, `enable_thinking`, ...) are given to the template, and
         `chat_template` takes the place of the checkpoint's own. Raises TokenizerError where the checkpoint has no
-        template or a broken one, InvalidRequest where the template refuses the conversation or where it is none.
+        template or a broken one, InvalidRequest where it is no conversation or the template refuses it.
         """
         own = options.pop("chat_template", None)
         template = self._template if own is None else ChatTemplate(own, "chat_template")
