@@ -44,7 +44,7 @@ def used(folder: Path) -> TokenizerError | None:
     except TokenizerError as raised:
         error = raised
         assert len(str(error)) < 1500
-    assert time.perf_counter() - begin < 5, "it hangs"
+    assert time.perf_counter() - begin < 60, "it hangs"
     return error
 
 

@@ -59,7 +59,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
             "(AutoTokenizer.from_pretrained(model).save_pretrained(folder)), or give a folder that has it"
         )
     try:
-        with panics_as_errors(str(path)):
+        with damage_as_errors(str(path)):
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
             ids = backend.encode("a b é\n").ids  # a post-processor may name tokens that it does not describe
             for count in range(min(len(ids), 8)):  # a decoder may fail on texts of some tokens
@@ -76,14 +76,14 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 @contextmanager
-def panics_as_errors(origin: str) -> Iterator[None]:
-    """Within it a panic of the tokenizers library, whose class cannot be imported, is a TokenizerError."""
+def damage_as_errors(origin: str) -> Iterator[None]:
+    """Within it what the tokenizers library raises of damage is a TokenizerError: panics, and plain Exceptions."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":  # which cannot be imported
             raise
-        raise TokenizerError(f"{origin} is damaged (tokenizers panics: {short(error)}): {AGAIN}") from error
+        raise TokenizerError(f"{origin} is damaged ({short(error)}): {AGAIN}") from error
 
 
 def read_optional(path: Path) -> Fields:

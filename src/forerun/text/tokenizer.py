@@ -20,7 +20,7 @@ from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown
 from forerun.text.chat import ChatTemplate
 from forerun.text.detokenize import ByteTable, IncrementalDecoder, byte_table, spelling_of
-from forerun.text.files import TokenizerFiles, panics_as_errors
+from forerun.text.files import TokenizerFiles, damage_as_errors
 
 _CONTEXT_TOKENS = 4
 CHARACTERS_PER_TOKEN = 8  # texts have fewer; few that fit their context are cut into tokens twice
@@ -108,7 +108,7 @@ class Tokenizer:
         without any token becomes the BOS token alone, for a model has to start from something.
         """
         try:
-            with panics_as_errors("tokenizer.json"):
+            with damage_as_errors("tokenizer.json"):
                 ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("prompt", f"{shown(text)} is not valid Unicode text ({error})") from error
