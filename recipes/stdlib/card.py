@@ -81,15 +81,15 @@ def write_card(
         f"""# The stdlib family
 
 Three Llamas with one byte-level BPE of 4,096 tokens, trained on the source of the standard library of Python
-{python}. They are for trying, testing and measuring speculative decoding with real acceptance, on any machine and
-without a download; they write Python that looks right and is not to be run. End a prompt before a line's break, not
-behind it: the break and the indentation that follows are one token.
+{python}. They serve to try, test and measure speculative decoding with real acceptance, on any machine and without a
+download. They write Python that looks right but should not be run. End a prompt before a line break, not after it,
+because the break and the indentation that follows are one token.
 
 | model | parameters | held-out loss, windows of 256 tokens | of 1,024 tokens |
 |---|---|---|---|
 {rows}
 
-Losses in nats per token, of the weights as they ship (bfloat16, computed in float32).
+Losses are in nats per token, for the weights that ship (bfloat16, computed in float32).
 
 | pair | sum of min(p, q) at temperature 1 | greedy agreement |
 |---|---|---|
@@ -97,36 +97,37 @@ Losses in nats per token, of the weights as they ship (bfloat16, computed in flo
 
 Measured on the target's own continuations (128 tokens) of 24 held-out prompts. Of their 8-grams
 {distinct[1.0]:.1%} are distinct at temperature 1 and {distinct[0.0]:.1%} at temperature 0, where a small model
-loops: a high acceptance there flatters every drafter.
+repeats itself: acceptance at temperature 0 is therefore too favourable for every drafter.
 
 ## Data
 
 {len(files):,} files, {megabytes:.1f} MB, under the PSF licence; files that are not UTF-8 or empty were left out.
-{len(held_out)} files (one in 50, by a hash of the path) were held out: no model, and not the tokenizer, has seen them.
-[corpus.tsv](corpus.tsv) lists every file with its hash and its side of the split.
+{len(held_out)} files (one in 50, by a hash of the path) were held out: neither the models nor the tokenizer saw them.
+[corpus.tsv](corpus.tsv) lists every file with its hash and whether it was held out.
 
 ## Recipe
 
-`python -m recipes.stdlib` makes all of it again; it goes on where it was stopped.
+`python -m recipes.stdlib` makes everything again, and continues where it was stopped.
 
 1. The tokenizer, then the target: {target.steps:,} steps of {target.batch_tokens:,} tokens, windows of 256 tokens and
-   in the last fifth of 1,024, every window behind `<s>`; Muon for matrices, AdamW for the rest; bfloat16 autocast;
+   in the last fifth of 1,024, every window after `<s>`; Muon for matrices, AdamW for the rest; bfloat16 autocast;
    {target.seconds / 60:.0f} minutes.
 2. The target continues {num_texts:,} beginnings of training files, at temperatures 1 and 0.7.
 3. Draft and middle learn the target's law together, {draft.steps:,} steps of {draft.batch_tokens:,} tokens, on the
-   corpus and on those texts by turns: KL for a tenth of the steps, then LK-lambda; {draft.seconds / 60:.0f} minutes.
+   corpus and on those texts in turn: KL for a tenth of the steps, then LK-lambda; {draft.seconds / 60:.0f} minutes.
 
-Times on 2 cores ({platform.machine()}), beside other work. Positions beyond 1,024 are hardly trained. The file
-`training.json` beside each model holds its losses.{curve} Where the curves jump, windows become longer.
+Times on 2 cores ({platform.machine()}), while other work ran. Positions beyond 1,024 are hardly trained. The file
+`training.json` beside each model holds its losses.{curve}
+The curves jump where windows become longer.
 
 ![losses](losses.png)
 
 ## Another vocabulary
 
-`draft-1024` is as large as `draft`, and its tokens are 1,024 of its own, learned from the same files: it is there to
-try drafters whose tokens are not the target's. `python -m recipes.stdlib.foreign` makes it: the tokenizer; 4,096 texts
-of the target's, from beginnings of training files at temperatures 1 and 0.7; 4,000 steps of 4,096 tokens of
-cross-entropy on the corpus and on those texts by turns; 23 minutes beside other work.
+`draft-1024` is as large as `draft` and has a vocabulary of 1,024 tokens, learned from the same files. It serves to try
+drafters with other tokens than the target's. `python -m recipes.stdlib.foreign` makes it: the tokenizer; 4,096 texts
+that the target wrote, from beginnings of training files at temperatures 1 and 0.7; 4,000 steps of 4,096 tokens of
+cross-entropy on the corpus and on those texts in turn; 23 minutes, while other work ran.
 
 ## Licence
 
