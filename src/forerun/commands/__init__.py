@@ -1,1 +1,1 @@
-"""The commands of the command line, one file each: what is asked for, what is shown, and the exit status."""
+"""The commands of the command line, one file each: their options, their output and their exit status."""

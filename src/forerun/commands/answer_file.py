@@ -1,8 +1,8 @@
-"""The file of answers: a JSON object on each line, written as answers come, so that a stopped batch can go on.
+"""The file of answers: a JSON object on each line, written as answers come, so that a stopped batch can continue.
 
-Every line names the line of the input that it answers, a digest of that prompt, and the settings that decided the
-answer. A file of other settings or of another input is refused and left as it is. What can be lost is the line that was
-being written: half of one is cut off when the file is opened again.
+Every line names the line of the input that it answers, a digest of that prompt, and the settings that affect the
+answer. A file with other settings or from another input is refused and not changed. At most the line that was being
+written can be lost: an incomplete line is cut off when the file is opened again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What commands that answer share: loading the model with a bar, saying what was run, and streaming one answer.
+"""The common part of commands that answer: loading the model with a bar, naming what was run, streaming an answer.
 
-After Ctrl-C an answer ends with the round under way.
+After Ctrl-C an answer ends with the current round.
 """
 
 from __future__ import annotations

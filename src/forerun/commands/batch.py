@@ -1,7 +1,7 @@
 """Many prompts from a file: read, answered with continuous batching, and written as they are finished.
 
-Each line of the input has a seed of its own, the first one plus its place, so that an answer hangs on its own line
-alone: not on the batch, on its order, or on how often the work was stopped. A line that cannot be answered is reported
+Each line of the input has its own seed, the first seed plus the line's place, so that an answer depends on its own line
+only: not on the batch, on its order, or on how often the work was stopped. A line that cannot be answered is reported
 by its number and skipped.
 """
 

@@ -1,7 +1,7 @@
-"""`forerun bench`: what speculation brings on one's own model, machine and text, measured.
+"""`forerun bench`: measures what speculation brings on the user's model, machine and text.
 
-This file decides the options and the exit status: 0, or 1 where any depth changed the tokens. What is run and how
-figures are formed is decided in `forerun.bench`.
+This file decides the options and the exit status: 0, or 1 where any depth changed the tokens. `forerun.bench` decides
+what is run and how figures are formed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`forerun demo`: plain and speculative decoding race on the bundled models, and a card says what it brought."""
+"""`forerun demo`: plain and speculative decoding race on the bundled models, and a card shows the result."""
 
 from __future__ import annotations
 

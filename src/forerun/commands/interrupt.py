@@ -1,4 +1,4 @@
-"""Ctrl-C: what it means while modules are imported, and while rounds run."""
+"""Ctrl-C: its effect while modules are imported, and while rounds run."""
 
 from __future__ import annotations
 

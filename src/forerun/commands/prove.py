@@ -1,7 +1,7 @@
-"""`forerun prove`: show on one's own model that speculation does not change what is said.
+"""`forerun prove`: shows on the user's model that speculation does not change the output.
 
-This file decides the options and the exit status: 0 where all holds, 1 where something speaks against it. What is run
-and concluded is decided in `forerun.prove`.
+This file decides the options and the exit status: 0 where every check holds, 1 where one fails. `forerun.prove` decides
+what is run and concluded.
 """
 
 from __future__ import annotations

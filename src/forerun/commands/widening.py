@@ -1,4 +1,4 @@
-"""Widening from the command line: what to grow to, and what came of it."""
+"""Widening from the command line: the shape to grow to, and the report."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class AdaptedRunner:
         return States(above.logits, states, None)
 
     def draw_chains(self, *_: object) -> None:
-        """There is no call for whole chains through two caches."""
+        """None: there is no call for whole chains through two caches."""
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forget the tails of these sequences, in both caches."""
@@ -63,9 +63,10 @@ class AdaptedRunner:
             self.guesses.pop(seq_id, None)
 
     def learn(self, news: Committed) -> None:
-        """Read what became final; guesses that it confirms are read already, and the others are forgotten.
+        """Read what became final; accepted guesses are read already, and the others are dropped.
 
-        Where there is no room the youngest sequences are given up. Raises WrongTarget for text without its states.
+        Where there is no room the youngest sequences are no longer drafted. Raises WrongTarget for text without its
+        states.
         """
         self.lost.update(s for s, tokens, _ in news.rows() if self.adapter.length(s) + len(tokens) > self.window)
         confirmed = self.confirm(news)
@@ -93,7 +94,7 @@ class AdaptedRunner:
             break
 
     def confirm(self, news: Committed) -> list[int]:
-        """Keep of the tails what the news go on with; how many tokens of each row that is."""
+        """Keep the part of the tails that became final; returns its number of tokens for each row."""
         paths = []
         for seq_id, tokens, _ in news.rows():
             path: list[int] = []

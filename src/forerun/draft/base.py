@@ -97,8 +97,8 @@ class Resume:
 
     Their keys and values lie in the tails of the target's own cache, at the places of a chain, and nothing else does.
     `nodes` are numbered through all trees (row times columns plus column), ascending: of each chain its first ones.
-    `hidden` are their states. This is believed unchecked, unlike guesses: it is for a drafter that reads with the
-    target's own runner. It counts for the tree as it was proposed; if anything of that changes, all is read anew.
+    `hidden` are their states. Unlike guesses this is not checked: it is for a drafter that reads with the
+    target's own runner. It holds for the tree as proposed; if the tree is changed, all of it is read again.
     """
 
     layer: int
@@ -108,7 +108,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What `propose` returns: the guesses, what the drafter thinks of them, how long its own models' passes took.
+    """What `propose` returns: the guesses, the drafter's estimates of them, the time that its own models' passes took.
 
     A mix says in `arm`, on the host, by number which of its arms guessed each node, and at the root which one drafted
     the row; -1 for none. `arm_s` is how long each of its members took to draft.
@@ -124,7 +124,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a drafter can say without computing: host numbers, one per sequence asked for.
+    """A drafter's estimates before a round, made without computing: host numbers, one per sequence asked for.
 
     `expected` is how many of `AHEAD` guesses would be accepted. A mix adds what each of its members says, by the names
     of its arms and in their order; its last arm, MERGED, is not among them.
@@ -160,15 +160,15 @@ class Drafter(Protocol):
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """Guess, for the sequences of `draws`, in its order, within `budgets` (one per sequence).
 
-        A sequence it was never told of, or whose budget is 0, gets its root alone. `tail` is taken as if observed
-        and forgotten on return. Guesses need not be good, and bad ones harm nothing but speed.
+        A sequence that was never observed, or whose budget is 0, gets its root alone. `tail` counts as observed
+        during the call only. Guesses need not be good: bad ones only cost speed.
         """
         ...
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """What can be said about these sequences now. Host only; no tensor work."""
+        """The drafter's estimates for these sequences now. Host only; no tensor work."""
         ...
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop all state of these sequences: finished, preempted, or put to sleep."""
+        """Drop all state of these sequences, which are finished or preempted."""
         ...

@@ -37,7 +37,7 @@ from forerun.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What drafters are fitted to: the target, on whose device and in whose way they compute, and its tokenizer."""
+    """The target and its tokenizer, for which drafters are planned; they use the target's device and kernels."""
 
     target: Blueprint
     tokenizer: Tokenizer
@@ -53,15 +53,15 @@ ORDER = "name the cheapest first, then models from small to large, as in cascade
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """A drafter that was found and checked but not loaded: enough to plan memory.
+    """A drafter that was found and checked but not loaded, with the facts that planning memory needs.
 
     `models` has an entry for every model that it loads, by the name of the model's cache. `build` loads them, given the
     tokens that each of these caches may hold, and the loaded target, whose weights and cache it may share, and whose
     positions are the longest text: the drafter is then for engines on that runner alone. A cache of 0 tokens gives a
     drafter that never drafts. `fingerprint` tells its weights apart from others; nothing for a drafter without any.
     `build_judge` loads it as one that can judge others in a cascade; None where it cannot. `remembered_bytes` is what
-    it would like to remember at most in the memory of the host, by name; `build` is given what it may, beside the
-    tokens. `num_members` is how many drafters may share one tree.
+    it wants to remember at most in host memory, by name; `build` gets what is granted, together with the tokens.
+    `num_members` is how many drafters may share one tree.
     """
 
     models: Mapping[str, ModelMemory]
@@ -72,7 +72,7 @@ class DraftPlan:
     num_members: int = 1
 
     def renamed(self, taken: Collection[str]) -> DraftPlan:
-        """The same plan, with names for what it keeps that are not taken: one checkpoint may serve twice."""
+        """The same plan, with unused names for its caches, because one checkpoint may serve twice."""
         names = {name: free_name(name, taken) for name in self.kept()}
 
         def own(cache_tokens: CacheTokens) -> CacheTokens:
@@ -88,7 +88,7 @@ class DraftPlan:
         )
 
     def kept(self) -> Sequence[str]:
-        """The names of all that it keeps."""
+        """The names of its caches and of what it remembers."""
         return (*self.models, *self.remembered_bytes)
 
 
@@ -112,7 +112,7 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 def plan_ngram(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`ngram[:N]`: prompt lookup with matches of up to N tokens. Needs no memory to speak of."""
+    """`ngram[:N]`: prompt lookup with matches of up to N tokens. Needs hardly any memory."""
     refuse_members(spec)
     if spec.argument is None:
         return DraftPlan({}, lambda _tokens, _progress, _target: NgramDrafter())
@@ -199,7 +199,7 @@ def plan_mix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 def joined(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:
-    """The plan of what is made of several."""
+    """The joint plan of several drafters."""
     return DraftPlan(
         models={name: model for own in plans for name, model in own.models.items()},
         build=build,
@@ -259,7 +259,7 @@ PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
 def plan_translation(context: DraftContext, drafter: Blueprint) -> Transcriber | None:
     """How the drafter's tokens become the target's; None where both tokenizers give every id the same token.
 
-    The widths of the models' logits may differ all the same: both are padded as their makers saw fit. Raises
+    The widths of the models' logits may differ all the same: both may be padded. Raises
     VocabularyMismatch for a drafter without a tokenizer, or where the tokens of either are no bytes.
     """
     pair = f"the drafter {drafter.folder} cannot guess for the target {context.target.folder}"
@@ -306,5 +306,5 @@ def refuse_members(spec: DraftSpec) -> None:
 
 
 def refuse(spec: DraftSpec, fix: str) -> NoReturn:
-    """Say what a drafter's argument should be."""
+    """The error for a drafter's argument, with the form that it should have."""
     raise UnknownDrafter(f"drafter {str(spec)!r}: {fix}")

@@ -63,11 +63,11 @@ class Chain:
 
 
 class CascadeDrafter:
-    """Drafts what `judge` would, by having it read what `lower` guesses instead of drawing token by token.
+    """Drafts the tokens of `judge`, which reads the guesses of `lower` instead of drawing token by token.
 
     Chains only, whatever width a budget allows, and without survival: a price does not end them. Where the lower member
-    has nothing to say the judge goes on alone. Where the judge has no room the lower member does, as if there were no
-    cascade: its guesses then carry laws of its own.
+    has no guesses the judge drafts alone. Where the judge has no room the lower member drafts alone, as if there were
+    no cascade: its guesses then have its own laws.
     """
 
     taps: tuple[int, ...] = ()
@@ -159,7 +159,7 @@ class CascadeDrafter:
         return replace(draft, tree=replace(tree, known=None).to(draws.device))
 
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
-        """Add to every chain what the judge says of its guesses, and its own token behind them."""
+        """Add the judged guesses to every chain, and the judge's own token behind them."""
         inner = inside(draws, chains)
         verdict = verify(tree, logits, inner, "block" if inner.rejection else "coupled")
         laws = inner.probs(logits, inner.nodes(tree)) if inner.rejection else None
@@ -178,7 +178,7 @@ class CascadeDrafter:
         self.lengths.count([chain.seq_id for chain in chains], runs)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """As far as the judge can go, and as far behind as who is behind the most; or else the lower member's."""
+        """The judge's limit, and the larger number of unread tokens of both; or the lower member's outlook."""
         lower, judge = self.lower.outlook(seq_ids), self.judge.outlook(seq_ids)
         both = zip(lower.unread, judge.unread, judge.limit, strict=True)
         unread = [max(below, above) if room else below for below, above, room in both]

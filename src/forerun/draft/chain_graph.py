@@ -37,13 +37,13 @@ FILTERS = ("logit_bias", "banned_tokens", "bad_words", "min_tokens", "top_k", "t
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether draws need nothing of a request but its temperature and its noise."""
+    """Whether draws depend only on a request's temperature and noise."""
     return all(getattr(params, name) == getattr(PLAIN, name) for name in FILTERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What one graph refers to: the logits to begin with, each row's noise and temperature, and every step's tables."""
+    """The tensors of one graph: the first logits, each row's noise and temperature, and every step's tables."""
 
     logits: Float[Tensor, "rows vocab"]
     keys: Int[Tensor, " rows"]
@@ -63,7 +63,7 @@ class ChainGraph:
         self.buffers: dict[tuple[int, int], Buffers] = {}
 
     def draw(self, draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"]) -> Chains | None:
-        """The chains; None, with nothing changed, where this round is not one of the graph's or has no room."""
+        """The chains; None, with nothing changed, where the graph cannot draw this round or there is no room."""
         drawn = [draws.rows[start.row] for start in starts]
         if draws.rejection or type(draws) is not Draws or not all(is_plain(row.params) for row in drawn):
             return None
@@ -96,7 +96,7 @@ class ChainGraph:
         return buffers
 
     def size_of(self, rows: int, depth: int) -> tuple[int, int]:
-        """The rows and depth of a graph that there is, unless too much of it would be padding, or of a new one."""
+        """The rows and depth of a captured graph, or of a new one if too much of a captured one would be padding."""
         there = [(r, d) for r, d in self.buffers if rows <= r <= PADDED * rows and depth <= d <= LONGER * depth]
         return min(there, key=lambda size: size[0] * size[1], default=(power_of_two(rows), depth))
 
@@ -129,7 +129,7 @@ class ChainGraph:
         return torch.stack(columns, dim=1)
 
     def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:
-        """The rows of the graph as rows of the round, each as long as was asked for."""
+        """The rows of the graph as rows of the round, each with the length that was asked for."""
         batch, deepest, device = len(draws.rows), starts[0].depth, draws.device
         index = upload([start.row for start in starts], torch.long, device)
         depths = upload([start.depth for start in starts], torch.long, device)

@@ -105,7 +105,7 @@ class EarlyExitDrafter:
         return replace(draft, pass_s=passes.pass_s)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Tensor, passes: Passes) -> Draft:
-        """The guesses, in the cheapest of the ways that give what these draws and budgets ask for."""
+        """The guesses, made in the cheapest way that these draws and budgets allow."""
         budgets = list(granted.values())
         if self.graph is not None and loop.can_draw_unseen(draws, budgets):
             starts = [loop.Start(row, draws.seq_ids[row], min(b.depth, b.nodes)) for row, b in granted.items()]
@@ -143,7 +143,7 @@ class EarlyExitDrafter:
         return room if self.adapted is None else min(room, self.adapted.room(seq_id, num_late))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Nothing is ever unread; drafts reach as far as context and cache."""
+        """Nothing is ever unread; context and cache limit the depth."""
         limit = [self.room(seq_id, 1) for seq_id in seq_ids]
         return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=[None] * len(seq_ids))
 

@@ -63,7 +63,7 @@ def expand(draws: Draws, budgets: Sequence[Budget], logits: Float[Tensor, "draft
 
 
 def next_places(growths: Sequence[Growth]) -> list[NodeToExpand]:
-    """Who gets children on the next level; rows in order, so that each row's places lie together."""
+    """The nodes that get children on the next level, with the places of each row together."""
     return [
         NodeToExpand(row, node, ranks) for row, growth in enumerate(growths) for node, ranks in growth.extend().items()
     ]
@@ -76,7 +76,7 @@ def draw_level(
     logits: Float[Tensor, "places vocab"],
     laws: list[Tensor],
 ) -> None:
-    """Draw the children that the places were promised and add them to their trees."""
+    """Draw the children for these places and add them to their trees."""
     rows = [place.row for place in places]
     paths = [growths[place.row].along(growths[place.row].tokens, place.node) for place in places]
     width = 1 + max(place.ranks[-1] for place in places)

@@ -153,9 +153,9 @@ class NgramDrafter:
         return list(itertools.accumulate(rates, operator.mul))
 
     def copy(self, history: History, late: list[int], depth: int) -> tuple[int, list[int]]:
-        """The length of the match in text + `late`, whose last is the root, and `depth` tokens from behind it.
+        """The length of the match in text + `late`, whose last token is the root, and `depth` tokens from behind the match.
 
-        0 and none without a match.
+        0 and no tokens without a match.
         """
         length = len(history.text)
         window = history.text[-self.max_n :]
@@ -171,7 +171,7 @@ class NgramDrafter:
         return n, [source[i % len(source)] for i in range(depth)]
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Never behind; any depth where something matches, none elsewhere; what that gave, here and in other texts."""
+        """Never unread; any depth where something matches, 0 elsewhere; expects what earlier matches gave."""
         limit, expected = [], []
         for seq_id in seq_ids:
             history = self.histories.get(seq_id)

@@ -71,7 +71,7 @@ class Parser:
         return DraftSpec(name.group(), members=self.members() if self.ahead == "[" else ())
 
     def argument(self) -> str:
-        """What stands after the colon, quotes removed."""
+        """The text after the colon, without quotes."""
         if self.ahead == '"':
             found = QUOTED.match(self.text, self.at)
             if found is None:
@@ -96,6 +96,6 @@ class Parser:
         return tuple(members)
 
     def fail(self, fix: str) -> NoReturn:
-        """Say what stands where, and what to write."""
+        """Raise UnknownDrafter with the position, the text found there, and what to write."""
         found = f"{self.ahead!r}" if self.ahead else "the end"
         raise UnknownDrafter(f"draft specification {self.text!r}: {found} at position {self.at + 1}: {fix}")

@@ -27,7 +27,7 @@ from forerun.tree import DraftTree
 class SuffixSequence:
     """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
 
-    `tenant` is None, and the past out of reach, as long as nobody said whose it is.
+    `tenant` is None, and the past is not used, until the tenant is known.
     """
 
     tree: SuffixTree
@@ -47,7 +47,7 @@ class Guesses:
 
     @property
     def expected(self) -> float:
-        """How many will be accepted, if counts are a guide."""
+        """The number that will be accepted, estimated from the counts."""
         return math.fsum(self.chances)
 
 
@@ -55,7 +55,7 @@ NONE = Guesses()
 
 
 class SuffixDrafter:
-    """Copies what followed before. What sequences answered stays in `past` when they are forgotten."""
+    """Copies what followed before. The answers of dropped sequences stay in `past`."""
 
     taps: tuple[int, ...] = ()
     arms: tuple[str, ...] = ("suffix",)
@@ -90,7 +90,7 @@ class SuffixDrafter:
         return as_draft([row.tokens[-1] for row in draws.rows], found, budgets)
 
     def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> Guesses:
-        """The best that any context has to offer: the text's own before the past's among equals, then the longer."""
+        """The best guesses of any context; among equals the text's own come before the past's, then longer contexts."""
         if budget.depth == 0:
             return NONE
         tree, past = growing.tree, self.remembered(growing, tail)
@@ -118,7 +118,7 @@ class SuffixDrafter:
         return places
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Never behind; as deep as the longest context is good for, and what it would be worth to go eight ahead."""
+        """Never unread; the depth that the longest context is good for, and how many of eight guesses it expects."""
         limit, expected = [], []
         for seq_id in seq_ids:
             growing = self.sequences.get(seq_id)
@@ -141,7 +141,7 @@ class SuffixDrafter:
 
 
 def late(growing: SuffixSequence, tokens: Sequence[int], root: int) -> Sequence[int]:
-    """What of a sequence's news is not in its text yet: its last root is the first token of them, unless it is new."""
+    """The new tokens that are not in a sequence's text yet: the first is its last root, unless the sequence is new."""
     if not growing.tree.text:
         return [*tokens, root]
     return [*tokens[1:], root] if tokens else ()

@@ -33,19 +33,19 @@ POLL_S = 0.01  # how often a process that waits for another one looks
 
 @dataclass(frozen=True, slots=True)
 class PastAnswer:
-    """An answer: a name that no other has, whose it is, and its tokens."""
+    """An answer: a unique name, its tenant, and its tokens."""
 
     name: str
     tenant: str
     tokens: Sequence[int]
 
     def line(self) -> bytes:
-        """How it stands in a file."""
+        """The line of a file that holds it."""
         return as_line({"name": self.name, "tenant": self.tenant, "tokens": list(self.tokens)})
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> PastAnswer | None:
-        """What a line says; None where it makes no sense."""
+        """The answer of a line; None where the line is not valid."""
         name, tenant, tokens = (entry.get(key) for key in ("name", "tenant", "tokens"))
         if not isinstance(name, str) or not isinstance(tenant, str) or not isinstance(tokens, list):
             return None
@@ -56,7 +56,7 @@ class PastAnswer:
 class PastFile:
     """A file of past answers, in the ids of the tokenizer with the fingerprint `vocabulary`.
 
-    Made at once where there is none, for its user's eyes only. Raises PastFileError for a file that is damaged, is
+    Created at once if it does not exist, readable by its user only. Raises PastFileError for a file that is damaged, is
     something else, or cannot be read and written here, VocabularyMismatch for one in the ids of another tokenizer.
     """
 
@@ -87,7 +87,7 @@ class PastFile:
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
-        """Where the system refuses the file, the error says what to do."""
+        """Errors of the system about the file become PastFileError, which says what to do."""
         try:
             yield
         except OSError as error:
@@ -140,7 +140,7 @@ class PastFile:
             raise VocabularyMismatch(f"{self.path} holds answers in another tokenizer's ids: {fix}")
 
     def replace(self, wanted: Sequence[PastAnswer]) -> None:
-        """Put a file with these answers alone in the place of this one, whole or not at all."""
+        """Replace this file by one with only these answers, completely or not at all."""
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
         try:
             with open(handle, "wb") as part:

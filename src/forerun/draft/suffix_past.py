@@ -58,7 +58,7 @@ class Past:
             self.file.append(kept)
 
     def reopen(self, seq_id: int) -> None:
-        """A sequence is back: what it answered so far is not past."""
+        """A sequence was resumed: its answer so far is no past answer."""
         self.drop(self.name(seq_id))
 
     def clear(self) -> None:
@@ -68,18 +68,18 @@ class Past:
         self.num_bytes = 0
 
     def name(self, seq_id: int) -> str:
-        """What a sequence's answer is called, here and in files."""
+        """The name of a sequence's answer, here and in files."""
         return f"{self.origin}-{seq_id}"
 
     def enter(self, kept: PastAnswer) -> None:
-        """Put an answer in its tenant's tree."""
+        """Add an answer to its tenant's tree."""
         tree = self.trees.setdefault(kept.tenant, SuffixTree(self.depth))
         before = tree.num_bytes
         self.answers[kept.name] = PastAnswer(kept.name, kept.tenant, tree.add(kept.tokens))
         self.num_bytes += tree.num_bytes - before
 
     def shrink(self) -> None:
-        """The oldest answers go until there is room."""
+        """Drop the oldest answers until there is room."""
         while self.num_bytes > self.max_bytes:
             self.drop(next(iter(self.answers)))
 

@@ -42,7 +42,7 @@ class TranslatingDrafter:
         self.transcripts: dict[int, Transcript] = {}
 
     def observe(self, news: Committed) -> None:
-        """Tell the model what became final, in its tokens; the last of them may be others than before."""
+        """Pass what became final to the model, in its tokens; the last of them may have changed."""
         self.model.revise([self.go_on(seq_id, tokens, root) for seq_id, tokens, root in news.rows()])
 
     def go_on(self, seq_id: int, tokens: Sequence[int], root: int) -> Revision:
@@ -55,7 +55,7 @@ class TranslatingDrafter:
         return Revision(seq_id, first, closed + self.transcriber.ending(transcript))
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """Shared tokens or encoded text; `tail` is told like news, and taken back."""
+        """Shared tokens or encoded text; `tail` is observed and taken back."""
         told = [] if tail is None else [row for row in tail.rows() if row[0] in self.transcripts]
         before = {seq_id: self.transcripts[seq_id] for seq_id, _, _ in told}
         endings = [Revision(s, t.num_closed, self.model.sequences[s].tokens(t.num_closed)) for s, t in before.items()]

@@ -2,8 +2,7 @@
 //
 // A query visits its own keys in their order and no others, so its bits depend neither on other queries nor on what
 // else is in the cache. The keys of a path are those of the sequence, one slot after the other, and from some key on
-// the slots that a list names: so the guesses of a tree are read as a chain without being copied. Knows nothing of
-// layers.
+// the slots that a list names: so the guesses of a tree are read as a chain without being copied.
 #pragma once
 #include <cmath>
 #include <vector>

@@ -2,7 +2,7 @@
 //
 // Decides what each thread does between two barriers: rows are shared out where they are computed one by one, outputs
 // where weights are read, queries where keys are. Who shares what never changes a result. The residual stream is
-// float32. Knows nothing of sequences: a token comes with its position, its cache slot and the path that it sees.
+// float32. A token comes with its position, its cache slot and the path that it sees.
 #include <omp.h>
 
 #include <memory>

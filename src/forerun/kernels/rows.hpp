@@ -1,4 +1,4 @@
-// What is done to one row at a time: norm, rotation, activation. A row knows nothing of the others.
+// Operations on one row at a time: norm, rotation, activation. A row's result does not depend on other rows.
 #pragma once
 #include <cmath>
 

@@ -81,8 +81,8 @@ class Decoder:
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers and the head are 8-bit ones; embedding, norms and attention are of `dtype`.
-    `make` turns weight and bias into a layer where that is not this machine's CPU's business; it excludes `kernels`,
-    and attention is the reader's business then. Under a `host` these layers are read from its states: embedding and
+    `make` turns weight and bias into a layer on other devices than this CPU; it excludes `kernels`, and the caller then
+    computes attention. Under a `host` these layers are read from its states: embedding and
     head are the host's own.
     """
 
@@ -127,7 +127,7 @@ class Decoder:
         return part
 
     def ask_query_rule(self) -> QueryRule:
-        """How torch's attention wants queries of this shape, on this machine."""
+        """The rule for queries of this shape in torch's attention, on this machine."""
         c = self.config
         return query_rule(c.heads, c.kv_heads, c.head_dim, self.dtype, torch.get_num_threads())
 
@@ -249,7 +249,7 @@ class Decoder:
 
 
 def pad_rows(x: Float[Tensor, "rows ..."], rows: int) -> Float[Tensor, "padded ..."]:
-    """With rows of zeros behind, which no other row knows of."""
+    """The rows with rows of zeros behind them, which do not affect the others."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 

@@ -48,7 +48,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {  # keys that would change answers, and 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A model's own defaults for requests; None where it has none. `problems` are full sentences for the user."""
+    """A model's own defaults for requests, None where it has none. `problems` are full sentences for the user."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -95,6 +95,6 @@ class GenerationDefaults:
         return {name: value for name, value in values.items() if value is not None}
 
     def params(self) -> SamplingParams:
-        """The parameters of a request that says nothing at all."""
+        """The parameters of a request without any."""
         values: Mapping[str, Any] = self.given
         return SamplingParams(**values)

@@ -143,7 +143,7 @@ class GraphRunner(Runner):
         return Shape(size, path, size if num_judged else 0, self.most_keys if self.graphs.enabled else keys)
 
     def captured_rows(self, rows: int, path: int, judges: bool) -> int:
-        """The size of a captured pass: one that there is, unless too much of it would be padding, or a new one."""
+        """The size of a captured pass, or a new one if too much of every captured one would be padding."""
         if rows > SMALL_ROWS:
             return -(-rows // CAPTURED_STEP) * CAPTURED_STEP
         own, most = max(LEAST_ROWS, power_of_two(rows)), min(SMALL_ROWS, PADDED * rows)
@@ -151,7 +151,7 @@ class GraphRunner(Runner):
         return min((size for size in there if own <= size <= most), default=own)
 
     def tables_of(self, shape: Shape, of_states: bool) -> Inputs:
-        """Tables of this shape, for tokens or states: always the same ones where a graph refers to them."""
+        """Tables of this shape, for tokens or states; always the same tensors where a graph uses them."""
         embedding = self.decoder.embedding if of_states else None
         if not (shape.captured and self.graphs.enabled):
             return Inputs(shape, self.device, embedding)
@@ -170,7 +170,7 @@ class GraphRunner(Runner):
 
 
 def place(drawn: DeviceTokens, tokens: Tensor) -> None:
-    """Overwrite the tokens that only the device knows; one that is no token stands for any."""
+    """Overwrite the tokens that only the device knows; padding tokens may become any id."""
     source = upload(drawn.source, torch.long, tokens.device)
     known = drawn.tokens.flatten()[source.clamp_min(0)].clamp_min(0).to(tokens.dtype)
     own = tokens[: len(source)]

@@ -20,7 +20,7 @@ RowBatch = Float[Tensor, "rows *width"]
 
 
 def agreed_rows(kernel: Callable[[RowBatch], RowBatch], x: RowBatch, counts: Sequence[int], unit: int) -> int:
-    """The last of the ascending `counts` up to which all give the bits that `unit` rows at a time give; 0 for none."""
+    """The last of the ascending `counts` up to which all give the bits that `unit` rows at a time give, or 0."""
     apart = torch.cat([kernel(part.contiguous()) for part in x.split(unit)])
     agreed = 0
     for count in counts:

@@ -49,7 +49,7 @@ def checkpoint_label(model: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A checkpoint that was found and understood but not loaded: enough to plan memory.
+    """A checkpoint whose configuration and tensors were checked, but that is not loaded: enough to plan memory.
 
     `spec` is what was asked for; `name` is what the user called it or, if it was widened, what it was made from, and
     that it was. `dtype` is the number format that the weights are held in.
@@ -103,12 +103,12 @@ class Blueprint:
 
     @property
     def computed_by(self) -> str:
-        """What computes, for a reader: "AMX kernels", "torch, AVX512", or "torch, " and a GPU's name."""
+        """The kernels, for a reader: "AMX kernels", "torch, AVX512", or "torch, " and a GPU's name."""
         return f"torch, {self.placement.label}" if self.placement.fixed else kernels_name(self.kernels, self.dtype)
 
     @property
     def memory(self) -> ModelMemory:
-        """What it takes once loaded."""
+        """The memory that it takes once loaded."""
         c = self.config
         return ModelMemory(
             weights_bytes=self.weights_bytes,
