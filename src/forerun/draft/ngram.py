@@ -153,7 +153,7 @@ class NgramDrafter:
         return list(itertools.accumulate(rates, operator.mul))
 
     def copy(self, history: History, late: list[int], depth: int) -> tuple[int, list[int]]:
-        """The length of the match in text + `late`, whose last token is the root, and `depth` tokens from behind the match.
+        """The length of the match in text + `late`, whose last token is the root, and `depth` tokens after the match.
 
         0 and no tokens without a match.
         """
