@@ -144,7 +144,15 @@ def test_a_full_disk_loses_nothing_that_was_answered(
 def test_lines_that_cannot_be_answered_are_reported_and_can_be_mended(
     run: Callable[..., Result], prompts: Path
 ) -> None:
-    lines = ['{"prompt": "One"}', "no json", "", '{"promt": "x"}', '{"prompt": "' + "a " * 99 + '"}', "[1]", "\xff"]
+    lines = [
+        '{"prompt": "One"}',
+        "no json",
+        "",
+        '{"promt": "x"}',
+        '{"prompt": "' + "a " * 99 + '"}',
+        "[" * 100_000,
+        "\xff",
+    ]
     prompts.write_bytes(
         "\n".join(lines).encode("latin-1") + b'\n{"prompt_token_ids": [1, 5, 6]}\n{"prompt_token_ids": "x"}\n'
     )

@@ -37,6 +37,7 @@ def test_no_more_are_read_than_are_wanted(tmp_path: Path) -> None:
         ('{"prompt": 3}', '"prompt" is 3'),
         ('{"prompt": ""}', '"prompt" is ""'),
         ('{"turns": []}', '"turns" is \\[\\]'),
+        ("[" * 100_000, "not JSON"),
         ('{"turns": [1]}', '"turns" is \\[1\\]'),
     ],
 )

@@ -182,8 +182,12 @@ BROKEN: dict[str, Callable[[Path], Path]] = {
     "bytes": lambda path: folder(path, PLAIN, b"\xff\xfe"),
     "folder": lambda path: ((folder(path, PLAIN) / "chat_template.jinja").mkdir(), path)[1],
     "syntax": lambda path: folder(path, "{% if %}"),
+    "syntax in the file": lambda path: folder(path, PLAIN, b"{% if %}"),
     "nothing": lambda path: folder(path),
 }
+
+
+IN_FILE = ("bytes", "folder", "syntax in the file", "nothing")  # of these the message names chat_template.jinja
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -194,6 +198,7 @@ def test_a_damaged_template_fails_chats_alone(tmp_path: Path, kind: str) -> None
         with pytest.raises(TokenizerError, match=r"chat_template") as caught:
             work()
         assert str(tmp_path / "model") in str(caught.value)
+        assert ("chat_template.jinja" in str(caught.value)) == (kind in IN_FILE)
 
 
 OPTIONS = """{% if enable_thinking is defined and enable_thinking is false %}<no>{% endif %}{% for t in tools or [] %}

@@ -149,7 +149,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     """The answer on a line; None where there is none."""
     try:
         answer = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(answer, dict) or not answer.keys() >= NEEDED:
         return None

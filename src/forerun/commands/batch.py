@@ -147,7 +147,7 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
     if path.suffix == ".txt":
         return Task(number, number, text)
     entry: Any = None
-    with suppress(ValueError):  # prompt_of says what is wrong
+    with suppress(ValueError, RecursionError):  # prompt_of says what is wrong
         entry = json.loads(text)
     named = entry if isinstance(entry, dict) else {}
     ids = named.get("prompt_token_ids")

@@ -10,7 +10,8 @@
 
 #include "vectors.hpp"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AMX_TILE__)
+// Rows of bfloat16 are the same for tiles and for registers, which is why both have to multiply pairs.
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
 #define FORERUN_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -57,7 +57,7 @@ def prompt_of(line: str, place: str) -> str:
     """The prompt of one JSON line."""
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _invalid(place, f"not JSON ({error}): write one object a line") from error
     if not isinstance(entry, dict):
         raise _invalid(place, f'a {type(entry).__name__}, not an object: write {{"prompt": ...}}')

@@ -52,7 +52,10 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path, declared: object) -> ChatTemplate:
         """The template of a folder; its files are checked when it is used."""
-        return cls(declared, f"{folder / 'tokenizer_config.json'} (chat_template)", folder / FILE)
+        file = folder / FILE
+        if file.exists():
+            return cls(declared, str(file), file)
+        return cls(declared, f"{folder / 'tokenizer_config.json'} (chat_template)")
 
     def render(
         self,
@@ -127,7 +130,7 @@ class ChatTemplate:
 
     def _named(self) -> dict[str, str]:
         """The templates by name. Raises TokenizerError for what is not a template."""
-        if self._file is not None and self._file.exists():
+        if self._file is not None:
             try:
                 return {"default": self._file.read_text("utf-8")}
             except (OSError, ValueError) as error:
