@@ -81,7 +81,7 @@ class Speculation:
         unsaid = {"depth": DEFAULT_DEPTH, "width": 1, "nodes": None}
         for name, value in settled.items():
             if (given := getattr(self, name)) not in (value, unsaid[name]):
-                raise InvalidRequest(f"speculation.{name}", f"{given} is not the tree's, {value}: leave it away.")
+                raise InvalidRequest(f"speculation.{name}", f"{given} is not the tree's, {value}: leave it out.")
             object.__setattr__(self, name, value)
 
     @classmethod

@@ -88,7 +88,7 @@ WORDS: Mapping[str, Word] = {
     "model_impl": Word(("auto",), "forerun has implementations of its own; use 'auto'"),
     "ngram_prompt_lookup_max": Word((None,), 'use draft="ngram:N"'),
     "ngram_prompt_lookup_min": Word((None,), 'use draft="ngram:N"'),
-    "num_scheduler_steps": Word((1,), "every round is scheduled anew; use 1"),
+    "num_scheduler_steps": Word((1,), "every round is scheduled by itself; use 1"),
     "num_speculative_tokens": Word((None,), "use speculation, the depth of drafts"),
     "override_generation_config": Word((None,), "give SamplingParams with a request"),
     "pipeline_parallel_size": Word((1,), ONE_DEVICE),

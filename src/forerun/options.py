@@ -201,9 +201,7 @@ class BatchOptions:
         ),
     ] = None
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most prompts that are answered at once.")] = 16
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Forget the answers that are in the output, and begin anew.")
-    ] = False
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the answers in the output, and start over.")] = False
 
 
 @dataclass(frozen=True, slots=True)

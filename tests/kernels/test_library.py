@@ -302,7 +302,7 @@ def test_without_a_cache_folder_each_start_compiles_and_says_so(
     assert works()
     assert computer.num_compiled == 1
     (said,) = warnings_of(caplog)
-    assert "every start compiles them anew" in said
+    assert "every start compiles them again" in said
     assert "Set XDG_CACHE_HOME to a folder of your own" in said
     restart()
     assert works()

@@ -56,7 +56,7 @@ class HostTree:
 
 
 def host_trees(tree: DraftTree, arm: Int[Tensor, "batch columns"] | None = None) -> list[HostTree]:
-    """The trees of a batch, for planning slots and paths; `arm`, on the host, says who guessed what."""
+    """The trees of a batch, for planning slots and paths; `arm`, on the host, gives the arm that guessed each node."""
     known, trees = tree.host(), []
     arms = None if arm is None else arm.tolist()
     for row, (nodes, parents) in enumerate(zip(known.nodes, known.parents, strict=True)):

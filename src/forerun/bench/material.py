@@ -24,7 +24,7 @@ DEFAULT_WORKLOADS = "code,edits"
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A prompt, the answer that was recorded after it or None, and where it stands."""
+    """A prompt, its recorded answer or None, and its place."""
 
     prompt: TextOrIds
     answer: TextOrIds | None

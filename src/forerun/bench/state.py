@@ -57,7 +57,7 @@ class State:
 
     @classmethod
     def open(cls, path: Path, about: Mapping[str, Any], fresh: bool = False) -> State:
-        """What is there of this benchmark, and the file made ready to go on. `fresh` begins anew.
+        """The finished runs of this benchmark, with the file ready to continue. `fresh` starts over.
 
         Raises InvalidRequest, with the file as it was, for one that holds something else or cannot be used.
         """
@@ -94,8 +94,8 @@ class State:
         differing = [name for name in now if before.get(name) != now[name]] or ["its form"]
         raise InvalidRequest(
             "state",
-            f"{self.path} is of a benchmark with other settings ({', '.join(differing)}): name another file, or begin "
-            "anew with --fresh",
+            f"{self.path} is of a benchmark with other settings ({', '.join(differing)}): name another file, or start "
+            "over with --fresh",
         )
 
     def add(self, run: BenchRun) -> None:
@@ -136,6 +136,6 @@ def run_of(line: bytes, place: str) -> BenchRun:
     entry = parsed(line)
     names = {field.name for field in fields(BenchRun)}
     if not isinstance(entry, dict) or set(entry) != names:
-        raise InvalidRequest("state", f"{place} is damaged: begin anew with --fresh")
+        raise InvalidRequest("state", f"{place} is damaged: start over with --fresh")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
     return BenchRun(**values)

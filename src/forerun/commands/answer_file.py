@@ -72,14 +72,14 @@ class AnswerFile:
         if self.settings is not None and self.settings != settings:
             differing = [name for name in settings if self.settings.get(name) != settings[name]] or ["its form"]
             raise _invalid(
-                f"{self.path} holds answers with other settings ({', '.join(differing)}): name another file, or begin "
-                "anew with --fresh."
+                f"{self.path} holds answers with other settings ({', '.join(differing)}): name another file, or start "
+                "over with --fresh."
             )
         for line, digest in self.digests.items():
             if digests.get(line) != digest:
                 raise _invalid(
                     f"{self.path} answers another prompt than line {line} of the input now has: name another file, or "
-                    "begin anew with --fresh."
+                    "start over with --fresh."
                 )
 
     def add(self, answer: Mapping[str, Any]) -> None:

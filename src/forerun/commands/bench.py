@@ -71,7 +71,7 @@ class BenchOptions:
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each cell, by turns.")] = 3
     seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
     state: Annotated[Path | None, typer.Option(help="Where finished runs are kept; default: the cache folder.")] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished runs and begin anew.")] = False
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished runs and start over.")] = False
     dtype: DtypeOption = "auto"
     quantize: QuantizeOption = None
     kernels: KernelsOption = "auto"

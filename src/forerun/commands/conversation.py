@@ -30,7 +30,7 @@ def converse(where: ModelOptions, how: AnswerOptions, system: str | None) -> Non
     while (line := read_line(errors)) is not None and line != "/exit":
         if line == "/reset":
             talk = Conversation(llm, system)
-            errors.print("the conversation starts anew", style="dim")
+            errors.print("the conversation starts over", style="dim")
         elif line:
             try:
                 result = talk.say(line, params, painter.write, LoadingBar(errors))

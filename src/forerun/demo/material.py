@@ -51,7 +51,7 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """What to call the pair; it says where a model is widened."""
+        """The name of the pair, which says if a model is widened."""
         return f"target {title(self.target)}, draft {title(self.draft)}"
 
     def load(self, depth: int, progress: ProgressCallback | None = None) -> LLM:

@@ -16,7 +16,7 @@ LEAST_TOKENS = 8  # an answer shorter than this shows nothing
 
 @dataclass(slots=True)
 class Tally(Pace):
-    """What one side's steps add up to, in one race or many, and what they said."""
+    """The totals of one side's steps, in one race or many, and their texts."""
 
     token_ids: list[int] = field(default_factory=list)
 

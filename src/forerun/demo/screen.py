@@ -37,7 +37,7 @@ def view_of(console: Console, raw: bool, heading: str, prompt: str) -> Panels | 
 
 
 class Texts:
-    """What each side has said, coloured by origin."""
+    """The text of each side, coloured by origin."""
 
     def __init__(self) -> None:
         self.of = {side: Text() for side in Side}
@@ -153,7 +153,7 @@ def factor(score: Score) -> str:
 
 
 def same(score: Score) -> str:
-    """Whether both sides said the same."""
+    """Whether both sides wrote the same tokens."""
     return "yes" if score.same_tokens else "NO"
 
 

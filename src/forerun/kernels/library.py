@@ -100,7 +100,7 @@ def compiled(name: str, command: str, path: Path) -> ctypes.CDLL:
             if (found := shelf.load()) is not None:  # another process compiled it while this one waited
                 return found
             if os.path.lexists(shelf.path):
-                logger.warning("%s is damaged, or another user could have written it: it is made anew.", shelf.path)
+                logger.warning("%s is damaged, or another user could have written it: compiling it again.", shelf.path)
             compile_to(path, command)
             shelf.keep(path.read_bytes())
             return ctypes.CDLL(str(shelf.path))
@@ -108,7 +108,7 @@ def compiled(name: str, command: str, path: Path) -> ctypes.CDLL:
         if not path.exists():
             compile_to(path, command)
         logger.warning(
-            "The compiled kernels cannot be kept (%s), so every start compiles them anew, which takes seconds. Set "
+            "The compiled kernels cannot be kept (%s), so every start compiles them again, which takes seconds. Set "
             "XDG_CACHE_HOME to a folder of your own that you can write to.",
             error,
         )
@@ -165,7 +165,7 @@ def others_write(about: os.stat_result) -> bool:
 
 
 def own_bytes(path: Path) -> bytes | None:
-    """What a file of this user's says; None where there is none, or where others could have written it."""
+    """The text of a file of this user; None where it is missing or others could have written it."""
     try:
         about = path.lstat()
         trusted = stat.S_ISREG(about.st_mode) and is_ours(about) and not others_write(about)

@@ -100,5 +100,5 @@ def choose_cells(next_laws: NextLaws, num_texts: int, end_ids: Collection[int] =
 
 
 def ended(text: TokenIds, ends: frozenset[int]) -> bool:
-    """Whether a text has said its end token."""
+    """Whether a text contains its end token."""
     return bool(text) and text[-1] in ends

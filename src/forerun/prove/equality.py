@@ -44,7 +44,7 @@ class Equality:
 
     @property
     def same_logits(self) -> bool:
-        """Whether reading in other chunks and company changes logits no more than it may."""
+        """Whether reading in other chunks or batches changes logits by no more than is allowed."""
         return not (self.exact_backend and self.rounding_noise > 0)
 
     @property

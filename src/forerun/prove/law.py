@@ -71,7 +71,7 @@ class Opening:
 class LawResult:
     """One test: `num_texts` texts drawn under a rule, their first `num_tokens` drafted tokens against the exact law.
 
-    `p_value` is 0 where a text was said that the law excludes; `adjusted_p` is corrected for the number of tests.
+    `p_value` is 0 where a text was drawn that the law excludes; `adjusted_p` is corrected for the number of tests.
     Chances off by the share `smallest_bias` (root mean square) would have been found in 95 of 100 runs.
     """
 

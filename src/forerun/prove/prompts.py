@@ -18,7 +18,7 @@ FIELDS = ("prompt", "text", "turns")
 
 @dataclass(frozen=True, slots=True)
 class FilePrompt:
-    """A prompt and where it stands: "FILE:LINE"."""
+    """A prompt and its place: "FILE:LINE"."""
 
     text: str
     place: str

@@ -22,7 +22,7 @@ from forerun.request import Prompt, Request
 def prove(
     llm: LLM, prompts: Sequence[Prompt], workload: ProofWorkload | None = None, progress: ProgressCallback | None = None
 ) -> ProofReport:
-    """Prove on this model that speculation does not change what it says.
+    """Prove on this model that speculation does not change its output.
 
     `llm` has a drafter and nothing under way; its verification does not matter, all three are tried. Each prompt is
     text or token ids. Takes as long as the workload asks for; `progress` is told of "equality" and "law". Raises

@@ -68,7 +68,7 @@ def trace(
 
 
 def run(engine: Engine, sequence: Sequence) -> Delta:
-    """Step an engine until this sequence is finished; the last that it says of it."""
+    """Step an engine until this sequence is finished; returns its last delta."""
     last: Delta | None = None
     engine.submit(sequence)
     try:
