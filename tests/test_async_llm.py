@@ -15,7 +15,7 @@ from forerun.config import Speculation
 from forerun.draft.model import ModelDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
-from forerun.errors import EngineClosed, InvalidRequest
+from forerun.errors import EngineClosed, InvalidRequest, RoundFailed
 from forerun.llm import LLM
 from forerun.output import RequestOutput
 from forerun.request import Prompt
@@ -220,7 +220,9 @@ def test_an_error_in_a_requests_own_code_reaches_that_request_alone() -> None:
     run(work)
 
 
-def test_an_error_of_the_engine_reaches_all_and_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_engine_reaches_all_whose_rounds_fail_and_hangs_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And it is not lost in the thread: no traceback is left to the interpreter's last resort."""
     begun, honest = threading.Event(), Engine.round
 
@@ -239,16 +241,39 @@ def test_an_error_of_the_engine_reaches_all_and_hangs_nobody(monkeypatch: pytest
         await asyncio.sleep(0.05)
         begun.set()
         for task in (*good, late, asyncio.create_task(together(stream))):
+            with pytest.raises(RoundFailed, match="raise Faulty, even alone") as error:
+                await task
+            assert isinstance(error.value.__cause__, Faulty)
+        begun.clear()
+        await first_is_right(front)
+
+    run(work)
+
+
+def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those under way are told the reason, those who come later that there is no engine any more."""
+    llm = LLM(str(TARGET), dtype="float32")
+
+    def fail(_: Engine) -> object:
+        raise Faulty("on purpose")
+
+    async def work() -> None:
+        front = AsyncLLM(llm)
+        tasks = [asyncio.create_task(front.generate(PROMPTS[i], endless(i))) for i in range(3)]
+        await until(lambda: len(llm.engine.sequences) == 3)
+        monkeypatch.setattr(Engine, "step", fail)
+        for task in tasks:
             with pytest.raises(Faulty, match="on purpose"):
                 await task
         with pytest.raises(EngineClosed, match="build a new one") as error:
             await front.generate("a")
         assert isinstance(error.value.__cause__, Faulty)
-        front.close()
+        await asyncio.to_thread(front.close)
 
-    run(work)
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
     monkeypatch.undo()
-    run(lambda front: first_is_right(front))
+    assert not llm.engine.has_work
+    assert seen(llm.generate(PROMPTS[0], asking(0))[0]) == alone(1)[0]
 
 
 async def first_is_right(front: AsyncLLM) -> None:

@@ -13,7 +13,7 @@ SRC = Path(__file__).resolve().parent.parent / "src"
 MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
 ORDER = """
-    annotations errors folders near __version__
+    annotations errors folders guard near __version__
     limits
     device fields kernels progress shape figure_table streams
     tree config machine

@@ -24,6 +24,7 @@ from forerun.draft.model import ModelDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Origin
+from forerun.engine.turns import Turns
 from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
 from forerun.llm import LLM
 from forerun.models.runner import Runner
@@ -491,7 +492,7 @@ def changed(result: RequestOutput, expected: dict[str, object]) -> list[str]:
 def squeeze(llm: LLM, num_tokens: int) -> None:
     """Give the target a cache for so few tokens in all; the drafter keeps its own."""
     runner = Runner.of(llm.engine.runner.decoder, num_tokens, block_size=8)
-    llm._engine = Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids)
+    llm.turns = Turns(Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids))
     llm._stats = llm.engine.stats
 
 
@@ -501,10 +502,10 @@ def torment(llm: LLM) -> Callable[[], int]:
     plan, preempt = scheduler.plan, scheduler.preempt
     scheduler.preempt = lambda sequence: sent.append(sequence) or preempt(sequence)
 
-    def planned() -> object:
+    def planned(alone: object) -> object:
         now = scheduler.running and len(sent) < 20 and rng.random() < 0.2
         forced = [scheduler.preempt(scheduler.running[-1])] if now else []
-        rows, preempted = plan()
+        rows, preempted = plan(alone)
         return rows, forced + preempted
 
     scheduler.plan = planned

@@ -1,7 +1,7 @@
 """AsyncLLM: the front door for event loops, over an engine in a thread of its own.
 
-This file decides who may use the engine: only its thread, which takes jobs from one queue and puts deltas into one
-outbox per request.
+This file decides how requests of event loops reach the engine and how their deltas come back: a thread of its own steps
+the engine, in turn with other threads (`engine/turns.py`), and puts deltas into one outbox per request.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Sequence
+from forerun.engine.turns import Inbox
 from forerun.errors import EngineClosed
+from forerun.guard import attempt
 from forerun.llm import LLM
 from forerun.messages import ChatOptions, Conversation
 from forerun.output import RequestOutput
@@ -29,14 +31,16 @@ from forerun.text.tokenizer import Tokenizer
 class AsyncLLM:
     """Many requests at once from event loops: the engine runs in a thread of its own and batches them.
 
-    Use it as `async with AsyncLLM(llm) as front:`, or call `close`; later requests raise EngineClosed. The LLM must not
-    be used at the same time. An error in a request's own code is raised to that request; one of the engine itself ends
-    it and is raised to every request under way.
+    Use it as `async with AsyncLLM(llm) as front:`, or call `close`; later requests raise EngineClosed. The LLM may be
+    used at the same time. An error in a request's own code is raised to that request alone, even an exit or a
+    cancellation; an error of the engine is raised to the requests with which rounds fail (RoundFailed). If the engine
+    cannot go on at all, the reason is raised to every request under way. No request is left waiting.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.bell: Inbox = queue.SimpleQueue()  # rung when there is something to do
+        self.closing = False
         self.outboxes: dict[int, Outbox] = {}
         self.end: BaseException | None = None  # why nothing joins any more
         self.gate = threading.Lock()
@@ -51,7 +55,8 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Stop the engine's thread; requests under way get EngineClosed."""
-        self.inbox.put(None)
+        self.closing = True
+        self.bell.put(None)
         self.thread.join()
 
     async def stream(
@@ -114,10 +119,18 @@ class AsyncLLM:
         """Give sequences to the engine's thread and yield their deltas."""
         request_id, num_open = sequences[0].request_id, len(sequences)
         outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue())
+        heard: dict[int, Delta] = {}
+
+        def hear(delta: Delta) -> None:
+            if not outbox.put(delta):
+                self.part(request_id)
+
         with self.gate:
             if self.end is not None:
                 raise EngineClosed("this AsyncLLM has shut down; build a new one.") from self.end
-            self.inbox.put(lambda: self.join(sequences, outbox))
+            self.outboxes[request_id] = outbox
+            self.llm.turns.submit(sequences, hear)
+        self.bell.put(None)
         try:
             while num_open:
                 news = await outbox.news.get()
@@ -125,48 +138,43 @@ class AsyncLLM:
                     raise news
                 if news.error is not None:
                     raise news.error
-                num_open -= news.finish_reason is not None
-                yield news
+                if heard.get(news.seq_id) is not news:  # a round that was interrupted may say its last twice
+                    heard[news.seq_id] = news
+                    num_open -= news.finish_reason is not None
+                    yield news
         finally:
-            self.inbox.put(lambda: self.part(request_id))
-
-    def join(self, sequences: Seq[Sequence], outbox: Outbox) -> None:
-        """A request enters the engine. In its thread."""
-        self.outboxes[sequences[0].request_id] = outbox
-        for sequence in sequences:
-            self.llm.engine.submit(sequence)
+            self.part(request_id)
 
     def part(self, request_id: int) -> None:
-        """A request leaves the engine, finished or not. In its thread."""
-        self.outboxes.pop(request_id, None)
-        self.llm.engine.cancel(request_id)
+        """Have a request leave the engine, finished or not."""
+        if self.outboxes.pop(request_id, None) is not None:
+            self.llm.turns.jobs.append(self.llm.turns.cancelling([request_id]))
+            self.bell.put(None)
 
     def run(self) -> None:
-        """The engine's thread: take what came in, step, hand out, until told to stop."""
+        """The engine's thread: do what is asked for and step, until told to stop or the engine cannot go on."""
         end: BaseException = EngineClosed("this AsyncLLM was closed while the request ran.")
-        try:
-            while self.take_in():
-                for delta in self.llm.engine.step():
-                    self.outboxes[delta.request_id].put(delta)
-        except BaseException as error:  # the thread has no caller: those who wait are told instead
-            end = error
-        with self.gate:
-            self.end = end  # nothing joins from here on
-        while not self.inbox.empty():
-            if (job := self.inbox.get()) is not None:
-                job()  # what came too late is told of the end with the others
-        for request_id, outbox in list(self.outboxes.items()):
-            self.part(request_id)
-            outbox.put(end)
+        error = attempt(self.drive)
+        self.shut(end if error is None else error)
 
-    def take_in(self) -> bool:
-        """Run the jobs in the queue, waiting for one where there is no other work; False to stop."""
-        while not self.inbox.empty() or not self.llm.engine.has_work:
-            job = self.inbox.get()
-            if job is None:
-                return False
-            job()
-        return True
+    def drive(self) -> None:
+        """Rounds while there is work, and waiting where there is none."""
+        turns = self.llm.turns
+        while not self.closing:
+            if not turns.jobs and not turns.engine.has_work:
+                self.bell.get()
+            elif not turns.drive():
+                turns.wait(self.bell)
+
+    def shut(self, end: BaseException) -> None:
+        """Let nobody in any more and tell everybody why; first of all, for what comes after may raise."""
+        with self.gate:
+            self.end, outboxes = end, dict(self.outboxes)
+        for outbox in outboxes.values():
+            outbox.put(end)
+        for request_id in outboxes:
+            self.part(request_id)
+        self.llm.turns.drive(rounds=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +184,10 @@ class Outbox:
     loop: asyncio.AbstractEventLoop
     news: asyncio.Queue[Delta | BaseException]
 
-    def put(self, news: Delta | BaseException) -> None:
-        """Put a delta or an error from the engine's thread; a closed loop gets nothing."""
-        with suppress(RuntimeError):
+    def put(self, news: Delta | BaseException) -> bool:
+        """Put a delta or an error from the engine's thread; False where the loop is closed."""
+        try:
             self.loop.call_soon_threadsafe(self.news.put_nowait, news)
+        except RuntimeError:
+            return False
+        return True

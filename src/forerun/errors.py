@@ -25,6 +25,7 @@ Each message contains the offending value and says what to do about it. Broken i
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
     ├── RequestFailed               a round failed for one request alone; the cause says why
+    │   └── RoundFailed             every round that reads this request raises, even with nothing else in it
     └── EngineClosed                work was given to an engine that has shut down
 """
 
@@ -132,9 +133,35 @@ class RequestFailed(ForerunError):
     Code that came with the request raised, or the model gave no logits to draw from.
     """
 
-    def __init__(self, seq_id: int) -> None:
-        super().__init__(f"sequence {seq_id}: a round failed for its request alone")
+    def __init__(self, seq_id: int, problem: str = "a round failed for its request alone") -> None:
+        super().__init__(f"sequence {seq_id}: {problem}")
         self.seq_id = seq_id
+
+    @property
+    def told(self) -> Exception:
+        """What the request's reader is raised: the very error, or this one where that would be taken for another's.
+
+        An exit, a cancellation or the end of an iterator would end the reader's program, task or loop.
+        """
+        cause = self.__cause__
+        own = isinstance(cause, Exception) and not isinstance(cause, StopIteration | StopAsyncIteration)
+        return cause if own else self  # type: ignore[return-value]
+
+
+class RoundFailed(RequestFailed):
+    """Rounds that read sequence `seq_id` raise, without guesses and without other sequences; `__cause__` says why.
+
+    The request ends, and the others go on as if it had not been there.
+    """
+
+    def __init__(self, seq_id: int, cause: BaseException) -> None:
+        super().__init__(seq_id, f"rounds that read it raise {type(cause).__name__}, even alone; it is given up")
+        self.__cause__ = cause
+
+    @property
+    def told(self) -> Exception:
+        """This error, or its cause where that is one of forerun's own, which says more."""
+        return self.__cause__ if isinstance(self.__cause__, ForerunError) else self
 
 
 class EngineClosed(ForerunError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
@@ -38,7 +37,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence
-from forerun.errors import EngineClosed, InvalidRequest, UnknownDrafter
+from forerun.engine.turns import Turns
+from forerun.errors import InvalidRequest, UnknownDrafter
 from forerun.limits import shown
 from forerun.messages import ChatOptions, Conversation, as_conversations
 from forerun.models.generation import FILE as GENERATION_FILE
@@ -57,7 +57,7 @@ LEAST = {"threads": 1, "max_model_len": 2, "memory_bytes": 0}
 
 
 class LLM:
-    """A target model, its drafter and an engine. One thread uses it at a time; see AsyncLLM for many.
+    """A target model, its drafter and an engine, for any number of threads at once; see AsyncLLM for event loops.
 
     `model` is a Hugging Face folder, a hub id, a bundled name, or a ModelSpec; `tokenizer`, `revision`, `dtype`,
     `quantize`, `kernels`, `device` and `one_gemm` are fields of ModelSpec and described there. `draft` turns
@@ -126,11 +126,8 @@ class LLM:
             self.drafter: Drafter | None = drafter.build(granted, report, runner)
         self.requests = self._requests(target, default, seed)
         num_ids, sampling = self.requests.num_ids, target.sampling_kernels()
-        self._engine: Engine | None = Engine(
-            runner, self.drafter, options=options, controller=controller, num_ids=num_ids, kernels=sampling
-        )
-        self._stats = self._engine.stats
-        self.inboxes: dict[int, deque[Delta]] = {}  # by sequence: what its reader has not taken yet
+        engine = Engine(runner, self.drafter, options=options, controller=controller, num_ids=num_ids, kernels=sampling)
+        self.turns, self._stats = Turns(engine), engine.stats
         self._log_start()
 
     def _requests(self, target: Blueprint, default: Speculation, seed: int | None) -> Requests:
@@ -158,7 +155,7 @@ class LLM:
             logger.warning("%s", problem)
 
     def __repr__(self) -> str:
-        state = "" if self._engine is not None else ", closed"
+        state = ", closed" if self.turns.closed else ""
         draft = f", draft={self.draft_name!r}" if self.draft_name else ""
         limits = f"max_model_len={self.plan.max_model_len}, max_num_seqs={self.plan.num_sequences_plain}"
         return f"LLM({self.name!r}{draft}, format={self.format!r}, kernels={self.kernels!r}, {limits}{state})"
@@ -171,19 +168,14 @@ class LLM:
 
     def close(self) -> None:
         """Free the models and their caches. Requests under way, and all later ones, get EngineClosed."""
-        engine, self._engine, self.drafter = self._engine, None, None
-        if engine is not None:
-            for request_id in {sequence.request_id for sequence in engine.sequences.values()}:
-                engine.cancel(request_id)  # drafters that remember answers keep what was said so far
-            del engine
-            gc.collect()  # decoders refer to themselves, and their memory is wanted now
+        self.drafter = None
+        self.turns.close()
+        gc.collect()  # decoders refer to themselves, and their memory is wanted now
 
     @property
     def engine(self) -> Engine:
         """The engine. Raises EngineClosed after `close`."""
-        if self._engine is None:
-            raise EngineClosed("this LLM was closed; build a new one.")
-        return self._engine
+        return self.turns.engine
 
     @property
     def stats(self) -> Stats:
@@ -285,31 +277,15 @@ class LLM:
         """Step the engine until these sequences are finished, and yield their deltas.
 
         A step advances all running sequences, other streams of this LLM too; their deltas are kept for their readers.
+        Streams may be read in any number of threads: one of them steps the engine for all (`engine/turns.py`). Ctrl-C
+        ends the stream that the main thread is reading; the others lose no token.
         """
-        inbox: deque[Delta] = deque()
-        self.inboxes |= {sequence.id: inbox for sequence in sequences}
-        num_open = len(sequences)
-        try:
-            for sequence in sequences:
-                self.engine.submit(sequence)
-            while num_open and (inbox or self.engine.has_work):
-                if inbox:
-                    delta = inbox.popleft()
-                    if delta.error is not None:
-                        raise delta.error
-                    num_open -= delta.finish_reason is not None
-                    yield delta
-                    continue
-                for delta in self.engine.step():
-                    self.inboxes[delta.seq_id].append(delta)
-                if progress is not None and not sequences[0].num_output:
-                    progress("reading the prompt", sequences[0].num_read / sequences[0].num_prompt)
-        finally:
-            if self._engine is not None:
-                for request_id in {sequence.request_id for sequence in sequences}:
-                    self._engine.cancel(request_id)
-            for sequence in sequences:
-                del self.inboxes[sequence.id]
+
+        def idle() -> None:
+            if progress is not None and not sequences[0].num_output:
+                progress("reading the prompt", sequences[0].num_read / sequences[0].num_prompt)
+
+        return self.turns.follow(sequences, idle)
 
 
 def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:

@@ -37,7 +37,7 @@ def test_an_engine_lets_go_of_thousands_at_once() -> None:
         taken_s = time.process_time() - started_s
     assert taken_s < MOST_S
     assert not engine.has_work
-    assert not engine.samples
+    assert not engine.roster.samples
     assert engine.step() == []
 
 
@@ -60,4 +60,4 @@ def test_an_event_loop_lets_go_of_thousands_at_once() -> None:
     llm = LLM(str(TARGET), dtype="float32", max_num_seqs=4, max_model_len=256)
     with unchecked():
         assert asyncio.run(main(llm)) < MOST_S
-    assert not llm.engine.samples
+    assert not llm.engine.roster.samples

@@ -7,7 +7,7 @@ import torch
 
 from forerun.accept.commit import Accepted
 from forerun.config import Speculation
-from forerun.engine.delta import commit, run_origins
+from forerun.engine.delta import Delta, delta_of, run_origins
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Origin, Sequence
 from forerun.request import Request
@@ -21,6 +21,13 @@ def sequence(params: SamplingParams, max_length: int = 99) -> Sequence:
     maker = Requests(STORIES, 512, max_length, eos_ids=(2,), default=Speculation())
     (made,) = maker.sequences(Request.of([1, 403], params))
     return made
+
+
+def commit(text: Sequence, run: Accepted, logits: torch.Tensor) -> Delta:
+    """A round's end: what the run adds, given to its sequence."""
+    delta = delta_of(text, run, logits)
+    text.extend(len(text.tokens), delta.token_ids, delta.origins)
+    return delta
 
 
 D, T, R, B = Origin.DRAFTED, Origin.TARGET, Origin.RECOVERED, Origin.BONUS

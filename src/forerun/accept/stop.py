@@ -7,7 +7,9 @@ ends exactly where it would end if the same tokens came one at a time.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from forerun.errors import InvalidRequest
@@ -74,7 +76,8 @@ class StopChecker:
         self._min_tokens = params.min_tokens
         self._limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
         assert self._limit >= 1, f"a sequence with room for {self._limit} new tokens cannot be served"
-        self._decoder = tokenizer.decoder(params.skip_special_tokens, after=prompt) if tokenizer else None
+        self._decoding = partial(tokenizer.decoder, params.skip_special_tokens, after=prompt) if tokenizer else None
+        self._decoder = self._decoding() if self._decoding else None
         self._longest = max(map(len, self._stops), default=0)
         self._held: list[Piece] = []
         self._num_tokens = 0
@@ -100,6 +103,15 @@ class StopChecker:
                 self._finished = True
                 return Stop(num_kept, tuple(pieces), end.finish_reason, end.stop_reason)
         return Stop(len(tokens), tuple(pieces))
+
+    def anew(self, tokens: Sequence[int]) -> StopChecker:
+        """A checker of the same sequence that has seen these tokens, none of which ended it, and nothing else."""
+        fresh = copy(self)
+        fresh._decoder = self._decoding() if self._decoding else None
+        fresh._held, fresh._num_tokens, fresh._finished = [], 0, False
+        fresh.push(tokens)
+        assert not fresh._finished, "a sequence that has ended does not go on"
+        return fresh
 
     def _take(self, token: int, pieces: list[Piece]) -> Stop:
         """One token: appends what can be shown to `pieces` and says whether the sequence ends here."""

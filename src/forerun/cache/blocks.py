@@ -103,6 +103,13 @@ class Blocks:
     def free(self, row: int) -> None:
         """Free all blocks of a row; one without blocks has none to free."""
         self.shrink(row, 0)
+        if not self._runs:
+            self.clear()  # whatever an interrupt left uncounted is found again
+
+    def clear(self) -> None:
+        """Free all blocks of all rows, whatever state the accounts are in."""
+        self._runs.clear()
+        self.num_free = self.num_blocks
 
     def check(self) -> None:
         """Assert that runs are not empty, lie inside, do not overlap, and that the free blocks are counted right."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -190,6 +190,24 @@ class PagedCache:
         for seq_id in seq_ids:
             if self._rows.pop(seq_id, None) is not None:
                 self.blocks.free(seq_id)
+
+    def clear(self) -> None:
+        """Forget all rows, whatever state the accounts are in, and zero what they held.
+
+        What they held may be NaN, which even masked padding must not be.
+        """
+        self.wipe(self._rows)
+        self._rows.clear()
+        self.blocks.clear()
+
+    @torch.inference_mode()
+    def wipe(self, seq_ids: Iterable[int]) -> None:
+        """Zero the keys and values of these rows, guesses and all; ids without a row have none."""
+        size = self.blocks.block_size
+        for seq_id in seq_ids:
+            run = self.blocks.run(seq_id)
+            for tensor in (self.keys, self.values):
+                tensor[:, :, run.start * size : run.end * size] = 0
 
     def check(self) -> None:
         """Assert that rows and blocks agree, and that blocks agree with themselves."""

@@ -46,10 +46,10 @@ class Delta:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     outcome: RowOutcome | None = None  # what became of the guesses
-    error: BaseException | None = None  # what ended the request, where it failed
+    error: Exception | None = None  # what ended the request, where it failed; it is raised to the reader
 
     @classmethod
-    def failure(cls, sequence: Sequence, error: BaseException) -> Delta:
+    def failure(cls, sequence: Sequence, error: Exception) -> Delta:
         """The last delta of a sequence whose request failed."""
         return cls(sequence.request_id, sequence.sample, sequence.id, (), (), (), (), "error", None, error=error)
 
@@ -59,24 +59,29 @@ class Delta:
         return "".join(segment.text for segment in self.segments)
 
 
-def commit(sequence: Sequence, run: Accepted, logits: Float[Tensor, "rows vocab"], first: int = 0) -> Delta:
-    """Give an accepted run to its sequence, up to the token that ends it. Its nodes' logits are those from `first`."""
+def delta_of(sequence: Sequence, run: Accepted, logits: Float[Tensor, "rows vocab"], first: int = 0) -> Delta:
+    """What an accepted run adds to its sequence, up to the token that ends it; its nodes' logits begin at `first`.
+
+    The sequence is not told yet, but for its stop checker, which has seen the run.
+    """
     stop = sequence.stop.push(run.tokens)
     tokens = run.tokens[: stop.num_kept]
-    origins = run_origins(run)[: stop.num_kept]
+    origins, num_before = run_origins(run)[: stop.num_kept], len(sequence.origins)
     logprobs: list[TokenLogprobs] = []
     if sequence.params.logprobs is not None:
         rows = [first + node for node in run.nodes[: len(tokens)]]
         logprobs = token_logprobs(logits[rows], tokens, sequence.params.logprobs)
-    sequence.tokens += tokens
-    sequence.origins += origins
+
+    def origin(ordinal: int) -> Origin:
+        return sequence.origins[ordinal] if ordinal < num_before else origins[ordinal - num_before]
+
     return Delta(
         request_id=sequence.request_id,
         sample=sequence.sample,
         seq_id=sequence.id,
         token_ids=tuple(tokens),
         origins=tuple(origins),
-        segments=tuple(Segment(piece.text, sequence.origins[piece.ordinal]) for piece in stop.pieces),
+        segments=tuple(Segment(piece.text, origin(piece.ordinal)) for piece in stop.pieces),
         logprobs=tuple(logprobs),
         finish_reason=stop.finish_reason,
         stop_reason=stop.stop_reason,

@@ -1,12 +1,14 @@
 """Engine: the round, draft → verify → accept, over a batch of sequences.
 
-This file decides only the order: the scheduler chooses which sequences are read, the controller how far to draft, the
+This file decides the order: the scheduler chooses which sequences are read, the controller how far to draft, the
 drafter what to guess, `verify` which guesses are accepted, and `accept` what is final. Rows join and leave between
-rounds. Prompts and text are handled by the front doors (`llm.py`, `async_llm.py`).
+rounds. It also decides what happens when a round raises: no sequence loses a token, the request at fault fails by name,
+the others go on, and a drafter that keeps failing is switched off.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -19,11 +21,14 @@ from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Draft, Drafter
 from forerun.engine.controller import Controller, FixedDepth, Load
-from forerun.engine.delta import Delta, commit, score_prompt
+from forerun.engine.delta import Delta, delta_of, score_prompt
+from forerun.engine.inquiry import Inquiry
 from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, begun_rows, drawn_tokens, resumable
+from forerun.engine.roster import Hear, Roster
 from forerun.engine.scheduler import RowPlan, Scheduler
-from forerun.engine.sequence import Sequence
-from forerun.errors import RequestFailed
+from forerun.engine.sequence import Sequence, Status
+from forerun.errors import ForerunError, ModelError, RequestFailed, RoundFailed
+from forerun.guard import attempt
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
@@ -33,6 +38,8 @@ from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
 
 MakeDraws = Callable[..., Draws]  # with the signature of Draws itself
+STRIKES = 3  # errors after which a drafter is no longer asked
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,52 +83,157 @@ class Engine:
         self.draws = draws
         self.kernels = kernels
         self.scheduler = Scheduler(runner.cache, self.options.max_num_seqs, self.options.chunk_tokens)
-        self.sequences: dict[int, Sequence] = {}
-        self.samples: dict[int, dict[int, Sequence]] = {}  # the same by request
+        self.roster = Roster()
+        self.torn = False  # whether a round, or a leaving, was begun and did not come to its end
+        self.inquiry: Inquiry | None = None
+        self.strikes = 0
+        self.drafter_name = "" if drafter is None else ", ".join(drafter.arms)
         self.stats = Stats()
+
+    @property
+    def sequences(self) -> dict[int, Sequence]:
+        """The unfinished sequences, by id."""
+        return self.roster.sequences
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(self.sequences)
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence; its id must be new and larger than all before it."""
-        self.sequences[sequence.id] = sequence
-        self.samples.setdefault(sequence.request_id, {})[sequence.id] = sequence
+    def submit(self, sequence: Sequence, hear: Hear | None = None) -> None:
+        """Queue a sequence; its id must be new.
+
+        `hear` is given its deltas, beside the caller of `step`; around an interrupt, the last one twice.
+        """
+        self.roster.add(sequence, hear)
         self.scheduler.submit(sequence)
 
     def cancel(self, request_id: int) -> None:
         """Take a request's sequences out between rounds. Unknown and finished requests are ignored."""
-        self.leave(list(self.samples.get(request_id, {}).values()))
+        if self.torn:
+            self.mend()
+        if samples := self.roster.samples_of(request_id):
+            self.torn = True
+            for sample in samples:
+                sample.status = Status.FINISHED  # if anything below raises, `mend` removes it
+            self.leave(samples)
+            self.torn = False
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """One round: what each sequence that drew tokens gained. Empty while only prompts are read.
 
-        A round that fails is as if it had not been. Where a request's own code failed, no other request is hurt.
+        A round that raises is as if it had not been, until `roster.decided` is assigned; from there on it stands, and
+        what is left of it is done by the next step, if an interrupt comes between. An error ends the request with
+        which it came, where that is known or can be found out, and no other (`answer_for`).
         """
-        plan = self.plan()
-        if not plan.rows:
+        if self.torn:
+            self.mend()
+        if not self.sequences:
             return []
-        try:
-            return self.round(plan)
-        except RequestFailed as failed:
-            self.runner.drop([row.sequence.id for row in plan.rows])
-            return self.blame(failed)
-        except BaseException:
-            self.runner.drop([row.sequence.id for row in plan.rows])
-            raise
+        self.torn = True
+        if self.inquiry is not None:
+            self.conclude(self.inquiry)
+        deltas: list[Delta] = []
+        error = attempt(lambda: deltas.extend(self.round(self.plan())))
+        if error is not None:
+            deltas = self.answer_for(error)
+        self.roster.decided = None
+        self.torn = False
+        return deltas
+
+    def answer_for(self, error: BaseException) -> list[Delta]:
+        """Decide what becomes of whom after a round that raised.
+
+        A request whose own code raised is blamed. If the round stands, who raised is the drafter or the controller,
+        who were told of it; the rest is as after an interrupt. For everything else a culprit is looked for: also for
+        logits that are NaN, as what one sequence leaves in the cache may spoil them for its neighbours.
+        """
+        decided = self.roster.decided
+        if decided is None and isinstance(error, RequestFailed) and self.is_own(error):
+            self.runner.drop([sequence.id for sequence in self.scheduler.running])
+            return self.blame(error)
+        running = list(self.scheduler.running or self.sequences.values())
+        self.mend()
+        self.torn = True
+        if decided is None:
+            return self.inquire(error, running)
+        self.distrust(error)
+        return [delta for _, delta in decided]
+
+    def is_own(self, failed: RequestFailed) -> bool:
+        """Whether it names who failed, for a reason that is nobody else's."""
+        return failed.seq_id in self.sequences and not isinstance(failed.__cause__, ModelError)
 
     def blame(self, failed: RequestFailed) -> list[Delta]:
-        """A request whose code failed goes on without guesses, on which it may have failed; or else it leaves."""
+        """A request whose code raised goes on without guesses, on which it may have raised; or else it ends."""
         culprit = self.sequences[failed.seq_id]
         if culprit.speculation.depth > 0:
             culprit.speculation = Speculation(depth=0)
             return []
-        samples = list(self.samples[culprit.request_id].values())
+        return self.give_up(culprit, failed)
+
+    def inquire(self, error: BaseException, running: Seq[Sequence]) -> list[Delta]:
+        """Have the next rounds tell who made a round of these raise; where one was read alone, it ends."""
+        inquiry = self.inquiry
+        if inquiry is None:
+            self.inquiry = inquiry = Inquiry(error, alone=self.drafter is None)
+        elif not inquiry.alone:
+            inquiry.alone = True
+        else:
+            culprit = inquiry.next(self.sequences)
+            assert culprit is not None, "an inquiry ends with its last suspect"
+            return self.give_up(culprit, error if isinstance(error, RequestFailed) else RoundFailed(culprit.id, error))
+        inquiry.suspect(running)
+        if isinstance(error, RequestFailed) and error.seq_id in self.sequences:
+            self.sequences[error.seq_id].speculation = Speculation(depth=0)  # it may have been a guess of its own
+        return []
+
+    def conclude(self, inquiry: Inquiry) -> None:
+        """End an inquiry that has no suspects left. Where all went well without guesses, drafting was at fault."""
+        if inquiry.clear(self.sequences):
+            self.inquiry = None
+            if inquiry.cleared and not inquiry.alone and not isinstance(inquiry.error, RequestFailed):
+                self.distrust(inquiry.error)
+
+    def distrust(self, error: BaseException) -> None:
+        """Count an error of the drafter's, which was made to forget everything; the last strike ends drafting.
+
+        So does an error of forerun's own: it says what is wrong, and will be wrong again.
+        """
+        self.strikes += 1
+        if self.strikes >= STRIKES or isinstance(error, ForerunError):
+            self.dismiss(error)
+        else:
+            log.warning("The drafter %s raised an error; it starts anew.", self.drafter_name, exc_info=error)
+
+    def dismiss(self, error: BaseException) -> None:
+        """Draft no more: requests go on plain, which changes their speed and nothing else."""
+        if self.drafter is not None:
+            log.warning("Drafting is off from here on: the drafter %s failed.", self.drafter_name, exc_info=error)
+        self.drafter, self.controller = None, FixedDepth()
+
+    def give_up(self, culprit: Sequence, failed: RequestFailed) -> list[Delta]:
+        """End a request: the reader of each of its samples is told why."""
+        samples = self.roster.samples_of(culprit.request_id)
+        deltas = [Delta.failure(sample, failed.told) for sample in samples]
+        self.roster.decided = [(len(s.tokens), delta) for s, delta in zip(samples, deltas, strict=True)]
+        self.roster.settle()
+        self.runner.cache.wipe([sample.id for sample in samples])
         self.leave(samples)
-        return [Delta.failure(sample, failed.__cause__ or failed) for sample in samples]
+        return deltas
+
+    def mend(self) -> None:
+        """After a round that was torn: what was decided is done, and all that is under way is read anew.
+
+        The texts are all that is believed: caches, stop checkers and the drafter's state follow from them.
+        """
+        self.roster.settle()
+        self.forget(list(self.sequences.values()))
+        self.runner.clear()
+        self.scheduler.restart(self.roster.restart())
+        self.roster.decided = None
+        self.torn = False
 
     def round(self, plan: Round) -> list[Delta]:
         """The three verbs, in their order."""
@@ -141,7 +253,9 @@ class Engine:
 
     def plan(self) -> Round:
         """Which sequences are read in this round. Preempted sequences are forgotten by the drafter too."""
-        rows, preempted = self.scheduler.plan()
+        alone = None if self.inquiry is None else self.inquiry.next(self.sequences)
+        rows, preempted = self.scheduler.plan(alone)
+        assert rows, "unfinished sequences have something to read"
         self.forget(preempted)
         drawing = [row for row in rows if row.draws]
         draws = self.draws(
@@ -163,7 +277,7 @@ class Engine:
     def guess(self, plan: Round) -> tuple[Draft, DraftTree]:
         """What the drafter gave, and what of its tree is judged: on the host as long as the drafter works there."""
         last = [row.sequence.tokens[-1] for row in plan.drawing]
-        if self.drafter is None or not plan.drawing:
+        if self.drafter is None or self.inquiry is not None or not plan.drawing:
             return none_drafted(last)
         seq_ids = [row.sequence.id for row in plan.drawing]
         load = Load(
@@ -202,11 +316,14 @@ class Engine:
         return Reading(parts, states, tree.tokens if unseen else None)
 
     def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
-        """Make the verdict final: tokens and stops to the sequences, K and V to the cache, the news to the drafter."""
+        """Make the verdict final: K and V to the cache, tokens and stops to the sequences, the news to the drafter.
+
+        All that is to be computed comes first. With `roster.decided` the round stands: nothing after it can undo it.
+        """
         accepted = accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn)
         reading.check_drawn(accepted)
         runs = iter(accepted)
-        deltas, outcomes, kept = [], [], []
+        deltas, outcomes, kept, places = [], [], [], []
         logits = reading.states.logits[:, : self.num_ids]  # padding ids have no log-probabilities
         for part, first in zip(reading.parts, reading.first_rows(), strict=True):
             sequence = part.row.sequence
@@ -216,20 +333,23 @@ class Engine:
                 kept.append(CommittedPart(part, []))
                 continue
             run = next(runs)
-            delta = commit(sequence, run, logits, first + part.num_scored)
+            delta = delta_of(sequence, run, logits, first + part.num_scored)
             assert delta.outcome is not None, "a committed run has an outcome"
             outcomes.append(delta.outcome)
             deltas.append(delta)
+            places.append(len(sequence.tokens))
             kept.append(CommittedPart(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
+        self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
+        self.roster.decided = list(zip(places, deltas, strict=True))
+        self.roster.settle()
+        self.inform(kept, reading)
         ended = [self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None]
-        self.keep(kept, reading)
         if ended:
             self.leave(ended)
         return deltas, outcomes
 
-    def keep(self, kept: Seq[CommittedPart], reading: Reading) -> None:
-        """Keep the accepted paths in the cache and tell the drafter what was read; of those, too, that end here."""
-        self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
+    def inform(self, kept: Seq[CommittedPart], reading: Reading) -> None:
+        """Count what was read, and tell the drafter; of sequences, too, that end here."""
         tokens: list[int] = []
         offsets = [0]
         for k in kept:
@@ -251,21 +371,20 @@ class Engine:
             )
 
     def leave(self, sequences: Seq[Sequence]) -> None:
-        """Take sequences out of the engine and free what was held for them."""
+        """Take sequences out of the engine and free what was held for them. Who has left can leave again."""
+        self.forget(sequences)
+        self.runner.release([sequence.id for sequence in sequences])
         for sequence in sequences:
             self.scheduler.finish(sequence)
-            del self.sequences[sequence.id]
-            samples = self.samples[sequence.request_id]
-            del samples[sequence.id]
-            if not samples:
-                del self.samples[sequence.request_id]
-        self.runner.release([s.id for s in sequences])
-        self.forget(sequences)
+            self.roster.remove(sequence)
 
     def forget(self, sequences: Seq[Sequence]) -> None:
-        """Tell the drafter to drop these sequences."""
-        if self.drafter is not None and sequences:
-            self.drafter.forget([s.id for s in sequences])
+        """Tell the drafter to drop these sequences. A drafter that cannot is switched off."""
+        drafter = self.drafter
+        if drafter is not None and sequences:
+            error = attempt(lambda: drafter.forget([sequence.id for sequence in sequences]))
+            if error is not None:
+                self.dismiss(error)
 
 
 def none_drafted(roots: Seq[int]) -> tuple[Draft, DraftTree]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.accept.commit import Accepted, HostTree
 from forerun.annotations import Float, Int
+from forerun.device import upload
 from forerun.draft.base import Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
@@ -146,9 +147,12 @@ class Reading:
         """The tapped states of the tokens that stay, packed."""
         if self.states.taps is None:
             return None
-        sizes = [part.row.num_chunk + part.num_nodes for part in self.parts]
-        rows = dict(zip((part.row.sequence.id for part in self.parts), self.states.taps.split(sizes), strict=True))
-        return torch.cat([rows[k.sequence.id][torch.tensor(k.path)] for k in kept])
+        taps = self.states.taps
+        sizes = (part.row.num_chunk + part.num_nodes for part in self.parts)
+        firsts = itertools.accumulate(sizes, initial=0)
+        first_of = {part.row.sequence.id: first for part, first in zip(self.parts, firsts, strict=False)}
+        rows = [first_of[k.sequence.id] + node for k in kept for node in k.path]
+        return taps.index_select(0, upload(rows, torch.long, taps.device))
 
 
 def lawless(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:

@@ -7,6 +7,7 @@ token that is certain to be read. Guesses get the slots that are left, so drafti
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from forerun.cache.paged import PagedCache
@@ -41,15 +42,26 @@ class Scheduler:
         """Queue a new sequence."""
         self.waiting[sequence.id] = sequence
 
-    def plan(self) -> tuple[list[RowPlan], list[Sequence]]:
-        """The rows of the next round, by arrival, all certain to fit the cache; and who was preempted for them."""
-        self.admit()
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Queue these, by arrival, and nobody else."""
+        self.running.clear()
+        self.waiting = OrderedDict((sequence.id, sequence) for sequence in sorted(sequences, key=lambda s: s.id))
+
+    def plan(self, alone: Sequence | None = None) -> tuple[list[RowPlan], list[Sequence]]:
+        """The rows of the next round, by arrival, all certain to fit the cache; and who was preempted for them.
+
+        With `alone`, a waiting or running sequence, the round is that sequence's only.
+        """
+        if alone is None:
+            self.admit()
+        else:
+            self.start(alone)
         preempted: list[Sequence] = []
-        rows = self.rows()
+        rows = self.rows(alone)
         while not self.fits(rows):
             assert len(self.running) > 1, "one sequence alone does not fit the cache that was planned for it"
-            preempted.append(self.preempt(self.running[-1]))
-            rows = self.rows()
+            preempted.append(self.preempt(next(s for s in reversed(self.running) if s is not alone)))
+            rows = self.rows(alone)
         return rows, preempted
 
     def admit(self) -> None:
@@ -64,7 +76,11 @@ class Scheduler:
             if self.running and need > num_blocks:
                 return
             num_blocks -= need
-            del self.waiting[sequence.id]
+            self.start(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """Move a waiting sequence into the batch; one that is there stays."""
+        if self.waiting.pop(sequence.id, None) is not None:
             sequence.status = Status.RUNNING
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.id)
@@ -75,10 +91,10 @@ class Scheduler:
         known = len(sequence.tokens)
         return -(-min(known + size, known + sequence.room) // size)
 
-    def rows(self) -> list[RowPlan]:
-        """Each running sequence's part, prompt tokens shared out by arrival."""
+    def rows(self, alone: Sequence | None = None) -> list[RowPlan]:
+        """Each running sequence's part, prompt tokens shared out by arrival; or the whole round for one."""
         chunk_left, rows = self.chunk_tokens, []
-        for sequence in self.running:
+        for sequence in self.running if alone is None else [alone]:
             num_unread = len(sequence.tokens) - 1 - sequence.num_read
             num_chunk = min(num_unread, chunk_left)
             chunk_left -= num_chunk
@@ -103,8 +119,6 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
-        if sequence.status is Status.RUNNING:
+        if self.waiting.pop(sequence.id, None) is None and sequence in self.running:
             self.running.remove(sequence)
-        else:
-            self.waiting.pop(sequence.id, None)
         sequence.status = Status.FINISHED

@@ -83,6 +83,16 @@ class Sequence:
         """Whether log-probabilities of prompt tokens are still to be recorded."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
+    def extend(self, place: int, tokens: Seq[int], origins: Seq[Origin]) -> None:
+        """These are the tokens from `place` on. To be told so again changes nothing."""
+        self.tokens[place:] = tokens
+        self.origins[place - self.num_prompt :] = origins
+
+    def restart(self) -> None:
+        """Wait to be read anew from the first token on; what was said stays said."""
+        self.status, self.num_read = Status.WAITING, 0
+        self.stop = self.stop.anew(self.tokens[self.num_prompt :])
+
     def sampling(self) -> RowSampling:
         """What a round's draws need of this sequence."""
         return RowSampling(

@@ -287,6 +287,11 @@ class Runner:
         self.tails.pop(seq_id, None)
         self.cache.truncate([seq_id], [length])
 
+    def clear(self) -> None:
+        """Forget all sequences, whatever an interrupted pass left of them."""
+        self.tails.clear()
+        self.cache.clear()
+
     def release(self, seq_ids: Sequence[int]) -> None:
         """Drop these sequences and free their slots; unknown ones are ignored."""
         for seq_id in seq_ids:

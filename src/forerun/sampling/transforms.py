@@ -26,6 +26,7 @@ from torch import Tensor
 from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
+from forerun.guard import no_interrupt
 from forerun.limits import INT64
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.winners import first_largest
@@ -185,15 +186,14 @@ class Transforms:
     def _process(self, logits: Logits, at: PathState) -> Logits:
         """Run each row's processors node by node; user code, so this is the one place that reads tensors here."""
         done = list(logits.unbind(0))
-        nodes = zip(at.row.tolist(), at.drawn.tolist(), strict=True)
-        for node, (index, drawn) in enumerate(nodes):
+        for node, (index, drawn) in enumerate(zip(at.row.tolist(), at.drawn.tolist(), strict=True)):
             row = self.rows[index]
             if row.params.logits_processors:
                 text = [*row.tokens, *(token for token in drawn if token >= 0)]
                 try:
                     done[node] = _run_processors(row, text, logits[node], self.num_ids)
-                except Exception as error:  # a user's own code: it fails its request, not the batch
-                    raise RequestFailed(row.seq_id) from error
+                except BaseException as error:  # a request's own code: even where it exits, it ends its request alone
+                    raise RequestFailed(row.seq_id) from no_interrupt(error)
         return torch.stack(done)
 
     def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:

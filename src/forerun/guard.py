@@ -1,0 +1,38 @@
+"""Guard: the place where the engine's work is attempted, and every exception that it raises is caught.
+
+A round runs code that is not forerun's: processors of requests, drafters of users. It also needs memory that the
+machine may not have. A round that raises must end only the request at fault, and nobody may be left waiting, so the
+engine attempts its work here and then decides what happens to which request. Nothing else in the package catches every
+exception, except the call of a request's own code in `sampling/transforms.py`.
+
+Interrupts are not caught. Python raises them in the main thread only, between any two instructions, and they are meant
+for the caller. In other threads no caller would receive them, so there they are treated as errors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+def attempt(work: Callable[[], object]) -> BaseException | None:
+    """Do the work and return the error that it raised, or None. Interrupts of the main thread go through."""
+    try:
+        work()
+    except BaseException as error:
+        if not isinstance(error, Exception) and in_main_thread():
+            raise
+        return error
+    return None
+
+
+def no_interrupt(error: BaseException) -> BaseException:
+    """The error itself, unless it may be the user's Ctrl-C, which is raised again: it is nobody's fault."""
+    if isinstance(error, KeyboardInterrupt) and in_main_thread():
+        raise error
+    return error
+
+
+def in_main_thread() -> bool:
+    """Whether signals, and with them interrupts, are handled in this thread."""
+    return threading.current_thread() is threading.main_thread()

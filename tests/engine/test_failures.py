@@ -1,0 +1,355 @@
+"""Whatever raises in a round, and wherever: answers are those of plain decoding, or end with a named error.
+
+A drafter that fails is done without; a request with which rounds fail ends; the others do not notice. Nobody waits for
+ever: every wait here has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.oracles import seen
+from forerun.async_llm import AsyncLLM
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.ngram import NgramDrafter
+from forerun.engine import engine as engine_module
+from forerun.engine.controller import FixedDepth
+from forerun.engine.engine import STRIKES, Engine
+from forerun.errors import RequestFailed, RoundFailed, UnsupportedModel
+from forerun.llm import LLM
+from forerun.models.runner import Read, Runner, States
+from forerun.output import RequestOutput
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
+NUM, PATIENCE_S = 6, 60
+
+
+class Sabotage(Exception):
+    """What is raised on purpose."""
+
+
+def asking(seed: int, **others: object) -> SamplingParams:
+    return SamplingParams(**({"temperature": seed % 3 / 2, "seed": seed, "max_tokens": 14, "logprobs": 1} | others))
+
+
+@cache
+def plain() -> LLM:
+    return LLM(str(TARGET), dtype="float32")
+
+
+@cache
+def alone() -> list[dict[str, object]]:
+    """Plain answers, one by one."""
+    return [dict(seen(plain().generate([PROMPTS[i % 5]], asking(i))[0])) for i in range(NUM)]
+
+
+When = Callable[[int], bool]
+ONCE: When = lambda call: call == 4  # noqa: E731
+NOW_AND_THEN: When = lambda call: call % 5 == 4  # noqa: E731
+ALWAYS: When = lambda call: True  # noqa: E731
+TIMES = {"once": ONCE, "now and then": NOW_AND_THEN, "always": ALWAYS}
+
+
+@dataclass
+class Fault:
+    """Raises in some of its calls."""
+
+    when: When
+    error: BaseException = field(default_factory=lambda: Sabotage("on purpose"))
+    calls: itertools.count[int] = field(default_factory=itertools.count)
+    num_raised: int = 0
+
+    def __call__(self) -> None:
+        if self.when(next(self.calls)):
+            self.num_raised += 1
+            raise self.error
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, after the chance of raising."""
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            self()
+            return call(*args, **kwargs)
+
+        return faulty
+
+    def after(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, its work done when it raises."""
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            self()
+            return result
+
+        return faulty
+
+
+class Saboteur:
+    """A drafter of which one method raises."""
+
+    arms: tuple[str, ...] = ("saboteur",)
+
+    def __init__(self, drafter: Drafter, where: str, fault: Fault) -> None:
+        self.drafter, self.where, self.fault = drafter, where, fault
+        self.taps = drafter.taps
+
+    def call(self, name: str, *args: Any) -> Any:
+        method = getattr(self.drafter, name)
+        return (self.fault.after(method) if self.where == name else method)(*args)
+
+    def observe(self, news: Committed) -> None:
+        self.call("observe", news)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        return self.call("propose", draws, budgets, tail)  # type: ignore[no-any-return]
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        return self.call("outlook", seq_ids)  # type: ignore[no-any-return]
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        self.call("forget", seq_ids)
+
+
+def sabotaged(where: str, fault: Fault) -> LLM:
+    return LLM(str(TARGET), Saboteur(NgramDrafter(), where, fault), dtype="float32", max_num_seqs=4)
+
+
+def answers(llm: LLM, params: Sequence[SamplingParams] | None = None) -> list[RequestOutput | BaseException]:
+    """What becomes of the requests, side by side in an event loop."""
+
+    async def main() -> list[RequestOutput | BaseException]:
+        async with AsyncLLM(llm) as front:
+            asked = [front.generate(PROMPTS[i % 5], (params or list(map(asking, range(NUM))))[i]) for i in range(NUM)]
+            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
+
+    return asyncio.run(main())
+
+
+def assert_plain(found: Sequence[RequestOutput | BaseException]) -> None:
+    for answer, expected in zip(found, alone(), strict=True):
+        assert isinstance(answer, RequestOutput), repr(answer)
+        assert seen(answer) == expected
+
+
+def assert_empty(engine: Engine) -> None:
+    assert not engine.has_work
+    assert not engine.torn
+    assert not engine.roster.readers
+    assert not engine.roster.samples
+    assert engine.runner.cache.num_rows == 0
+    assert not engine.runner.tails
+    engine.runner.cache.check()
+
+
+@pytest.mark.parametrize("when", TIMES)
+@pytest.mark.parametrize("where", ["propose", "observe", "forget", "outlook"])
+def test_a_drafter_that_fails_costs_nobody_a_token(where: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One that goes on failing is done without, which is said; so is one that cannot forget."""
+    fault = Fault(TIMES[when])
+    llm = sabotaged(where, fault)
+    assert_plain(answers(llm))
+    assert_plain(llm.generate([PROMPTS[i % 5] for i in range(NUM)], [asking(i) for i in range(NUM)]))
+    assert fault.num_raised > 0
+    dismissed = llm.engine.drafter is None
+    assert dismissed == (when != "once" or where == "forget")
+    assert fault.num_raised <= (1 if where == "forget" else STRIKES)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("forerun")]
+    assert len(said) == fault.num_raised
+    assert all("the drafter saboteur" in line or "The drafter saboteur" in line for line in said)
+    assert dismissed == ("Drafting is off" in said[-1])
+    assert_empty(llm.engine)
+
+
+def test_an_error_that_says_what_is_wrong_ends_drafting_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    llm = sabotaged("propose", Fault(ONCE, UnsupportedModel("this will not do")))
+    assert_plain(answers(llm))
+    assert llm.engine.drafter is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
+@pytest.mark.parametrize("where", ["propose", "observe", "forget"])
+def test_a_drafter_cannot_end_the_engines_thread(where: str, error: BaseException) -> None:
+    assert_plain(answers(sabotaged(where, Fault(NOW_AND_THEN, error))))
+
+
+@pytest.mark.parametrize("when", TIMES)
+@pytest.mark.parametrize("where", ["budgets", "admit", "record"])
+def test_a_controller_that_fails_costs_nobody_a_token(where: str, when: str) -> None:
+    fault, controller = Fault(TIMES[when]), FixedDepth()
+    setattr(controller, where, fault.before(getattr(controller, where)))
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, controller=controller)
+    assert_plain(answers(llm))
+    assert fault.num_raised > 0
+    assert_empty(llm.engine)
+
+
+WORK = ["plan", "draft", "read", "accept", "runner.read", "runner.keep", "verify", "delta_of", "roster.settle"]
+
+
+def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """Have a step of the round raise, before its work or after."""
+    owner: Any = llm.engine
+    *parts, name = where.split(".")
+    for part in parts:
+        owner = getattr(owner, part)
+    owner = engine_module if name in ("verify", "delta_of") else type(owner) if parts == ["roster"] else owner
+    call = getattr(owner, name)
+    monkeypatch.setattr(owner, name, fault.after(call) if late else fault.before(call))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])
+@pytest.mark.parametrize("where", WORK)
+@pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
+def test_a_round_that_fails_once_is_as_if_it_had_not_been(
+    draft: str | None, where: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it before anything was computed or when everything was, to the bit of every log-probability."""
+    if draft is None and where == "draft":
+        pytest.skip("plain rounds draft too, in name")
+    fault = Fault(lambda call: call == 9)
+    llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
+    break_(llm, where, fault, monkeypatch, late)
+    found = answers(llm)
+    assert fault.num_raised == 1
+    assert_plain(found)
+    assert_empty(llm.engine)
+
+
+def breaks_on(runner: Runner, culprit: Callable[[Read], bool]) -> Callable[..., States]:
+    """The runner's read, which raises where a certain one is among those that are to be read."""
+    honest = runner.read
+
+    def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> States:
+        if any(map(culprit, reads)):
+            raise Sabotage("its data breaks the pass")
+        return honest(reads, *args, **kwargs)
+
+    return read
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", f"model:{SMALL}"])
+def test_the_request_that_breaks_rounds_is_found_and_ends_alone(
+    draft: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its data, of which the engine knows nothing: one text holds a token at which passes fail."""
+    llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
+    bad = llm.tokenizer.encode(PROMPTS[2])[-1]
+    others = [i for i in range(NUM) if bad not in alone()[i]["samples"][0][1]]  # type: ignore[index]
+    others = [i for i in others if bad not in llm.tokenizer.encode(PROMPTS[i % 5])]
+    assert 2 not in others
+    assert len(others) > 2
+    breaking = breaks_on(llm.engine.runner, lambda read: bad in read.tokens)  # in a prompt, an answer or a guess
+    monkeypatch.setattr(llm.engine.runner, "read", breaking)
+    found = answers(llm)
+    for i in others:
+        answer = found[i]
+        assert isinstance(answer, RequestOutput), repr(answer)
+        assert seen(answer) == alone()[i]
+    failed = found[2]
+    assert isinstance(failed, RoundFailed)
+    assert isinstance(failed.__cause__, Sabotage)
+    assert_empty(llm.engine)
+
+
+def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their samples too; and once the trouble is over, the engine answers."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "read", breaks_on(llm.engine.runner, lambda read: True))
+        found = answers(llm, [asking(i, n=1 + i % 3) for i in range(NUM)])
+        assert all(isinstance(answer, RoundFailed) for answer in found)
+        with pytest.raises(RoundFailed, match="rounds that read it raise Sabotage, even alone"):
+            llm.generate(list(PROMPTS))
+        assert_empty(llm.engine)
+    assert_plain(answers(llm))
+
+
+def test_a_batch_that_breaks_where_each_alone_does_not_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memory does that suffices for a few."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    honest = llm.engine.runner.read
+
+    def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> States:
+        if len(reads) > 3:
+            raise torch.OutOfMemoryError("on purpose")
+        return honest(reads, *args, **kwargs)
+
+    monkeypatch.setattr(llm.engine.runner, "read", read)
+    assert_plain(answers(llm))
+    assert llm.engine.drafter is not None
+
+
+ENDS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), StopIteration(), BaseException()]
+OWN = [Sabotage("mine"), StopAsyncIteration(), *ENDS]
+
+
+def raising(error: BaseException, length: int) -> Callable[[Sequence[int], Tensor], Tensor]:
+    def processor(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if len(tokens) >= length:
+            raise error
+        return logits
+
+    return processor
+
+
+@pytest.mark.parametrize("length", [0, 9])
+@pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
+def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseException, length: int) -> None:
+    """Even what would end a program, a task or a loop elsewhere: it comes as RequestFailed then."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    params = [asking(i) for i in range(NUM)]
+    params[1] = asking(1, logits_processors=[raising(error, length)], n=2)
+    found = answers(llm, params)
+    assert_plain([*found[:1], plain().generate([PROMPTS[1]], asking(1))[0], *found[2:]])
+    failed = found[1]
+    if isinstance(error, Sabotage):
+        assert failed is error
+    else:
+        assert type(failed) is RequestFailed
+        assert failed.__cause__ is error
+    assert_empty(llm.engine)
+
+
+@pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
+def test_the_same_without_an_event_loop(error: BaseException) -> None:
+    """A KeyboardInterrupt gets through: nobody can tell it from Ctrl-C. The stream beside it goes on unharmed."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    stream = llm.stream(PROMPTS[0], asking(0))
+    deltas = [next(stream)]
+    kind = type(error) if isinstance(error, Sabotage | KeyboardInterrupt) else RequestFailed
+    with pytest.raises(kind):
+        llm.generate(PROMPTS[1], asking(1, logits_processors=[raising(error, 9)]))
+    deltas += stream
+    (expected,) = alone()[0]["samples"]  # type: ignore[misc]
+    assert tuple(token for delta in deltas for token in delta.token_ids) == expected[1]
+    assert tuple(logprob for delta in deltas for logprob in delta.logprobs) == expected[3]
+    assert_empty(llm.engine)
+
+
+def test_a_processor_that_asks_its_own_llm_is_refused() -> None:
+    """It would wait for itself."""
+    llm = LLM(str(TARGET), dtype="float32")
+
+    def nested(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        llm.generate("The", asking(0))
+        return logits
+
+    with pytest.raises(Exception, match="cannot wait for an answer from the same engine"):
+        llm.generate("The", asking(0, logits_processors=[nested]))
+    assert_empty(llm.engine)

@@ -1,0 +1,184 @@
+"""Ctrl-C, anywhere: the stream that was read in the main thread ends, and no other one loses or changes a token.
+
+Interrupts are injected where Python delivers them, at the entry of functions and after calls, one after another through
+whole rounds; and they are real signals at random times. Beside the stream that is interrupted, others are under way.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from engine.oracles import seen
+from forerun import llm as llm_module
+from forerun.engine.delta import Delta
+from forerun.llm import LLM
+from forerun.sampling.params import SamplingParams
+from unchecked import unchecked
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+SOURCE = str(Path(llm_module.__file__).parent)
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
+DRAFTS = (None, "ngram", f"model:{SMALL}", "early-exit:2", "mix[suffix,early-exit:1]")
+
+
+def asking(seed: int) -> SamplingParams:
+    """One stops at a string, for which text is held back over rounds; one scores its prompt; one has two samples."""
+    return SamplingParams(
+        temperature=seed % 3 / 2,
+        seed=seed,
+        max_tokens=8 + seed,
+        logprobs=1,
+        prompt_logprobs=1 if seed == 1 else None,
+        stop=["the"] if seed == 2 else [],
+        n=2 if seed == 0 else 1,
+    )
+
+
+@cache
+def llm_with(draft: str | None) -> LLM:
+    """Room for three at once, and prompts in chunks: one waits, and rounds read and draw side by side."""
+    return LLM(str(TARGET), draft, dtype="float32", max_num_seqs=3, chunk_tokens=5)
+
+
+@cache
+def alone(i: int) -> tuple[object, ...]:
+    """What plain decoding gives, by sample: tokens, text, log-probabilities, and how it ends."""
+    (result,) = llm_with(None).generate(PROMPTS[i], asking(i))
+    return tuple((c.token_ids, c.text, c.logprobs, c.finish_reason) for c in result.outputs)
+
+
+def joined(deltas: Sequence[Delta]) -> tuple[object, ...]:
+    """The same of a stream."""
+    found = []
+    for sample in sorted({delta.sample for delta in deltas}):
+        own = [delta for delta in deltas if delta.sample == sample]
+        tokens = tuple(token for delta in own for token in delta.token_ids)
+        logprobs = tuple(each for delta in own for each in delta.logprobs)
+        found.append((tokens, "".join(delta.text for delta in own), logprobs, own[-1].finish_reason))
+    return tuple(found)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the `at`-th place in forerun's code at which Python might, and counts places."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event in ("call", "c_return") and code.co_filename.startswith(SOURCE) and code.co_name != "<genexpr>":
+            self.count += 1
+            if self.count == self.at:
+                raise KeyboardInterrupt
+
+    def during(self, work: Callable[[], object]) -> bool:
+        """Whether the work was interrupted."""
+        sys.setprofile(self)
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+
+def beside(llm: LLM, interrupt: Callable[[Callable[[], object]], object], num_before: int) -> None:
+    """Three streams under way, and a fourth that is interrupted; the three go on to what each alone gives."""
+    streams = [llm.stream(PROMPTS[i], asking(i)) for i in (0, 1, 2)]
+    heard: list[list[Delta]] = [[], [], []]
+    for turn in range(num_before):
+        heard[turn % 3] += [delta for delta in [next(streams[turn % 3], None)] if delta is not None]
+    victim = llm.stream(PROMPTS[3], asking(3))
+    interrupt(lambda: list(victim))
+    victim.close()
+    for own, stream in zip(heard, streams, strict=True):
+        own += stream
+    for i, own in enumerate(heard):
+        assert joined(own) == alone(i)
+    assert_empty(llm)
+
+
+def assert_empty(llm: LLM) -> None:
+    assert not llm.engine.has_work
+    assert not llm.engine.torn
+    assert not llm.turns.jobs
+    assert not llm.turns.seat
+    assert not llm.engine.roster.readers
+    assert llm.engine.runner.cache.num_rows == 0
+    llm.engine.runner.cache.check()
+
+
+def interrupted(draft: str | None, seed: int, num_trials: int) -> None:
+    """So many streams interrupted at random places, half of them where requests enter and prompts are read."""
+    llm, rng, whole = llm_with(draft), random.Random(seed), Interrupt(0)
+    with unchecked():
+        beside(llm, whole.during, 3)
+        assert whole.count > 1000
+        for trial in range(num_trials):
+            at = rng.randrange(1, whole.count if trial % 2 else whole.count // 4)
+            beside(llm, Interrupt(at).during, rng.randrange(7))
+        assert seen(llm.generate(PROMPTS[4], asking(4))[0]) == seen(llm_with(None).generate(PROMPTS[4], asking(4))[0])
+    assert llm.engine.drafter is llm.drafter
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_an_interrupt_anywhere_in_a_round_costs_no_other_stream_a_token(draft: str | None) -> None:
+    interrupted(draft, seed=0, num_trials=7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_many_interrupts_anywhere_in_rounds(draft: str | None, seed: int) -> None:
+    interrupted(draft, seed, num_trials=150)
+
+
+def signalled(delays_s: Sequence[float]) -> Callable[[Callable[[], object]], bool]:
+    """Runs work under a real signal, which Python turns into KeyboardInterrupt where it pleases."""
+    delays = iter(delays_s)
+
+    def during(work: Callable[[], object]) -> bool:
+        armed = True
+
+        def ring(*_: object) -> None:
+            if armed:
+                raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, next(delays))
+            work()
+            armed = False
+        except KeyboardInterrupt:
+            return True
+        finally:
+            armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        return False
+
+    return during
+
+
+def test_real_signals_at_random_times() -> None:
+    llm, rng = llm_with(f"model:{SMALL}"), random.Random(0)
+    caught: list[bool] = []
+    with unchecked():
+        started_s = time.perf_counter()
+        list(llm.stream(PROMPTS[3], asking(3)))
+        taken_s = time.perf_counter() - started_s
+        for trial in range(12):
+            during = signalled([rng.uniform(1e-4, taken_s)])
+            beside(llm, lambda work, during=during: caught.append(during(work)), trial % 7)  # type: ignore[misc]
+    assert any(caught)

@@ -1,0 +1,263 @@
+"""Any number of threads use one engine: each is answered as if alone, and none waits for another's reader."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from engine.oracles import seen
+from forerun.async_llm import AsyncLLM
+from forerun.engine.delta import Delta
+from forerun.engine.engine import Engine
+from forerun.llm import LLM
+from forerun.sampling.params import SamplingParams
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
+PATIENCE_S = 60
+
+
+def asking(seed: int, **others: object) -> SamplingParams:
+    return SamplingParams(**({"temperature": seed % 3 / 2, "seed": seed, "max_tokens": 12 + seed % 5} | others))
+
+
+@cache
+def shared() -> LLM:
+    return LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_num_seqs=5)
+
+
+@cache
+def plain() -> LLM:
+    return LLM(str(TARGET), dtype="float32")
+
+
+@cache
+def alone(i: int) -> dict[str, object]:
+    return dict(seen(plain().generate(PROMPTS[i % 5], asking(i))[0]))
+
+
+@cache
+def said_alone(i: int) -> tuple[int, ...]:
+    (sample,) = alone(i)["samples"]  # type: ignore[misc]
+    return tuple(sample[1])
+
+
+def together(*works: Callable[[], object]) -> list[object]:
+    """What each work gives, all of them at once in threads of their own; the first error, if there is one."""
+    found: list[object] = [None] * len(works)
+
+    def run(i: int) -> None:
+        try:
+            found[i] = works[i]()
+        except BaseException as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + PATIENCE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+        assert not thread.is_alive(), "a thread hangs"
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return found
+
+
+def tokens_of(deltas: Sequence[Delta]) -> tuple[int, ...]:
+    return tuple(token for delta in deltas for token in delta.token_ids)
+
+
+def assert_empty(llm: LLM) -> None:
+    assert not llm.engine.has_work
+    assert not llm.turns.jobs
+    assert not llm.turns.seat
+    assert llm.engine.runner.cache.num_rows == 0
+
+
+def test_answers_and_streams_from_many_threads_at_once() -> None:
+    """More than the batch holds; batches and streams, some of them slow readers."""
+    llm = shared()
+
+    def answers(i: int) -> None:
+        found = llm.generate([PROMPTS[(i + k) % 5] for k in range(3)], [asking(i + k) for k in range(3)])
+        assert [seen(each) for each in found] == [alone(i + k) for k in range(3)]
+
+    def stream(i: int) -> None:
+        deltas = []
+        for delta in llm.stream(PROMPTS[i % 5], asking(i)):
+            time.sleep(0.002 * (i % 3))
+            deltas.append(delta)
+        assert tokens_of(deltas) == said_alone(i)
+
+    for i in range(9):
+        alone(i)
+    together(*(lambda i=i: (stream if i % 2 else answers)(i) for i in range(7)))  # type: ignore[misc]
+    assert_empty(llm)
+
+
+def test_a_stream_that_nobody_reads_blocks_nobody() -> None:
+    """Nor does a thread that opened it and went away; what it missed is there when another thread reads on."""
+    llm, opened = shared(), []
+
+    def open_one() -> None:
+        stream = llm.stream(PROMPTS[1], asking(1))
+        opened.append((stream, [next(stream)]))
+
+    together(open_one)
+    found = together(*(lambda i=i: seen(llm.generate(PROMPTS[i % 5], asking(i))[0]) for i in range(4)))  # type: ignore[misc]
+    assert found == [alone(i) for i in range(4)]
+    ((stream, deltas),) = opened
+    assert tokens_of([*deltas, *stream]) == said_alone(1)
+    assert_empty(llm)
+
+
+def test_threads_need_not_wait_for_each_others_streams_to_end() -> None:
+    """A short answer comes while an endless one is read in another thread."""
+    llm, stop = shared(), threading.Event()
+
+    def endless() -> None:
+        for _ in llm.stream(PROMPTS[0], asking(0, max_tokens=None, ignore_eos=True)):
+            if stop.is_set():
+                return
+
+    def short() -> object:
+        try:
+            return [seen(llm.generate(PROMPTS[i], asking(i))[0]) for i in (1, 2, 3)]
+        finally:
+            stop.set()
+
+    _, found = together(endless, short)
+    assert found == [alone(i) for i in (1, 2, 3)]
+    assert_empty(llm)
+
+
+def test_a_stream_may_be_closed_anywhere_even_by_the_garbage_collector() -> None:
+    """In another thread, in the middle of a round, and in the middle of a round of the same thread."""
+    llm = shared()
+    closed: list[str] = []
+
+    class Holder:
+        """Keeps a stream in a cycle, which only the collector breaks up."""
+
+        def __init__(self) -> None:
+            self.me, self.stream = self, llm.stream(PROMPTS[0], asking(0, max_tokens=None, ignore_eos=True))
+            next(self.stream)
+
+        def __del__(self) -> None:
+            closed.append(threading.current_thread().name)
+
+    def collecting(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if not closed:
+            gc.collect()
+        return logits
+
+    Holder()  # to be collected within a round of this thread
+    found = llm.generate(PROMPTS[2], asking(2, logits_processors=[collecting], max_tokens=6))
+    assert found[0].outputs[0].token_ids == said_alone(2)[:6]
+    assert closed
+    assert_empty(llm)
+
+    def busy() -> None:
+        for i in range(3):
+            assert seen(llm.generate(PROMPTS[i], asking(i))[0]) == alone(i)
+
+    def closing() -> None:
+        for _ in range(2):
+            stream = llm.stream(PROMPTS[3], asking(3))
+            next(stream)
+            del stream
+            Holder()
+            gc.collect()
+
+    together(busy, closing, busy)
+    assert_empty(llm)
+
+
+def test_an_error_in_one_threads_request_is_raised_in_that_thread() -> None:
+    llm = shared()
+
+    def fails(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if len(tokens) > 9:
+            raise LookupError("mine")
+        return logits
+
+    def bad() -> None:
+        for _ in range(3):
+            with pytest.raises(LookupError, match="mine"):
+                llm.generate(PROMPTS[1], asking(1, logits_processors=[fails]))
+
+    def good() -> None:
+        for i in range(3):
+            assert seen(llm.generate(PROMPTS[i], asking(i))[0]) == alone(i)
+
+    together(bad, good, bad, good)
+    assert_empty(llm)
+
+
+def test_a_driver_that_cannot_go_on_leaves_the_seat_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that ends a step reaches the thread that steps, and the others go on."""
+    llm, honest, raised = shared(), Engine.step, []
+
+    def step(engine: Engine) -> list[Delta]:
+        if threading.current_thread().name == "unlucky" and not raised:
+            raised.append(1)
+            raise ConnectionError("on purpose")
+        return honest(engine)
+
+    monkeypatch.setattr(Engine, "step", step)
+
+    def unlucky() -> None:
+        threading.current_thread().name = "unlucky"
+        while not raised:
+            try:
+                assert seen(llm.generate(PROMPTS[0], asking(0))[0]) == alone(0)
+            except ConnectionError:
+                return
+
+    def lucky() -> None:
+        while not raised:
+            assert seen(llm.generate(PROMPTS[1], asking(1))[0]) == alone(1)
+        assert seen(llm.generate(PROMPTS[2], asking(2))[0]) == alone(2)
+
+    together(unlucky, lucky)
+    assert raised
+    assert_empty(llm)
+
+
+def test_an_event_loop_and_threads_share_one_llm() -> None:
+    llm = shared()
+
+    async def loop() -> None:
+        async with AsyncLLM(llm) as front:
+            found = await asyncio.gather(*(front.generate(PROMPTS[i % 5], asking(i)) for i in range(6)))
+            assert [seen(each) for each in found] == [alone(i) for i in range(6)]
+
+    def thread() -> None:
+        for i in range(4):
+            assert seen(llm.generate(PROMPTS[i], asking(i))[0]) == alone(i)
+
+    for i in range(6):
+        alone(i)
+    together(lambda: asyncio.run(loop()), thread, thread)
+    assert_empty(llm)
+
+
+def test_cancelling_a_request_behind_its_readers_back_ends_the_stream() -> None:
+    llm = shared()
+    stream = llm.stream(PROMPTS[0], asking(0, max_tokens=None, ignore_eos=True))
+    next(stream)
+    (sequence,) = llm.engine.sequences.values()
+    llm.engine.cancel(sequence.request_id)
+    assert len(list(stream)) == 0
+    assert_empty(llm)
