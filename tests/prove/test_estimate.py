@@ -7,13 +7,13 @@ import pytest
 from tiny import tiny_llm
 
 from forerun.config import Speculation
-from forerun.prove.estimate import Pace, spoken
+from forerun.prove.estimate import ProofPace, spoken
 from forerun.prove.workload import ProofWorkload
 from unchecked import unchecked
 
 
 def test_more_work_takes_longer_in_proportion() -> None:
-    pace, workload = Pace(token_s=0.01, text_s=0.001), ProofWorkload()
+    pace, workload = ProofPace(token_s=0.01, text_s=0.001), ProofWorkload()
     base = pace.total_s(workload)
     equality = pace.total_s(replace(workload, max_tokens=2 * workload.max_tokens)) - base
     law = pace.total_s(replace(workload, num_texts=2 * workload.num_texts)) - base
@@ -24,7 +24,7 @@ def test_more_work_takes_longer_in_proportion() -> None:
 def test_the_pace_is_what_the_clock_says(tmp_path: Path) -> None:
     llm, ticks = tiny_llm(tmp_path), iter([0.0, 9.0, 10.0, 18.0, 20.0, 20.0 + 4.0 * 16])
     with unchecked():
-        pace = Pace.of(llm, [2, 3, 4], Speculation(2), lambda: next(ticks))
+        pace = ProofPace.of(llm, [2, 3, 4], Speculation(2), lambda: next(ticks))
     assert pace.token_s == 1.0
     assert pace.text_s == 4.0 * 16 / llm.engine.scheduler.max_num_seqs
     assert not llm.engine.has_work

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.sampling import transforms
+from forerun.sampling import winners
 from forerun.sampling.logprobs import token_logprobs
 
 rows_of_logits = st.lists(st.lists(st.integers(-3, 3), min_size=7, max_size=7), min_size=1, max_size=4)
@@ -20,7 +20,7 @@ def test_ranks_and_alternatives(few: int, values: list[list[int]], top: int, dat
     logits = torch.tensor(values, dtype=torch.float32)
     chosen = [data.draw(st.integers(0, 6)) for _ in values]
     law = torch.log_softmax(logits, 1)
-    with patch.object(transforms, "FEW", few):  # above so many all are sorted
+    with patch.object(winners, "FEW", few):  # above so many all are sorted
         found = token_logprobs(logits, chosen, top)
     for row, got in enumerate(found):
         order = sorted(range(7), key=lambda token, row=row: (-values[row][token], token))

@@ -24,12 +24,12 @@ def converse(where: ModelOptions, how: AnswerOptions, system: str | None) -> Non
     errors = Console(stderr=True, no_color=how.raw or None, highlight=False)
     llm = build_llm(where, errors)
     params = sampling_params(how, llm)
-    talk = Conversation(llm, system)
+    talk = ChatSession(llm, system)
     label = label_of_widened(llm, where)
     painter = Painter(Console(), how.raw)
     while (line := read_line(errors)) is not None and line != "/exit":
         if line == "/reset":
-            talk = Conversation(llm, system)
+            talk = ChatSession(llm, system)
             errors.print("the conversation starts over", style="dim")
         elif line:
             try:
@@ -59,7 +59,7 @@ def read_line(console: Console) -> str | None:
             return None
 
 
-class Conversation:
+class ChatSession:
     """Messages so far. A turn that fails leaves no trace; one cut short keeps what was said."""
 
     def __init__(self, llm: LLM, system: str | None) -> None:

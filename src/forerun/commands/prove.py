@@ -79,7 +79,7 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
 
         from forerun.llm import LLM
         from forerun.progress import LoadingBar
-        from forerun.prove.estimate import Pace, spoken
+        from forerun.prove.estimate import ProofPace, spoken
         from forerun.prove.prompts import check_lengths, read_prompts
         from forerun.prove.proof import largest_shape
         from forerun.prove.proof import prove as run
@@ -112,7 +112,7 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
             progress=bar,
         )
         check_lengths(llm.requests.prompt_tokens, prompts)
-        pace = Pace.of(llm, llm.requests.prompt_tokens(Request.of(prompts[0].text)), workload.shapes[0])
+        pace = ProofPace.of(llm, llm.requests.prompt_tokens(Request.of(prompts[0].text)), workload.shapes[0])
         if errors.is_terminal:
             bar.stop()
             show_note(f"This takes about {spoken(pace.total_s(workload))} here.")

@@ -17,7 +17,7 @@ DRAFTED_SHARE = 0.7  # of a plain run's time, about, that a drafted one takes
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ProofPace:
     """Seconds for a token of a request that runs alone, and for one short text among as many as run at once."""
 
     token_s: float
@@ -26,7 +26,7 @@ class Pace:
     @classmethod
     def of(
         cls, llm: LLM, prompt: Sequence[int], shape: Speculation, clock: Callable[[], float] = time.perf_counter
-    ) -> Pace:
+    ) -> ProofPace:
         """Measured on the beginning of a prompt, after a round that is not timed: the first one is slow."""
         start, num_texts = list(prompt[:READ_TOKENS]), llm.engine.scheduler.max_num_seqs
         times = []

@@ -20,8 +20,8 @@ from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, upload
 from forerun.kernels.sampling import PlainLaws, SamplingKernels
 from forerun.sampling.noise import Purpose, absorb, mix, signed, uniform
-from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms, largest
-from forerun.sampling.winners import RoundNoise, first_largest
+from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms
+from forerun.sampling.winners import RoundNoise, first_largest, largest
 from forerun.tree import DraftTree
 
 __all__ = ["Children", "Draws", "HostChildren", "PathState", "RowSampling"]

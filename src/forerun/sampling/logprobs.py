@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
-from forerun.sampling.transforms import largest
+from forerun.sampling.winners import largest
 
 
 @dataclass(frozen=True, slots=True)

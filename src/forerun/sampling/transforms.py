@@ -29,7 +29,6 @@ from forerun.errors import InvalidRequest, RequestFailed
 from forerun.guard import no_interrupt
 from forerun.limits import INT64
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.winners import first_largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,6 @@ class PathState:
 Logits = Float[Tensor, "nodes vocab"]
 _PREFIX = 1024
 ANY, NEVER = -2, -3  # in the place of a token: what every text has there, and what none has
-FEW = 8  # largest scores that are looked for one after the other
 
 
 class Transforms:
@@ -369,32 +367,3 @@ def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
         mass = ranked.cumsum(1)
     kept = (mass[:, :-1] < top_p).sum(1, keepdim=True)  # the first is kept too, at rank 0
     return logits.masked_fill((probs < ranked.gather(1, kept)) & ~off, -math.inf)
-
-
-def largest(scores: Logits, width: int) -> Int[Tensor, "nodes width"]:
-    """The ids of the `width` largest scores of each row in falling order, ties to the lowest id.
-
-    A few by repeated argmax: topk does not say which of equals it takes, and a stable sort of a whole vocabulary costs
-    more than a handful of passes over it. Where fewer than `width` are above -inf, what follows them is any id.
-    """
-    if width <= 1:
-        return first_largest(scores)[:, :width]
-    if width > FEW:
-        return many_largest(scores, width)
-    scores, ids = scores.clone(), []
-    for _ in range(width):
-        ids.append(first_largest(scores))
-        scores.scatter_(1, ids[-1], -math.inf)
-    return torch.cat(ids, 1)
-
-
-def many_largest(scores: Logits, width: int) -> Int[Tensor, "nodes width"]:
-    """The same for many: on CPUs only what is not below the last of them is sorted."""
-    if not is_cpu(scores.device):
-        return scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
-    least = scores.topk(width, dim=1).values[:, -1:]
-    ids = []
-    for row, reached in zip(scores.detach().numpy(), (~(scores < least)).numpy(), strict=True):
-        near = np.flatnonzero(reached)
-        ids.append(near[np.argsort(-row[near], kind="stable")[:width]])
-    return torch.from_numpy(np.array(ids, dtype=np.int64).reshape(len(scores), width))

@@ -8,15 +8,19 @@ Every other token needs a logit within QUIET of a score that was already found, 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
+from forerun.device import is_cpu
 from forerun.sampling.noise import FAINTEST, QUIET, gumbel, gumbel_at, loud_ids
 
 LEAST_VOCAB = 16_384  # below, all noise costs no more than looking for what may win
 SLACK = 2.0**-4  # for the rounding of noise
+FEW = 8  # largest scores that are looked for one after the other
 ROUNDING = 2.0**-20  # for the rounding of a score, in parts of it: several units in the last place of float32
 
 
@@ -28,6 +32,35 @@ def first_largest(scores: Float[Tensor, "rows vocab"]) -> Int[Tensor, "rows 1"]:
     if scores.device.type != "cpu" or not scores.numel():
         return scores.argmax(1, keepdim=True)
     return torch.from_numpy(scores.detach().numpy().argmax(1))[:, None]
+
+
+def largest(scores: Float[Tensor, "nodes vocab"], width: int) -> Int[Tensor, "nodes width"]:
+    """The ids of the `width` largest scores of each row in falling order, ties to the lowest id.
+
+    A few by repeated argmax: topk does not say which of equals it takes, and a stable sort of a whole vocabulary costs
+    more than a handful of passes over it. Where fewer than `width` are above -inf, what follows them is any id.
+    """
+    if width <= 1:
+        return first_largest(scores)[:, :width]
+    if width > FEW:
+        return many_largest(scores, width)
+    scores, ids = scores.clone(), []
+    for _ in range(width):
+        ids.append(first_largest(scores))
+        scores.scatter_(1, ids[-1], -math.inf)
+    return torch.cat(ids, 1)
+
+
+def many_largest(scores: Float[Tensor, "nodes vocab"], width: int) -> Int[Tensor, "nodes width"]:
+    """The same for many: on CPUs only what is not below the last of them is sorted."""
+    if not is_cpu(scores.device):
+        return scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
+    least = scores.topk(width, dim=1).values[:, -1:]
+    ids = []
+    for row, reached in zip(scores.detach().numpy(), (~(scores < least)).numpy(), strict=True):
+        near = np.flatnonzero(reached)
+        ids.append(near[np.argsort(-row[near], kind="stable")[:width]])
+    return torch.from_numpy(np.array(ids, dtype=np.int64).reshape(len(scores), width))
 
 
 class RoundNoise:
