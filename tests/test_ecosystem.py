@@ -51,8 +51,8 @@ def test_no_parameter_of_ours_is_in_the_table() -> None:
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization: 0 must be a share above 0"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: 1.5 must be a share above 0"),
         ({"gpu_memory_utilization": 0.5, "memory_bytes": 10**9}, "gpu_memory_utilization: memory_bytes says the same"),
-        ({"speculative_config": NGRAM, "draft": "ngram"}, "speculative_config: draft and speculation say the same"),
-        ({"speculative_config": NGRAM, "speculation": 3}, "speculative_config: draft and speculation say the same"),
+        ({"speculative_config": NGRAM, "draft": "ngram"}, "speculative_config: it says what drafts and how far"),
+        ({"speculative_config": NGRAM, "speculation": 3}, "speculative_config: it says what drafts and how far"),
         ({"speculative_config": NGRAM, "tensor_parallel_size": 4}, "tensor_parallel_size: 4"),
         ({"generation_config": "no/such/folder"}, "generation_config: 'no/such/folder' must be 'auto'"),
         ({"seed": 2**64}, "seed: 18446744073709551616 "),
@@ -144,6 +144,13 @@ def test_the_shortest_match_is_kept() -> None:
 def test_what_a_speculative_config_cannot_mean_is_named(config: object, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         read_speculative_config(config)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("metod", "method"), ("modl", "model"), ("num_speculative_token", "num")])
+def test_a_misspelt_key_is_named_before_what_it_leaves_out(wrong: str, right: str) -> None:
+    """Without its method a configuration has another fault as well, of which the slip is the cause."""
+    with pytest.raises(InvalidRequest, match=rf"speculative_config.{wrong}: .*did you mean '{right}"):
+        read_speculative_config({wrong: "ngram"})
 
 
 def test_every_method_is_understood() -> None:

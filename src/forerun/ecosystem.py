@@ -169,7 +169,7 @@ def drafting_of(
     if config is None:
         return draft, speculation
     if draft is not None or speculation is not True:
-        raise InvalidRequest("speculative_config", "draft and speculation say the same: give one or the other.")
+        raise InvalidRequest("speculative_config", "it says what drafts and how far: leave out draft and speculation.")
     return read_speculative_config(config)
 
 
@@ -178,6 +178,7 @@ def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]
     if not isinstance(config, Mapping):
         raise _refused("", config, 'it must be a dict such as {"method": "ngram", "num_speculative_tokens": 4}')
     given = {key: value for key, value in config.items() if value is not None}
+    refuse_misspelt(given)
     method = given.pop("method", None) or method_of(given)
     if not isinstance(method, str) or method not in METHODS:
         raise _refused("method", method, f"use one of {', '.join(METHODS)}, or see `draft` for what else drafts here")
@@ -185,14 +186,22 @@ def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]
     for key, value in given.items():
         word = SPECULATIVE_WORDS.get(key)
         if word is None or not word.accepts(value):
-            likely = nearest(key, [*METHODS[method], *SPECULATIVE_WORDS]) if word is None else None
-            own = f"did you mean {likely!r}" if likely else f"method {method!r} takes {', '.join(METHODS[method])}"
+            own = f"method {method!r} takes {', '.join(METHODS[method])}"
             raise _refused(key, value, own if word is None else word.answer)
     depth = values.get("num_speculative_tokens", SUFFIX_DEPTH if method == "suffix" else None)
     if depth is None:
         raise _refused("num_speculative_tokens", None, "say how many tokens to guess in a round")
     require_whole("speculative_config.num_speculative_tokens", depth, 1)
     return draft_of(method, values), Speculation(depth)
+
+
+def refuse_misspelt(config: Mapping[str, object]) -> None:
+    """Raise InvalidRequest for a key that resembles one of `speculative_config` and is none."""
+    known = ["method", *dict.fromkeys(key for keys in METHODS.values() for key in keys), *SPECULATIVE_WORDS]
+    for key, value in config.items():
+        likely = None if key in known else nearest(key, known)
+        if likely:
+            raise _refused(key, value, f"did you mean {likely!r}")
 
 
 def method_of(config: Mapping[str, Any]) -> str:
