@@ -39,7 +39,7 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.bell: Inbox = queue.SimpleQueue()  # rung when there is something to do
+        self.bell: Inbox = queue.SimpleQueue()  # gets None when there is work
         self.closing = False
         self.outboxes: dict[int, Outbox] = {}
         self.end: BaseException | None = None  # why nothing joins any more
@@ -138,7 +138,7 @@ class AsyncLLM:
                     raise news
                 if news.error is not None:
                     raise news.error
-                if heard.get(news.seq_id) is not news:  # a round that was interrupted may say its last twice
+                if heard.get(news.seq_id) is not news:  # after an interrupt the last delta may come twice
                     heard[news.seq_id] = news
                     num_open -= news.finish_reason is not None
                     yield news
@@ -146,19 +146,19 @@ class AsyncLLM:
             self.part(request_id)
 
     def part(self, request_id: int) -> None:
-        """Have a request leave the engine, finished or not."""
+        """Cancel a request, if it is not finished, and forget its outbox."""
         if self.outboxes.pop(request_id, None) is not None:
             self.llm.turns.jobs.append(self.llm.turns.cancelling([request_id]))
             self.bell.put(None)
 
     def run(self) -> None:
-        """The engine's thread: do what is asked for and step, until told to stop or the engine cannot go on."""
+        """The engine's thread: run jobs and rounds until it is closed or the engine cannot go on."""
         end: BaseException = EngineClosed("this AsyncLLM was closed while the request ran.")
         error = attempt(self.drive)
         self.shut(end if error is None else error)
 
     def drive(self) -> None:
-        """Rounds while there is work, and waiting where there is none."""
+        """Make rounds while there is work, and wait while there is none."""
         turns = self.llm.turns
         while not self.closing:
             if not turns.jobs and not turns.engine.has_work:
@@ -167,7 +167,7 @@ class AsyncLLM:
                 turns.wait(self.bell)
 
     def shut(self, end: BaseException) -> None:
-        """Let nobody in any more and tell everybody why; first of all, for what comes after may raise."""
+        """Refuse further requests and tell those under way why, before anything that may raise."""
         with self.gate:
             self.end, outboxes = end, dict(self.outboxes)
         for outbox in outboxes.values():

@@ -139,9 +139,10 @@ class RequestFailed(ForerunError):
 
     @property
     def told(self) -> Exception:
-        """What the request's reader is raised: the very error, or this one where that would be taken for another's.
+        """The error to raise to the request's reader: the cause itself, if it is an ordinary exception.
 
-        An exit, a cancellation or the end of an iterator would end the reader's program, task or loop.
+        An exit, a cancellation or the end of an iterator would end the reader's program, task or loop instead; for
+        these it is this error.
         """
         cause = self.__cause__
         own = isinstance(cause, Exception) and not isinstance(cause, StopIteration | StopAsyncIteration)
@@ -149,18 +150,18 @@ class RequestFailed(ForerunError):
 
 
 class RoundFailed(RequestFailed):
-    """Rounds that read sequence `seq_id` raise, without guesses and without other sequences; `__cause__` says why.
+    """Every round that reads sequence `seq_id` raises, even without guesses and other sequences; `__cause__` says why.
 
-    The request ends, and the others go on as if it had not been there.
+    Its request ends; other requests are not affected.
     """
 
     def __init__(self, seq_id: int, cause: BaseException) -> None:
-        super().__init__(seq_id, f"rounds that read it raise {type(cause).__name__}, even alone; it is given up")
+        super().__init__(seq_id, f"rounds that read it raise {type(cause).__name__}, even alone; it has ended")
         self.__cause__ = cause
 
     @property
     def told(self) -> Exception:
-        """This error, or its cause where that is one of forerun's own, which says more."""
+        """The cause, if it is one of forerun's own errors, which say what to do; otherwise this error."""
         return self.__cause__ if isinstance(self.__cause__, ForerunError) else self
 
 

@@ -372,7 +372,7 @@ def test_an_engine_on_another_runner_does_without_and_says_so(
     run(bench, engine, [])
     assert engine.drafter is None
     (record,) = caplog.records
-    assert record.getMessage() == "Drafting is off from here on: the drafter early-exit failed."
+    assert record.getMessage() == "Drafting is switched off: the drafter early-exit failed."
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], WrongTarget)
     assert "early-exit:2 reads in the cache of the target that it was built for" in str(record.exc_info[1])

@@ -170,7 +170,7 @@ def test_a_drafter_that_fails_costs_nobody_a_token(where: str, when: str, caplog
     said = [record.getMessage() for record in caplog.records if record.name.startswith("forerun")]
     assert len(said) == fault.num_raised
     assert all("the drafter saboteur" in line or "The drafter saboteur" in line for line in said)
-    assert dismissed == ("Drafting is off" in said[-1])
+    assert dismissed == ("switched off" in said[-1])
     assert_empty(llm.engine)
 
 

@@ -17,6 +17,7 @@ from engine.oracles import seen
 from forerun.async_llm import AsyncLLM
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
+from forerun.errors import EngineClosed
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 
@@ -261,3 +262,44 @@ def test_cancelling_a_request_behind_its_readers_back_ends_the_stream() -> None:
     llm.engine.cancel(sequence.request_id)
     assert len(list(stream)) == 0
     assert_empty(llm)
+
+
+def test_closing_an_llm_tells_all_who_wait_in_whichever_thread() -> None:
+    """After the round under way; readers in threads and in an event loop alike, and all who come later."""
+    llm, begun = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=5), threading.Barrier(4)
+
+    def slow(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        time.sleep(0.005)
+        return logits
+
+    endless = asking(0, max_tokens=None, ignore_eos=True, logits_processors=[slow])
+
+    def reader() -> None:
+        stream = llm.stream(PROMPTS[0], endless)
+        next(stream)
+        begun.wait(PATIENCE_S)
+        with pytest.raises(EngineClosed, match="this LLM was closed"):
+            llm.generate([PROMPTS[i] for i in range(3)], endless)
+        with pytest.raises(EngineClosed, match="this LLM was closed"):
+            list(stream)
+
+    async def loop() -> None:
+        async with AsyncLLM(llm) as front:
+            stream = front.stream(PROMPTS[1], endless)
+            await anext(stream)
+            await asyncio.to_thread(begun.wait, PATIENCE_S)
+            with pytest.raises(EngineClosed, match="this LLM was closed"):
+                await asyncio.wait_for(front.generate(PROMPTS[2], endless), PATIENCE_S)
+            with pytest.raises(EngineClosed):
+                [delta async for delta in stream]
+
+    def closing() -> None:
+        begun.wait(PATIENCE_S)
+        time.sleep(0.05)
+        llm.close()
+        assert llm.turns.closed
+
+    together(reader, reader, lambda: asyncio.run(loop()), closing)
+    with pytest.raises(EngineClosed):
+        llm.generate(PROMPTS[0])
+    llm.close()

@@ -84,7 +84,7 @@ class Engine:
         self.kernels = kernels
         self.scheduler = Scheduler(runner.cache, self.options.max_num_seqs, self.options.chunk_tokens)
         self.roster = Roster()
-        self.torn = False  # whether a round, or a leaving, was begun and did not come to its end
+        self.torn = False  # whether a round or a cancellation was begun and has not come to its end
         self.inquiry: Inquiry | None = None
         self.strikes = 0
         self.drafter_name = "" if drafter is None else ", ".join(drafter.arms)
@@ -103,7 +103,8 @@ class Engine:
     def submit(self, sequence: Sequence, hear: Hear | None = None) -> None:
         """Queue a sequence; its id must be new.
 
-        `hear` is given its deltas, beside the caller of `step`; around an interrupt, the last one twice.
+        `hear` is called with each of its deltas, which `step` returns too. After an interrupt the last delta may come
+        twice, as the same object.
         """
         self.roster.add(sequence, hear)
         self.scheduler.submit(sequence)
@@ -123,9 +124,9 @@ class Engine:
     def step(self) -> list[Delta]:
         """One round: what each sequence that drew tokens gained. Empty while only prompts are read.
 
-        A round that raises is as if it had not been, until `roster.decided` is assigned; from there on it stands, and
-        what is left of it is done by the next step, if an interrupt comes between. An error ends the request with
-        which it came, where that is known or can be found out, and no other (`answer_for`).
+        A round that raises before `roster.decided` is assigned has no effect. After that it is final, and the next
+        step completes it if an interrupt comes between. An error ends only the request at fault (`answer_for`); an
+        interrupt of the main thread (Ctrl-C) goes through to the caller.
         """
         if self.torn:
             self.mend()
@@ -143,11 +144,12 @@ class Engine:
         return deltas
 
     def answer_for(self, error: BaseException) -> list[Delta]:
-        """Decide what becomes of whom after a round that raised.
+        """Decide what happens after a round that raised; the deltas that come of it.
 
-        A request whose own code raised is blamed. If the round stands, who raised is the drafter or the controller,
-        who were told of it; the rest is as after an interrupt. For everything else a culprit is looked for: also for
-        logits that are NaN, as what one sequence leaves in the cache may spoil them for its neighbours.
+        If the error names a request whose own code raised, that request is blamed. If the round is final, the error
+        came from the drafter or the controller, which are told about rounds last. For every other error an inquiry
+        searches for the sequence at fault. Logits that are NaN are such an error too: NaN that one sequence leaves in
+        the cache may reach the logits of others.
         """
         decided = self.roster.decided
         if decided is None and isinstance(error, RequestFailed) and self.is_own(error):
@@ -162,11 +164,11 @@ class Engine:
         return [delta for _, delta in decided]
 
     def is_own(self, failed: RequestFailed) -> bool:
-        """Whether it names who failed, for a reason that is nobody else's."""
+        """Whether the error is that of one request here, and not of the model."""
         return failed.seq_id in self.sequences and not isinstance(failed.__cause__, ModelError)
 
     def blame(self, failed: RequestFailed) -> list[Delta]:
-        """A request whose code raised goes on without guesses, on which it may have raised; or else it ends."""
+        """A request whose code raised is continued without guesses, on which it may have raised; otherwise it ends."""
         culprit = self.sequences[failed.seq_id]
         if culprit.speculation.depth > 0:
             culprit.speculation = Speculation(depth=0)
@@ -174,7 +176,7 @@ class Engine:
         return self.give_up(culprit, failed)
 
     def inquire(self, error: BaseException, running: Seq[Sequence]) -> list[Delta]:
-        """Have the next rounds tell who made a round of these raise; where one was read alone, it ends."""
+        """Search for the sequence at fault in the next rounds. A sequence that was read alone is at fault and ends."""
         inquiry = self.inquiry
         if inquiry is None:
             self.inquiry = inquiry = Inquiry(error, alone=self.drafter is None)
@@ -186,35 +188,39 @@ class Engine:
             return self.give_up(culprit, error if isinstance(error, RequestFailed) else RoundFailed(culprit.id, error))
         inquiry.suspect(running)
         if isinstance(error, RequestFailed) and error.seq_id in self.sequences:
-            self.sequences[error.seq_id].speculation = Speculation(depth=0)  # it may have been a guess of its own
+            self.sequences[error.seq_id].speculation = Speculation(depth=0)  # a guess may have been the reason
         return []
 
     def conclude(self, inquiry: Inquiry) -> None:
-        """End an inquiry that has no suspects left. Where all went well without guesses, drafting was at fault."""
+        """End an inquiry without suspects. If rounds without guesses did not raise, drafting was at fault."""
         if inquiry.clear(self.sequences):
             self.inquiry = None
             if inquiry.cleared and not inquiry.alone and not isinstance(inquiry.error, RequestFailed):
                 self.distrust(inquiry.error)
 
     def distrust(self, error: BaseException) -> None:
-        """Count an error of the drafter's, which was made to forget everything; the last strike ends drafting.
+        """Count an error of the drafter, whose state has been dropped. After STRIKES of them it is switched off.
 
-        So does an error of forerun's own: it says what is wrong, and will be wrong again.
+        A ForerunError switches it off at once, since it names a mistake that will not go away.
         """
         self.strikes += 1
         if self.strikes >= STRIKES or isinstance(error, ForerunError):
             self.dismiss(error)
         else:
-            log.warning("The drafter %s raised an error; it starts anew.", self.drafter_name, exc_info=error)
+            log.warning(
+                "The drafter %s raised an error; its state was dropped, and it goes on.",
+                self.drafter_name,
+                exc_info=error,
+            )
 
     def dismiss(self, error: BaseException) -> None:
-        """Draft no more: requests go on plain, which changes their speed and nothing else."""
+        """Switch drafting off for good. Requests go on without it, slower and no less exact."""
         if self.drafter is not None:
-            log.warning("Drafting is off from here on: the drafter %s failed.", self.drafter_name, exc_info=error)
+            log.warning("Drafting is switched off: the drafter %s failed.", self.drafter_name, exc_info=error)
         self.drafter, self.controller = None, FixedDepth()
 
     def give_up(self, culprit: Sequence, failed: RequestFailed) -> list[Delta]:
-        """End a request: the reader of each of its samples is told why."""
+        """End a request; each of its samples gets a last delta with the error."""
         samples = self.roster.samples_of(culprit.request_id)
         deltas = [Delta.failure(sample, failed.told) for sample in samples]
         self.roster.decided = [(len(s.tokens), delta) for s, delta in zip(samples, deltas, strict=True)]
@@ -224,9 +230,9 @@ class Engine:
         return deltas
 
     def mend(self) -> None:
-        """After a round that was torn: what was decided is done, and all that is under way is read anew.
+        """Recover from a round that did not come to its end: apply what was decided, and read all sequences again.
 
-        The texts are all that is believed: caches, stop checkers and the drafter's state follow from them.
+        Only the sequences' tokens are kept. Caches, stop checkers and the drafter's state are built again from them.
         """
         self.roster.settle()
         self.forget(list(self.sequences.values()))
@@ -318,7 +324,7 @@ class Engine:
     def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: K and V to the cache, tokens and stops to the sequences, the news to the drafter.
 
-        All that is to be computed comes first. With `roster.decided` the round stands: nothing after it can undo it.
+        Everything is computed first. The assignment of `roster.decided` makes the round final.
         """
         accepted = accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn)
         reading.check_drawn(accepted)
@@ -349,7 +355,7 @@ class Engine:
         return deltas, outcomes
 
     def inform(self, kept: Seq[CommittedPart], reading: Reading) -> None:
-        """Count what was read, and tell the drafter; of sequences, too, that end here."""
+        """Record what was read, and tell the drafter, also about sequences that end in this round."""
         tokens: list[int] = []
         offsets = [0]
         for k in kept:
@@ -371,7 +377,7 @@ class Engine:
             )
 
     def leave(self, sequences: Seq[Sequence]) -> None:
-        """Take sequences out of the engine and free what was held for them. Who has left can leave again."""
+        """Take sequences out of the engine and free their memory; it may be repeated."""
         self.forget(sequences)
         self.runner.release([sequence.id for sequence in sequences])
         for sequence in sequences:

@@ -1,7 +1,8 @@
-"""Roster: the sequences of one engine, by id and by request, and what the round under way has decided of them.
+"""Roster: the unfinished sequences of one engine, by id and by request, and the readers of their deltas.
 
-The roster is what survives a round that is torn apart: the texts and their readers. Everything else an engine holds
-follows from the texts. Its changes are such that doing one again, from the beginning, does no harm.
+This file decides what survives an interrupted round: the tokens of the sequences, and the deltas that were decided.
+Everything else that an engine holds can be computed from the tokens. Every method here can be repeated from its
+beginning after an interrupt, with the same result.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ Hear = Callable[[Delta], None]
 
 @dataclass(slots=True)
 class Roster:
-    """Unfinished sequences, and who hears of them.
+    """Unfinished sequences and their readers.
 
-    `decided` is what the round under way gives, with each delta the number of tokens before it: None until all of it
-    is computed. It is set by one assignment, which makes the round final; `settle` does the rest.
+    `decided` holds the deltas of the current round, each with the number of tokens before it; it is None until all of
+    them are computed. One assignment sets it and makes the round final; `settle` then applies it.
     """
 
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -30,18 +31,18 @@ class Roster:
     decided: Seq[tuple[int, Delta]] | None = None
 
     def add(self, sequence: Sequence, hear: Hear | None = None) -> None:
-        """Enter a sequence, and who is given its deltas."""
+        """Add a sequence; `hear` is called with each of its deltas."""
         self.sequences[sequence.id] = sequence
         self.samples.setdefault(sequence.request_id, {})[sequence.id] = sequence
         if hear is not None:
             self.readers[sequence.id] = hear
 
     def samples_of(self, request_id: int) -> list[Sequence]:
-        """The sequences of a request; one that is unknown or finished has none."""
+        """The unfinished sequences of a request; none for an unknown request."""
         return list(self.samples.get(request_id, {}).values())
 
     def remove(self, sequence: Sequence) -> None:
-        """Strike a sequence out; one that is not there stays away."""
+        """Remove a sequence, if it is there."""
         self.sequences.pop(sequence.id, None)
         self.readers.pop(sequence.id, None)
         samples = self.samples.get(sequence.request_id, {})
@@ -50,7 +51,7 @@ class Roster:
             self.samples.pop(sequence.request_id, None)
 
     def settle(self) -> None:
-        """Give what was decided: tokens to their sequences, deltas to their readers. Who has left has been given it."""
+        """Apply `decided`: tokens to sequences, deltas to readers. Sequences that are gone already have theirs."""
         for place, delta in self.decided or ():
             sequence = self.sequences.get(delta.seq_id)
             if sequence is None:
@@ -62,7 +63,7 @@ class Roster:
                 sequence.status = Status.FINISHED
 
     def restart(self) -> list[Sequence]:
-        """Let those who are finished leave; the others wait to be read anew."""
+        """Remove finished sequences and prepare the others to be read again from their first token."""
         for sequence in list(self.sequences.values()):
             if sequence.status is Status.FINISHED:
                 self.remove(sequence)

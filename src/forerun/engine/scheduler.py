@@ -43,7 +43,7 @@ class Scheduler:
         self.waiting[sequence.id] = sequence
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Queue these, by arrival, and nobody else."""
+        """Queue these sequences, by arrival, and no others."""
         self.running.clear()
         self.waiting = OrderedDict((sequence.id, sequence) for sequence in sorted(sequences, key=lambda s: s.id))
 

@@ -84,12 +84,12 @@ class Sequence:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     def extend(self, place: int, tokens: Seq[int], origins: Seq[Origin]) -> None:
-        """These are the tokens from `place` on. To be told so again changes nothing."""
+        """Set the tokens from `place` on; repeating it changes nothing."""
         self.tokens[place:] = tokens
         self.origins[place - self.num_prompt :] = origins
 
     def restart(self) -> None:
-        """Wait to be read anew from the first token on; what was said stays said."""
+        """Wait to be read again from the first token on. The tokens stay."""
         self.status, self.num_read = Status.WAITING, 0
         self.stop = self.stop.anew(self.tokens[self.num_prompt :])
 

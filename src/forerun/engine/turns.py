@@ -1,12 +1,13 @@
-"""Turns: one engine for any number of threads, of which one at a time steps it.
+"""Turns: how several threads share one engine.
 
-The file decides who steps: whoever waits for news of its own and finds nobody at it. A round moves on the requests of
-all threads, so those who find somebody at it wait for their inboxes to be filled. What is asked of the engine meanwhile
-is a job, done between rounds by whoever steps next, so that nobody has to wait in order to submit or to leave: a
-stream may be closed by the garbage collector, in the middle of a round of the same thread.
+This file decides which thread steps the engine: a thread that waits for deltas steps it, unless another thread is
+already doing so. A round advances the requests of all threads, so the others wait until their inboxes are filled.
+Submitting and cancelling are jobs in a queue, which the stepping thread runs between rounds. They never block, so a
+stream can be closed at any time, even by the garbage collector in the middle of a round of the same thread.
 
-No interrupt leaves the engine without a driver: the seat is given up by instructions between which none can come, a
-job stays in its queue until it is done (done twice it is done once), and who waits looks again after a while.
+An interrupt (Ctrl-C) cannot leave the engine without a thread that steps it. The seat of the stepping thread is freed
+by instructions between which Python delivers no interrupt. A job stays in the queue until it has run to its end, and
+running it twice has the same effect as running it once. A thread that waits looks again after `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from forerun.engine.sequence import Sequence, Status
 from forerun.errors import EngineClosed, InvalidRequest
 from forerun.guard import attempt
 
-Inbox = queue.SimpleQueue[Delta | None]  # None only wakes who waits for it
+Inbox = queue.SimpleQueue[Delta | None]  # None only wakes the thread that waits
 SEAT = "seat"
 PATIENCE_S = 0.05
+CLOSED = "this LLM was closed; build a new one."
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Driver:
-    """Who steps the engine: one call, in one thread."""
+    """The call that steps the engine, and its thread."""
 
     thread: int
 
 
 class Turns:
-    """The one way to an engine that threads share; who uses the engine itself must be alone with it."""
+    """Access to one engine from any thread. Using the engine directly needs a time when no other thread does."""
 
     def __init__(self, engine: Engine) -> None:
         self.open: Engine | None = engine
@@ -53,7 +55,7 @@ class Turns:
     def engine(self) -> Engine:
         """The engine. Raises EngineClosed after `close`."""
         if self.open is None:
-            raise EngineClosed("this LLM was closed; build a new one.")
+            raise EngineClosed(CLOSED)
         return self.open
 
     @property
@@ -62,14 +64,14 @@ class Turns:
         return self.open is None
 
     def close(self) -> None:
-        """Let go of the engine, after the round under way. Who follows a request gets EngineClosed."""
+        """Drop the engine after the current round. Streams that are being read raise EngineClosed."""
         self.jobs.append(self.let_go)
         inbox: Inbox = queue.SimpleQueue()
         while not self.closed and not self.drive(rounds=False):
             self.wait(inbox)
 
     def let_go(self) -> None:
-        """Cancel all requests, so that drafters that remember answers keep what was said; a job like others."""
+        """The job of closing: cancel all requests, so that drafters that remember answers keep those so far."""
         engine = self.open
         if engine is not None:
             for sequence in list(engine.sequences.values()):
@@ -77,9 +79,9 @@ class Turns:
         self.open = None
 
     def follow(self, sequences: Seq[Sequence], idle: Callable[[], None]) -> Iterator[Delta]:
-        """Submit sequences and give what they gain, until they are finished. Closing it cancels their requests.
+        """Submit sequences and yield their deltas until they are finished. Closing the iterator cancels them.
 
-        `idle` is called after each round that gave them nothing.
+        `idle` is called after each round that gave them no delta.
         """
         inbox: Inbox = queue.SimpleQueue()
         cancel = self.cancelling({sequence.request_id for sequence in sequences})
@@ -91,9 +93,11 @@ class Turns:
                 delta = self.news(inbox)
                 if delta is None:
                     if all(sequence.status is Status.FINISHED for sequence in sequences) and inbox.empty():
-                        return  # cancelled behind our back
+                        if self.closed:
+                            raise EngineClosed(CLOSED)
+                        return  # another part of the program cancelled the request
                     idle()
-                elif heard.get(delta.seq_id) is not delta:  # an interrupted round may say its last twice
+                elif heard.get(delta.seq_id) is not delta:  # after an interrupt the last delta may come twice
                     if delta.error is not None:
                         raise delta.error
                     heard[delta.seq_id] = delta
@@ -104,7 +108,7 @@ class Turns:
             self.drive(rounds=False)
 
     def submit(self, sequences: Seq[Sequence], hear: Hear) -> None:
-        """Have sequences enter the engine; `hear` is given their deltas, in whichever thread drives."""
+        """Queue the job of submitting sequences; `hear` is called with their deltas, in any thread."""
 
         def enter() -> None:
             if self.open is not None:
@@ -114,7 +118,7 @@ class Turns:
         self.jobs.append(enter)
 
     def cancelling(self, request_ids: Seq[int] | set[int]) -> Callable[[], None]:
-        """The job of taking requests out of the engine."""
+        """The job of cancelling requests."""
 
         def cancel() -> None:
             if self.open is not None:
@@ -124,13 +128,13 @@ class Turns:
         return cancel
 
     def news(self, inbox: Inbox) -> Delta | None:
-        """The next delta of an inbox. Where it is empty, a round is made or waited for, and None may come of it."""
+        """The next delta of an inbox. If it is empty, make a round or wait for one; the result may be None."""
         if not inbox.empty():
             return inbox.get()
         return None if self.drive() else self.wait(inbox)
 
     def drive(self, rounds: bool = True) -> bool:
-        """Do the jobs and, if wanted, one round; False where a thread is at it, be it this one further down."""
+        """Run the jobs and, if wanted, one round. False if a thread is already doing so, even this one further up."""
         me = Driver(threading.get_ident())
         try:
             if self.seat.setdefault(SEAT, me) is not me:
@@ -139,17 +143,17 @@ class Turns:
             if rounds:
                 self.engine.step()
         finally:
-            if SEAT in self.seat and self.seat[SEAT] is me:  # no call: no interrupt and no other thread comes between
+            if SEAT in self.seat and self.seat[SEAT] is me:  # no calls here, so no interrupt
                 del self.seat[SEAT]
         with suppress(IndexError):
             while self.waiting:
                 self.waiting.popleft().put(None)
-        if self.jobs:  # they came when the work was done and the seat not free
+        if self.jobs:  # they were queued after `work` and before the seat was free
             self.drive(rounds=False)
         return True
 
     def work(self) -> None:
-        """Do the jobs. One that raises says so in the log, and is nobody else's trouble."""
+        """Run the jobs. An error of one is logged, since this thread may not be the one that queued it."""
         while self.jobs:
             error = attempt(self.jobs[0])
             if error is not None:
@@ -157,7 +161,7 @@ class Turns:
             self.jobs.popleft()
 
     def wait(self, inbox: Inbox) -> Delta | None:
-        """The next delta of an inbox while another thread drives; None once it does not, or after a while."""
+        """The next delta of an inbox while another thread steps; None once it stops, or after `PATIENCE_S`."""
         self.waiting.append(inbox)
         driver = self.seat.get(SEAT)
         if driver is None:
