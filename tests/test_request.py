@@ -77,7 +77,7 @@ def test_text_is_text_however_it_is_named() -> None:
         ({"prompt_token_ids": "abc"}, "prompt: 'abc' is not a prompt"),
         ({"text": "a"}, "prompt: the key 'text' is not served here"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "prompt: the key 'multi_modal_data' is not served"),
-        (["x" * 10_000, 1.5], "prompt: 'x{59}… is not a token id"),
+        (["x" * 10_000, 1.5], r"prompt: 'x+\.\.\.x+' is not a token id"),
     ],
 )
 def test_what_is_no_prompt_is_named(prompt: Any, message: str) -> None:
