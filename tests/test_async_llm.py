@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -43,8 +44,8 @@ def asking(seed: int, **others: object) -> SamplingParams:
     return SamplingParams(**settings)
 
 
-def endless(seed: int = 0) -> SamplingParams:
-    return asking(seed, max_tokens=None, ignore_eos=True)
+def endless(seed: int = 0, **others: object) -> SamplingParams:
+    return asking(seed, max_tokens=None, ignore_eos=True, **others)
 
 
 @cache
@@ -302,6 +303,26 @@ def test_loops_of_several_threads() -> None:
     front.close()
     assert [found[i] for i in range(num)] == alone(num)
     assert_empty(drafting())
+
+
+def test_a_request_whose_loop_is_closed_leaves_the_engine() -> None:
+    """Nobody can be told of its tokens any more; it would be generated to the end of the context."""
+    front, loop = AsyncLLM(plain()), asyncio.new_event_loop()
+
+    def slow(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        time.sleep(0.005)
+        return logits
+
+    stream = front.stream(PROMPTS[1], endless(logits_processors=[slow]))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    deadline_s = time.monotonic() + 2  # all of the context would take longer
+    while front.outboxes or plain().engine.has_work:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    front.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.run_until_complete(stream.aclose())
 
 
 def test_a_front_without_requests_closes() -> None:

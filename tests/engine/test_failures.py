@@ -25,7 +25,7 @@ from forerun.draft.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import STRIKES, Engine
-from forerun.errors import RequestFailed, RoundFailed, UnsupportedModel
+from forerun.errors import ModelOutputInvalid, RequestFailed, RoundFailed, UnsupportedModel
 from forerun.llm import LLM
 from forerun.models.runner import Read, Runner, States
 from forerun.output import RequestOutput
@@ -264,6 +264,44 @@ def test_the_request_that_breaks_rounds_is_found_and_ends_alone(
     failed = found[2]
     assert isinstance(failed, RoundFailed)
     assert isinstance(failed.__cause__, Sabotage)
+    assert_empty(llm.engine)
+
+
+def test_nan_of_one_sequence_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though keys that are NaN reach every row beside them, masked or not, and a round names the first it meets."""
+    llm = LLM(str(TARGET), dtype="float32", max_num_seqs=4, kernels="torch", max_model_len=64)
+    bad, cache, honest = llm.tokenizer.encode(PROMPTS[2])[-1], llm.engine.runner.cache, llm.engine.runner.read
+
+    def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> States:
+        sick = [read.seq_id for read in reads if bad in read.tokens]
+        cache.reserve(sick, [0] * len(sick))
+        for seq_id in sick:
+            run = cache.blocks.run(seq_id)
+            size = cache.blocks.block_size
+            for tensor in (cache.keys, cache.values):
+                tensor[:, :, run.start * size : run.end * size] = torch.nan
+        states = honest(reads, *args, **kwargs)
+        rows = [row for row, read in enumerate(r for r in reads for _ in r.judged) if read.seq_id in sick]
+        states.logits[rows] = torch.nan
+        return states
+
+    expected = [dict(seen(answer)) for answer in llm.generate(list(PROMPTS), asking(0))]
+    healthy = [i for i in range(5) if bad not in (*expected[i]["prompt"], *expected[i]["samples"][0][1])]
+    assert len(healthy) > 2
+    monkeypatch.setattr(llm.engine.runner, "read", read)
+
+    async def main() -> list[RequestOutput | BaseException]:
+        async with AsyncLLM(llm) as front:
+            asked = [front.generate(prompt, asking(0)) for prompt in PROMPTS]
+            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
+
+    found = asyncio.run(main())
+    assert isinstance(found[2], ModelOutputInvalid)
+    for i in healthy:
+        answer = found[i]
+        assert isinstance(answer, RequestOutput), repr(answer)
+        assert seen(answer) == expected[i]
+    assert cache.keys.isfinite().all()
     assert_empty(llm.engine)
 
 
