@@ -57,8 +57,8 @@ class OfferedGuesses:
 class SamplingKernels:
     """The library, opened. All tensors are contiguous and on the CPU; integers are int64.
 
-    `slack` is that of all laws. Tests make it larger, so that draws that are not certain become common; no draw then
-    is another.
+    `slack` is that of all laws. Tests make it larger, so that uncertain draws become common; that changes how many
+    draws torch decides, and no token.
     """
 
     slack: ClassVar[float] = SLACK

@@ -1,8 +1,8 @@
 """The Python interface to the compiled kernels of models: linear layers, and a decoder's layers in one call.
 
 This file decides how tensors become pointers, and which objects keep the memory alive. Results equal those of
-`models/decoder.py` up to rounding: the residual stream stays in float32, and a row's bits do not depend on other rows,
-by construction.
+torch's operators up to rounding: the residual stream stays in float32, and a row's bits do not depend on other rows, by
+construction.
 """
 
 from __future__ import annotations
