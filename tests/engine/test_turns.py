@@ -17,7 +17,8 @@ from engine.oracles import seen
 from forerun.async_llm import AsyncLLM
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
-from forerun.errors import EngineClosed
+from forerun.engine.sequence import Sequence as Queued
+from forerun.errors import EngineClosed, RequestFailed
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 
@@ -104,6 +105,43 @@ def test_answers_and_streams_from_many_threads_at_once() -> None:
     for i in range(9):
         alone(i)
     together(*(lambda i=i: (stream if i % 2 else answers)(i) for i in range(7)))  # type: ignore[misc]
+    assert_empty(llm)
+
+
+def test_a_request_that_cannot_be_queued_fails_by_name_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader is told, at both front doors, and holds no place; the others are answered."""
+    llm = LLM(str(TARGET), dtype="float32", max_num_seqs=5)
+    queue = llm.engine.scheduler.submit
+
+    def fails_for_two_samples(sequence: Queued) -> None:
+        if sequence.params.n == 2 and sequence.sample == 1:
+            raise MemoryError("no memory for a place in the queue")
+        queue(sequence)
+
+    monkeypatch.setattr(llm.engine.scheduler, "submit", fails_for_two_samples)
+
+    def unlucky() -> None:
+        with pytest.raises(RequestFailed, match=r"could not be queued.*MemoryError"):
+            llm.generate(PROMPTS[0], asking(3, n=2))
+
+    def lucky() -> None:
+        assert seen(llm.generate(PROMPTS[1], asking(1))[0]) == alone(1)
+
+    async def both() -> None:
+        async with AsyncLLM(llm) as front:
+            good, bad = await asyncio.gather(
+                front.generate(PROMPTS[2], asking(2)),
+                front.generate(PROMPTS[0], asking(3, n=2)),
+                return_exceptions=True,
+            )
+            assert isinstance(bad, RequestFailed)
+            assert not isinstance(good, BaseException)
+            assert seen(good) == alone(2)
+
+    for i in (1, 2):
+        alone(i)
+    together(unlucky, lucky)
+    together(lambda: asyncio.run(asyncio.wait_for(both(), PATIENCE_S)))
     assert_empty(llm)
 
 

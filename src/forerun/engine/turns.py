@@ -25,7 +25,7 @@ from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.roster import Hear
 from forerun.engine.sequence import Sequence, Status
-from forerun.errors import EngineClosed, InvalidRequest
+from forerun.errors import EngineClosed, InvalidRequest, RequestFailed
 from forerun.guard import attempt
 
 Inbox = queue.SimpleQueue[Delta | None]  # None only wakes the thread that waits
@@ -108,14 +108,27 @@ class Turns:
             self.drive(rounds=False)
 
     def submit(self, sequences: Seq[Sequence], hear: Hear) -> None:
-        """Queue the job of submitting sequences; `hear` is called with their deltas, in any thread."""
+        """Queue the job of submitting sequences; `hear` is called with their deltas, in any thread.
+
+        If that raises, their requests end: each sequence has a last delta with the error.
+        """
 
         def enter() -> None:
-            if self.open is not None:
-                for sequence in sequences:
-                    self.open.submit(sequence, hear)
+            if self.open is None:
+                return
+            for sequence in sequences:
+                self.open.submit(sequence, hear)
 
-        self.jobs.append(enter)
+        def enter_or_tell() -> None:
+            error = attempt(enter)
+            if error is not None:
+                self.cancelling({sequence.request_id for sequence in sequences})()
+                for sequence in sequences:
+                    failed = RequestFailed(sequence.id, f"it could not be queued: {type(error).__name__}: {error}")
+                    failed.__cause__ = error
+                    hear(Delta.failure(sequence, failed))
+
+        self.jobs.append(enter_or_tell)
 
     def cancelling(self, request_ids: Seq[int] | set[int]) -> Callable[[], None]:
         """The job of cancelling requests."""
