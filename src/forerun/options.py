@@ -142,14 +142,7 @@ class ModelOptions:
     @property
     def spec(self) -> ModelSpec:
         """What is loaded, and how."""
-        return ModelSpec(
-            self.model,
-            dtype=self.dtype,
-            quantize=self.quantize,
-            kernels=self.kernels,
-            device=self.device,
-            one_gemm=self.one_gemm,
-        )
+        return model_spec(self, self.model)
 
     def speculation(self, width: int = 1) -> Speculation:
         """How far to draft: by depth and width, or in the shape given by a file."""
@@ -216,6 +209,12 @@ class OutputOptions:
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write that JSON object to this file as well.")
     ] = None
+
+
+def model_spec(options: object, model: str) -> ModelSpec:
+    """What a command loads: the model, in the form that its options of these names say."""
+    names = ("dtype", "quantize", "kernels", "device", "one_gemm")
+    return ModelSpec(model, **{name: getattr(options, name) for name in names})
 
 
 def adapted(draft: str | None, adapter: Path | None) -> str | None:

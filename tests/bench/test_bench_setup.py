@@ -20,6 +20,7 @@ from forerun.errors import InvalidRequest
 from forerun.models.bundled import BUNDLED
 from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
+from forerun.models.spec import ModelSpec
 
 SELECTION = Selection(batches=(3,), depths=(2,), num_tokens=20)
 PASSAGES = {"own": [Passage("Once upon a time", None, "a:1"), Passage([1, 5, 6], [7, 8, 9], "b:1")][:1]}
@@ -29,7 +30,7 @@ PASSAGES = {"own": [Passage("Once upon a time", None, "a:1"), Passage([1, 5, 6],
 def models(target_dir: Path, draft_dir: Path, tmp_path: Path) -> Models:
     """The stories pair, its drafter a copy that may be changed."""
     shutil.copytree(draft_dir, tmp_path / "draft")
-    return Models(str(target_dir), f"model:{tmp_path / 'draft'}")
+    return Models(ModelSpec(str(target_dir)), f"model:{tmp_path / 'draft'}")
 
 
 def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) 
 def test_models_are_loaded_where_they_are_asked_for(models: Models) -> None:
     """Target and drafter; what decides the result says so."""
     fixed = Placement(torch.device("cpu"), fixed=True)  # as on a GPU, but for the device
-    there = replace(models, device=fixed)
+    there = replace(models, target=replace(models.target, device=fixed))
     stage = set_up(there, PASSAGES, SELECTION)
     drafter = stage.llm.drafter
     assert isinstance(drafter, ModelDrafter)
@@ -65,7 +66,7 @@ def test_models_are_loaded_where_they_are_asked_for(models: Models) -> None:
 
 def test_no_repetition_is_drafted_from_the_answers_of_another(target_dir: Path) -> None:
     """Nor from those of other groups: a drafter that remembers has the same to say every time."""
-    stage = set_up(Models(str(target_dir), "suffix"), PASSAGES, SELECTION)
+    stage = set_up(Models(ModelSpec(str(target_dir)), "suffix"), PASSAGES, SELECTION)
     groups, turns = [Group("own", batch, 0.0) for batch in (1, 2)], [Turn(repetition, 2) for repetition in (0, 1)]
     stage.warm_up(groups[0], (2,))
     runs = [[stage.run(group, turn) for turn in turns] for group in groups]

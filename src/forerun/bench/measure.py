@@ -13,6 +13,7 @@ from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.setup import Models, about, set_up
 from forerun.bench.state import State, default_path, key_of
 from forerun.machine import bandwidth_bytes_per_s
+from forerun.models.loading import Blueprint
 from forerun.streams import show_note
 
 
@@ -42,7 +43,7 @@ def measure(
     what = about(models, stage, selection)
     state = State.open(path or default_path(key_of(what)), what, fresh)
     bar("benchmark", 0.0, "memory bandwidth")
-    target = models.blueprint()
+    target = Blueprint.of(models.target)
     start = bandwidth_bytes_per_s(device=target.placement.device)
     try:
         groups = bench(stage, selection, state, lambda detail, done: bar("benchmark", done, detail))

@@ -15,42 +15,25 @@ from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage, Workload, check_lengths, workload_of
 from forerun.bench.plan import Selection
 from forerun.bench.run import Stage
-from forerun.config import KernelChoice, Quantization
-from forerun.device import Placement
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM
 from forerun.machine import Machine, sources_digest
 from forerun.models.loading import Blueprint
+from forerun.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
     """What is measured, as an LLM takes it."""
 
-    target: str
+    target: ModelSpec
     draft: str
-    dtype: str = "auto"
-    quantize: Quantization | None = None
-    kernels: KernelChoice = "auto"
     threads: int | None = None
-    device: str | Placement = "cpu"
-    one_gemm: bool = False
-
-    def blueprint(self) -> Blueprint:
-        """The target, found and understood."""
-        return Blueprint.of(
-            self.target,
-            dtype=self.dtype,
-            quantize=self.quantize,
-            kernels=self.kernels,
-            device=self.device,
-            one_gemm=self.one_gemm,
-        )
 
     def draft_fingerprint(self) -> str:
         """What tells the drafter's weights apart from others."""
-        target = self.blueprint()
+        target = Blueprint.of(self.target)
         context = DraftContext(target, target.tokenizer())
         return plan_drafter(self.draft, context).fingerprint()
 
@@ -60,11 +43,6 @@ class Models:
         llm = LLM(
             self.target,
             self.draft,
-            dtype=self.dtype,
-            quantize=self.quantize,
-            kernels=self.kernels,
-            device=self.device,
-            one_gemm=self.one_gemm,
             speculation=selection.wish(max(selection.depths)),
             max_model_len=max_model_len,
             max_num_seqs=batch,
@@ -84,7 +62,7 @@ def set_up(
     progress: ProgressCallback | None = None,
 ) -> Stage:
     """The texts as tokens, checked, and the models loaded for them."""
-    target = models.blueprint()
+    target = Blueprint.of(models.target)
     tokenizer = target.tokenizer()
     workloads: dict[str, Workload] = {}
     for name, texts in passages.items():

@@ -32,6 +32,7 @@ from forerun.options import (
     ThreadsOption,
     TreeOption,
     adapted,
+    model_spec,
     with_options,
 )
 from forerun.shape import StaticTree
@@ -129,16 +130,7 @@ def bench(
         target, draft = options.model, options.draft
         if options.widen:
             target, draft = widened_pair(target, draft, bar)
-        models = Models(
-            target,
-            draft,
-            options.dtype,
-            options.quantize,
-            options.kernels,
-            options.threads,
-            options.device,
-            options.one_gemm,
-        )
+        models = Models(model_spec(options, target), draft, options.threads)
         report = measure(models, passages, selection, options.state, options.fresh, bar)
     if not result.as_json:
         Console(highlight=False).print(bench_card(report))

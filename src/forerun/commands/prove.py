@@ -28,6 +28,7 @@ from forerun.options import (
     QuantizeOption,
     ThreadsOption,
     adapted,
+    model_spec,
     with_options,
 )
 from forerun.streams import show_note
@@ -98,17 +99,12 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
     errors = Console(stderr=True)
     with LoadingBar(errors) as bar:
         llm = LLM(
-            options.model,
+            model_spec(options, options.model),
             options.draft,
-            dtype=options.dtype,
-            quantize=options.quantize,
-            kernels=options.kernels,
             speculation=largest_shape(workload),
             max_model_len=options.max_model_len,
             max_num_seqs=2 * max(workload.batches),
             threads=options.threads,
-            device=options.device,
-            one_gemm=options.one_gemm,
             progress=bar,
         )
         check_lengths(llm.requests.prompt_tokens, prompts)
