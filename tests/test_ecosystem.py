@@ -1,14 +1,18 @@
 """vLLM's keywords: what means the same is taken, anything else is answered with what to write, nothing is swallowed."""
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from forerun import LLM, ForerunError, InvalidRequest, Speculation
+from forerun import LLM, AsyncLLM, ForerunError, InvalidRequest, SamplingParams, Speculation
 from forerun.draft.ngram import NgramDrafter
 from forerun.ecosystem import (
     METHODS,
+    REQUEST_WORDS,
     SPECULATIVE_WORDS,
     WORDS,
     drafting_of,
@@ -17,6 +21,7 @@ from forerun.ecosystem import (
 )
 from forerun.errors import UnknownKeyword
 from forerun.near import nearest
+from forerun.sampling.params import ANSWERS
 
 TARGET = Path(__file__).resolve().parent / "data" / "stories260k"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -32,11 +37,47 @@ def test_every_keyword_takes_its_own_values_and_refuses_others() -> None:
         assert not WORDS["tensor_parallel_size"].accepts(True)
 
 
-def test_no_parameter_of_ours_is_in_the_table() -> None:
-    """A word that both libraries have is read by LLM itself; an entry for it would never be asked."""
+def test_no_parameter_of_ours_is_in_a_table() -> None:
+    """A word that both libraries have is read by the function itself; an entry for it would never be asked."""
     own = set(LLM.__init__.__annotations__)
     assert own & {"max_model_len", "speculative_config"}
     assert not own & set(WORDS)
+    assert not (set(LLM.generate.__annotations__) | set(LLM.chat.__annotations__)) & set(REQUEST_WORDS)
+    assert not set(SamplingParams.__slots__) & set(ANSWERS)
+
+
+def test_keywords_of_requests_are_answered_too() -> None:
+    """At both front doors: what asks for nothing is taken, anything else is answered by name."""
+    llm = LLM(str(TARGET), dtype="float32", max_model_len=64)
+    params, chat = SamplingParams(max_tokens=3, seed=1), [{"role": "user", "content": "Hello"}]
+    plain = llm.generate("Once", params)[0]
+    assert llm.generate("Once", params, lora_request=None, priority=0)[0] == plain
+    template = "{{ messages[0].content }}"
+    assert llm.chat(chat, params, chat_template=template, chat_template_content_format="auto")[0].finished
+    calls: list[Callable[..., object]] = [
+        partial(llm.generate, "Once"),
+        partial(llm.chat, chat, chat_template=template),
+    ]
+
+    async def ask(**words: object) -> None:
+        async with AsyncLLM(llm) as front:
+            await front.generate("Once", **words)
+
+    for call in [*calls, lambda **words: asyncio.run(ask(**words))]:
+        with pytest.raises(InvalidRequest, match="lora_request: 'mine' is not served here: forerun has no LoRA"):
+            call(lora_request="mine")
+        with pytest.raises(
+            InvalidRequest, match=r'prompt_token_ids: \[1, 2\] is not served here: give {"prompt_token_ids"'
+        ):
+            call(prompt_token_ids=[1, 2])
+        with pytest.raises(UnknownKeyword, match="has no keyword 'samplingparams': did you mean 'sampling_params'"):
+            call(samplingparams=params)
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS))
+def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name}: it is not served here: "):
+        SamplingParams(**{name: 1})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.ecosystem import REQUEST_WORDS, check_words
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Sequence
 from forerun.engine.turns import Inbox
@@ -80,8 +81,10 @@ class AsyncLLM:
         *,
         speculation: Wish = None,
         tenant: str = "",
+        **words: object,
     ) -> RequestOutput:
         """One request's answer, once all its samples are finished."""
+        check_words(words, AsyncLLM.generate, REQUEST_WORDS)
         answers = self.llm.ask([Request.of(prompt, sampling_params, speculation, tenant)])
         async for delta in self.follow(answers.sequences):
             answers.add(delta)
@@ -99,8 +102,10 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         speculation: Wish = None,
         tenant: str = "",
+        **words: object,
     ) -> RequestOutput:
         """The answer to one conversation; the options of the template are those of ChatOptions."""
+        check_words(words, AsyncLLM.chat, REQUEST_WORDS)
         options = ChatOptions(
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs or {}
         )

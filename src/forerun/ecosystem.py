@@ -1,8 +1,8 @@
 """The keywords of vLLM, translated to forerun's.
 
-The tables say for every keyword of vLLM's `LLM` and of its `speculative_config` which values ask for what forerun does
-anyway. Those are accepted; any other value raises an error that says what to write instead. The keywords that both
-libraries share are parameters of `LLM` itself and are not handled here.
+The tables say for every keyword of vLLM's `LLM`, `generate` and `chat`, and of its `speculative_config`, which values
+ask for what forerun does anyway. Those are accepted; any other value raises an error that says what to write instead.
+The keywords that both libraries share are parameters of the functions themselves and are not handled here.
 """
 
 from __future__ import annotations
@@ -108,6 +108,16 @@ WORDS: Mapping[str, Word] = {
     "trust_remote_code": Word(YES_OR_NO, NO_REMOTE_CODE),
     "use_v2_block_manager": Word(YES_OR_NO, "it must be True or False"),
 }
+REQUEST_WORDS: Mapping[str, Word] = {  # of `generate` and `chat`
+    "chat_template_content_format": Word(("auto", "string"), "contents are text here; use 'string'"),
+    "guided_options_request": Word((None,), "forerun has no structured outputs; leave it out"),
+    "lora_request": Word((None,), "forerun has no LoRA adapters; merge the adapter into the checkpoint"),
+    "mm_processor_kwargs": Word((None,), TEXT_ONLY),
+    "priority": Word((None, 0), "requests are served first come, first served; leave it out"),
+    "prompt_adapter_request": Word((None,), "forerun has no prompt adapters; leave it out"),
+    "prompt_token_ids": Word((None,), 'give {"prompt_token_ids": ids} as the prompt'),
+    "tokenization_kwargs": Word((None,), "give token ids as the prompt"),
+}
 SAME_DRAFTER = "the drafter is loaded as the target is; leave it out"
 SPECULATIVE_WORDS: Mapping[str, Word] = {
     "disable_by_batch_size": Word((None,), "use speculation=False for requests that should not be drafted"),
@@ -135,18 +145,20 @@ NGRAM_LENGTH = 5  # vLLM's prompt_lookup_max where nothing is said
 SUFFIX_DEPTH = 24  # and its num_speculative_tokens for suffix decoding
 
 
-def check_words(words: Mapping[str, object], function: Callable[..., object]) -> None:
+def check_words(
+    words: Mapping[str, object], function: Callable[..., object], table: Mapping[str, Word] = WORDS
+) -> None:
     """Accept keywords of vLLM's that ask for what is done anyway; `function` is who was given them.
 
     Raises UnknownKeyword, with the likely name, for a keyword that neither library has, and InvalidRequest, with what
     to write instead, for a value that asks for something else.
     """
     for name, value in words.items():
-        word = WORDS.get(name)
+        word = table.get(name)
         if word is None:
             parameters = inspect.signature(function).parameters.values()
             own = [own.name for own in parameters if own.kind is not own.VAR_KEYWORD]
-            raise UnknownKeyword(function.__name__, name, nearest(name, [*own, *WORDS]))
+            raise UnknownKeyword(function.__name__, name, nearest(name, [*own, *table]))
         if not word.accepts(value):
             raise InvalidRequest(name, f"{shown(value)} is not served here: {word.answer}.")
 

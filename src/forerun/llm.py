@@ -30,7 +30,7 @@ from forerun.device import Placement
 from forerun.draft.base import MERGED, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
-from forerun.ecosystem import check_words, drafting_of, memory_of
+from forerun.ecosystem import REQUEST_WORDS, check_words, drafting_of, memory_of
 from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
@@ -204,6 +204,7 @@ class LLM:
         tenant: str = "",
         progress: ProgressCallback | None = None,
         use_tqdm: bool = True,
+        **words: object,
     ) -> list[RequestOutput]:
         """Answer all prompts, in order, with one set of parameters for all of them or one for each.
 
@@ -212,6 +213,7 @@ class LLM:
         from answers use those of a `tenant` for that tenant only. `progress` is called with the share that is done;
         without it a bar is shown on a terminal, unless `use_tqdm` is False. Raises InvalidRequest, naming the field.
         """
+        check_words(words, LLM.generate, REQUEST_WORDS)
         answers = self.ask(requests_of(prompts, sampling_params, speculation, tenant))
         with reporting(progress, use_tqdm) as report:
             for delta in self.rounds(answers.sequences):
@@ -233,12 +235,14 @@ class LLM:
         tenant: str = "",
         progress: ProgressCallback | None = None,
         use_tqdm: bool = True,
+        **words: object,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, in order; the rest is as in `generate`.
 
         A conversation is a list of messages such as {"role": "user", "content": text}. The options of the template are
         those of ChatOptions.
         """
+        check_words(words, LLM.chat, REQUEST_WORDS)
         options = ChatOptions(
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs or {}
         )

@@ -34,6 +34,20 @@ LAST_FIELD = "skip_special_tokens"  # the constructor's last assignment
 NO_LISTS = (str, bytes, bytearray, memoryview)  # though Python counts them as sequences
 
 
+ANSWERS = {  # what to write for fields of vLLM's SamplingParams that are not here
+    "allowed_token_ids": "use logits_processors with a function that sets all other ids to -inf",
+    "best_of": "use n and choose by cumulative_logprob",
+    "detokenize": "leave it out; results hold both text and token_ids",
+    "extra_args": "leave it out",
+    "guided_decoding": "forerun has no structured outputs; leave it out",
+    "output_kind": "use llm.stream for the text as it comes",
+    "spaces_between_special_tokens": "leave it out",
+    "structured_outputs": "forerun has no structured outputs; leave it out",
+    "truncate_prompt_tokens": "cut the token ids and give them as the prompt",
+    "use_beam_search": "forerun samples; use n",
+}
+
+
 @no_type_check  # run-time type checks in tests would forestall its own, which users meet
 @dataclass(slots=True, unsafe_hash=True)
 class SamplingParams:
@@ -81,6 +95,8 @@ class SamplingParams:
 
     def __new__(cls, *_: object, **given: object) -> SamplingParams:
         for name in given:
+            if name in ANSWERS:
+                raise InvalidRequest(name, f"it is not served here: {ANSWERS[name]}.")
             if name not in cls.__slots__:
                 raise UnknownKeyword(cls.__name__, name, nearest(name, cls.__slots__))
         return object.__new__(cls)
