@@ -334,7 +334,7 @@ def test_chat_without_a_template_says_what_to_do(llm: ScriptedLLM) -> None:
     result = chat(lines="hi\n")
     assert result.exit_code == 2
     assert "error: no chat template" in result.stderr
-    assert "forerun generate" in result.stderr
+    assert "chat_template.jinja" in result.stderr
 
 
 def test_a_bar_appears_after_two_seconds_and_only_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:

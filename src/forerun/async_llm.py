@@ -48,6 +48,10 @@ class AsyncLLM:
         self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
         self.thread.start()
 
+    def __repr__(self) -> str:
+        state = "" if self.end is None else ", closed"
+        return f"AsyncLLM({self.llm!r}{state})"
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 

@@ -117,9 +117,9 @@ def run_card(
     if setting.defaults:
         given = ", ".join(f"{name} {value:g}" for name, value in setting.defaults.items())
         card.add_row("model's defaults", f"{given} (unless told otherwise; --generation-config none drops them)")
-    first = f"first after {timing.first_s:.2f} s" if timing.num_tokens else "no tokens"
-    total = f"{timing.num_tokens} tokens in {timing.total_s:.2f} s"
-    card.add_row("speed", f"{timing.tokens_per_s:.1f} tokens/s ({total}, {first})")
+    if timing.num_tokens:
+        times = f"{timing.num_tokens} tokens in {timing.total_s:.2f} s, first after {timing.first_s:.2f} s"
+        card.add_row("speed", f"{timing.tokens_per_s:.1f} tokens/s ({times})")
     card.add_row("tokens", _origin_counts(origins))
     if stats.tokens_per_round is not None:
         card.add_row("tokens per round", f"{stats.tokens_per_round:.2f} ({stats.num_rounds} rounds)")

@@ -123,7 +123,10 @@ class ModelOptions:
     draft: Annotated[str | None, DRAFT] = None
     depth: Annotated[int, typer.Option(min=0, help="Tokens drafted per round.")] = DEFAULT_DEPTH
     verification: Annotated[
-        Verification, typer.Option(help="How drafts are judged: coupled keeps the tokens, token and block the law.")
+        Verification,
+        typer.Option(
+            help="How guesses are judged: coupled keeps the tokens of plain decoding; token and block keep their law."
+        ),
     ] = "coupled"
     dtype: DtypeOption = "auto"
     quantize: QuantizeOption = None

@@ -242,7 +242,7 @@ def test_json_tells_of_the_batch_and_needs_an_output(run: Callable[..., Result])
     assert (told["num_lines"], told["num_answered"], told["num_skipped"]) == (6, 6, 0)
     assert told["stats"]["num_tokens"] > 6
     assert run("--json", output=None).exit_code == 2
-    assert "a prompt is given as well" in run("Once").stderr
+    assert "there is a prompt argument as well" in run("Once").stderr
 
 
 @pytest.mark.parametrize(("name", "said"), [("none.jsonl", "cannot be read"), ("a.csv", "ends in '.csv'")])

@@ -22,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from test_families import CASES, LENGTH, VOCAB, Case, build, our_logits
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
@@ -214,7 +216,12 @@ def test_padding_needs_a_tokenizer_without_ids_to_spare(tmp_path: Path, target_d
     with pytest.raises(TokenizerError):
         widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
     (source / "tokenizer.json").write_bytes((target_dir / "tokenizer.json").read_bytes())
-    with pytest.raises(InvalidRequest, match="vocab_size: the tokenizer has 512 ids, more than the model's 199"):
+    with pytest.raises(TokenizerError, match="has 512 ids, and .* has rows for 199"):
+        widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
+    words = Backend(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.add_special_tokens(["<pad>"])  # one more than the model has rows for, as real checkpoints may have
+    words.save(str(source / "tokenizer.json"))
+    with pytest.raises(InvalidRequest, match="vocab_size: the tokenizer has 200 ids, more than the model's 199"):
         widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
 
 

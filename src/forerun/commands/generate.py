@@ -58,7 +58,7 @@ def generate_batch(
 ) -> None:
     """Answer a file of prompts."""
     if prompt is not None:
-        raise InvalidRequest("input", "a prompt is given as well: give one of them.")
+        raise InvalidRequest("input", "there is a prompt argument as well: give either the file or the prompt.")
     if output.as_json and output.output is None:
         raise InvalidRequest("json", "answers and the JSON object would both be printed: name --output FILE.")
     with importing():

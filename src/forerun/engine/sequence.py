@@ -33,6 +33,9 @@ class Origin(Enum):
     RECOVERED = "recovered"  # drawn where all guesses were rejected
     BONUS = "bonus"  # drawn behind a draft that was accepted to its end
 
+    def __repr__(self) -> str:
+        return self.value  # results hold one for each token
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

@@ -122,7 +122,7 @@ class ChatTemplate:
             origin = self._origin + (f", which has {shown(sorted(named))} by name" if named else "")
             raise TokenizerError(
                 f'no chat template in {origin}: use a chat ("instruct") model, put one into '
-                f"{FILE} beside tokenizer.json, or complete plain text with `forerun generate`"
+                f"{FILE} beside tokenizer.json, give one as chat_template, or let the model go on from plain text"
             )
         if len(source) > LONGEST_TEMPLATE:
             raise TokenizerError(f"the chat template of {self._origin} is longer than {LONGEST_TEMPLATE} letters")

@@ -91,6 +91,9 @@ class Tokenizer:
         """The id of a token that is written as the vocabulary writes it; None where there is none."""
         return self._backend.token_to_id(token)
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.vocab_size:,} tokens, eos {self.eos_token!r})"
+
     @property
     def vocab_size(self) -> int:
         """Tokens in the vocabulary, added ones too."""
