@@ -26,7 +26,7 @@ from forerun.models.runner import Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
-NUM_PROMPTS, NUM_SAMPLED = 200, 10  # the tenth is one of the long ones
+NUM_PROMPTS, NUM_SAMPLED = 200, 20  # the tenth and the twentieth are long ones
 # What torch's operators compute is sampled on the bundled models alone.
 SAMPLED = [pytest.param(f, marks=pytest.mark.full) if "by torch" in f else f for f in FORMATS]
 
@@ -70,15 +70,15 @@ def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wis
     chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
     got = decode(bench, chosen, wish, bench.model_drafter(8192), max_num_seqs=5, chunk_tokens=77)
     assert got.answers == plain
-    assert got.stats.num_accepted > 50
+    assert got.stats.num_accepted > 100
 
 
 def test_under_preemption(bench: Bench, texts: list[list[int]], plain: list[Answer]) -> None:
     chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
-    got = decode(bench, chosen, WISHES[2], NgramDrafter(), num_tokens=600, chunk_tokens=400)
+    got = decode(bench, chosen, WISHES[2], NgramDrafter(), num_tokens=700, chunk_tokens=400)
     assert got.answers == plain
     assert got.num_preempted > 0
-    assert got.stats.num_accepted > 10
+    assert got.stats.num_accepted > 20
 
 
 @pytest.fixture(scope="module")
