@@ -1,5 +1,6 @@
 // y = x @ weight.T: the share that one thread has in a product, by the processor's tiles or its vector registers.
 #pragma once
+#include "multiply_groups.hpp"
 #include "multiply_registers.hpp"
 #include "multiply_tiles.hpp"
 
@@ -8,6 +9,10 @@ namespace forerun {
 // The share of one thread: every `num_threads`-th part of the outputs. `out` is [num_rows, width].
 inline void multiply(const Linear& l, Rows rows, int64_t num_rows, float* out, int thread, int num_threads) {
   const int64_t groups = l.width / WIDTH, first = groups * thread / num_threads, end = groups * (thread + 1) / num_threads;
+  if (l.format == INT4) {
+    for (int64_t g = first; g < end; g++) multiply_groups(l, g * WIDTH, rows, num_rows, out);
+    return;
+  }
 #if defined(FORERUN_AMX)
   if (l.tiled()) {
     configure_tiles();
