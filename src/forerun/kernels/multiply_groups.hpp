@@ -46,6 +46,14 @@ inline IntRegister whole_sums(IntRegister sums) {
 #endif
 }
 
+// Has the compiler compute a sum before it begins the next: it would compute all products first, and where there are
+// 16 registers, wait for memory with half of them.
+inline void in_register([[maybe_unused]] IntRegister& sum) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm volatile("" : "+x"(sum));
+#endif
+}
+
 // One group of R rows, added to their sums. `x` and `start` belong to the first of these rows.
 template <int R>
 inline void add_group(const char* scales, const char* line, const char* x, const char* start, int64_t stride, float (*sums)[LANES]) {
@@ -57,12 +65,18 @@ inline void add_group(const char* scales, const char* line, const char* x, const
   };
   for (int r = 0; r < R; r++)
     for (int part = 0; part < PARTS; part++) group[r][part] = number(start + r * stride) - IntRegister{};
+#pragma GCC unroll 8
   for (int i = 0; i < GROUP; i += 4) {
     IntRegister weights[PARTS];
-    for (int part = 0; part < PARTS; part++) weights[part] = halves(line + i / 8 * 64, part, i % 8);
+    for (int part = 0; part < PARTS; part++) {
+      weights[part] = halves(line + i / 8 * 64, part, i % 8);
+      in_register(weights[part]);
+    }
     for (int r = 0; r < R; r++)
-      for (int part = 0; part < PARTS; part++)
+      for (int part = 0; part < PARTS; part++) {
         group[r][part] = add_four(group[r][part], weights[part], number(x + r * stride + i));
+        in_register(group[r][part]);
+      }
   }
   for (int part = 0; part < PARTS; part++) {
     const FloatRegister scale = widened_register(reinterpret_cast<const bfloat16*>(scales) + part * (LANES / PARTS));
