@@ -17,7 +17,7 @@ from forerun.models.quantized import BLOCK_WEIGHTS, quantize_rows
 
 GROUP = 32
 LOWEST, HIGHEST = -8, 7
-STEPS = (-8.0, 7.0, -7.5, -7.0, -8.6, -9.4)  # what the largest weight of a group may become, before it is clipped
+STEPS = (-8.0, 7.0, -7.3, -8.5, -9.0, -9.5, 7.5, 8.2)  # what the largest weight of a group may become, before it is clipped
 LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, 2.0**112  # products with whole sums are exact in between
 BLOCK_GROUPS = 1 << 13  # are rounded at a time: their temporaries stay in a cache
 
