@@ -360,7 +360,9 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
     size = bench.target.dtype.itemsize
     memory = plan.models[spec]
     assert memory.bytes_per_token == 2 * 2 * 2 * 16 * size  # layers, K and V, heads, their width
-    held = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * {"int8": 1, "int4": 4.5 / 8}.get(name, size)
+    held = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * {"int8": 1, "int4": 4.5 / 8}.get(
+        name, size
+    )
     assert memory.weights_bytes == int(held)
     assert (memory.bytes_per_position, memory.positions(512), memory.positions(64)) == (2 * 16 * 4, 100, 64)
     other = plan_drafter(f"early-exit:3:{strange_adapter(tmp_path / 'b', 3)}", context(bench))

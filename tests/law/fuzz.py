@@ -98,7 +98,7 @@ class Numbers(TypedDict):
 
 
 def number_format(name: str) -> Numbers:
-    """ "float32", "bfloat16", "int8" or "int4", by the compiled kernels where there are any; "int8 by torch" without."""
+    """ "float32", "bfloat16", "int8", "int4": by the compiled kernels where there are any; "int8 by torch" without."""
     numbers, _, torch = name.partition(" by ")
     quantize = next((each for each in QUANTIZATIONS if each == numbers), None)
     return Numbers(dtype="auto" if quantize else numbers, quantize=quantize, kernels="torch" if torch else "auto")

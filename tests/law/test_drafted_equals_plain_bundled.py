@@ -95,7 +95,9 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
     ("dtype", "wish"),
     [
         pytest.param(*each, marks=pytest.mark.full if each[0] in LONG_ONLY else (), id=each[0])
-        for each in zip(FORMATS, [CHAINS[4], TREES[1], CHAINS[3], CHAINS[5], TREES[0], CHAINS[2], *TREES[2:]], strict=True)
+        for each in zip(
+            FORMATS, [CHAINS[4], TREES[1], CHAINS[3], CHAINS[5], TREES[0], CHAINS[2], *TREES[2:]], strict=True
+        )
     ],
 )
 def test_a_sample(dtype: str, wish: Speculation) -> None:

@@ -60,7 +60,9 @@ def test_products_are_right(kernels: Kernels, shape: tuple[int, int], numbers: s
         x = torch.randn(37, shape[1], generator=dice)
         x[5], x[6], x[7, 0] = 0.0, 1e-30, 1e4
         if quantize is not None:
-            definition = Quantized4Linear(weight, bias) if quantize == "int4" else QuantizedLinear(weight, bias, packed=False)
+            definition = (
+                Quantized4Linear(weight, bias) if quantize == "int4" else QuantizedLinear(weight, bias, packed=False)
+            )
             assert torch.equal(layer(x), definition(x))
             continue
         rounded = x.to(weight.dtype).double()

@@ -1,4 +1,4 @@
-"""4-bit linears: the very numbers of their definition for any shape, size and company, and scales that are well chosen."""
+"""4-bit linears: the very numbers of their definition for any shape, size and company, and well chosen scales."""
 
 from __future__ import annotations
 

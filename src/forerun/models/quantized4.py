@@ -1,9 +1,9 @@
 """4-bit linear layers: weights are rounded in groups of 32 inputs of an output, activations per row as for 8 bits.
 
-This file decides how weights become whole numbers from -8 to 7 and a scale per group, and what the product is. A group's
-sum is over whole numbers, exact in any order, of at most 15 bits, and a scale is a bfloat16 of 8 significant bits, so
-their product in float32 is exact as well. Only adding the groups rounds, and that has one order: so every way to compute
-the product gives the same bits. A weight takes 4.5 bits.
+This file decides how weights become whole numbers from -8 to 7 and a scale per group, and what the product is. The sum
+of a group is one of whole numbers, exact in any order, with at most 15 significant bits, and a scale is a bfloat16 with
+8 of them, so their product is exact in float32 as well. Only the addition of groups rounds, and it has one order: every
+way to compute the product gives the same bits. A weight takes 4.5 bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from forerun.models.quantized import BLOCK_WEIGHTS, quantize_rows
 
 GROUP = 32
 LOWEST, HIGHEST = -8, 7
-STEPS = (-8.0, 7.0, -7.3, -8.5, -9.0, -9.5, 7.5, 8.2)  # what the largest weight of a group may become, before it is clipped
+# What the largest weight of a group may become before it is clipped. On the bundled target a plain -8 has 9 % more
+# squared error than the best of these, and 16 of them have 1 % less at twice the time.
+STEPS = (-8.0, 7.0, -7.3, -8.5, -9.0, -9.5, 7.5, 8.2)
 LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, 2.0**112  # products with whole sums are exact in between
 BLOCK_GROUPS = 1 << 13  # are rounded at a time: their temporaries stay in a cache
 
