@@ -27,6 +27,7 @@ constexpr int PANELS = 4;  // are multiplied at once: WIDTH outputs
 constexpr int TILE = 16;   // rows of an AMX tile
 constexpr int GROUP = 32;  // inputs of an output that share a scale, int4 only
 constexpr int BLOCK_LINES = 1 + WIDTH / 8;  // of int4: scales of two groups, then their weights
+constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: rows a power of two apart would share places in a cache
 constexpr int64_t HUGE_PAGE = 2 << 20;
 
 inline bool has_amx() {  // the system must grant the tiles' registers to a process
@@ -88,9 +89,11 @@ struct Linear {
   static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 ? 2 : 1; }
   int64_t num_blocks() const { return depth / WIDTH; }  // of int4
   int64_t panel_bytes() const { return format == INT4 ? num_blocks() * BLOCK_LINES * 64 : LANES * depth * size(format); }
+  const char* panel(int64_t output) const { return panels.data + output / LANES * panel_bytes(); }
   int64_t num_lines() const { return panel_bytes() / 64; }
   int64_t row_bytes() const {  // as prepared
-    return format == INT4 ? depth + padded(depth / GROUP * 4) : depth * (format == BFLOAT16 && !PAIRS ? 4 : size(format));
+    const int64_t starts = format == INT4 ? padded(depth / GROUP * 4) : 0;
+    return depth * (format == BFLOAT16 && !PAIRS ? 4 : size(format)) + starts + ROW_GAP;
   }
   bool tiled() const { return format != FLOAT32 && has_amx(); }
 
@@ -152,7 +155,7 @@ inline int32_t group_start(const int8_t* x) {
 __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* x, Rows rows, int64_t row) {
   char* to = rows.data + row * l.row_bytes();
   if (l.format == FLOAT32) {
-    memcpy(to, x, l.row_bytes());
+    memcpy(to, x, l.depth * sizeof(float));
   } else if (l.format == BFLOAT16) {
     for (int64_t i = 0; i < l.depth; i += LANES) {
       if (PAIRS) narrow(reinterpret_cast<bfloat16*>(to) + i, load(x + i));

@@ -96,7 +96,7 @@ inline void multiply_eight(const Linear& l, int64_t column, Rows rows, int64_t r
   const auto place = [&](int r) { return out + (row + r) * l.width + column; };
   if (first)
     for (int r = 0; r < R; r++) memcpy(sums[r], place(r), sizeof sums[r]);
-  const char* block = l.panels.data + column / LANES * l.panel_bytes() + first * BLOCK_BYTES;
+  const char* block = l.panel(column) + first * BLOCK_BYTES;
   const char* x = rows.data + row * stride + first * WIDTH;
   const char* start = rows.data + row * stride + l.depth + first * BLOCK_GROUPS * 4;
   for (int64_t b = first; b < end; b++, block += BLOCK_BYTES, x += WIDTH, start += BLOCK_GROUPS * 4) {

@@ -39,7 +39,7 @@ template <Format F>
 void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
   alignas(64) int32_t sums[TILE][LANES];
   const int64_t stride = l.row_bytes();
-  const char* panel = l.panels.data + column / LANES * l.panel_bytes();
+  const char* panel = l.panel(column);
 #define FORERUN_STORE(tile, c, r)            \
   _tile_stored(tile, sums, 64);              \
   finish_tile<F>(l, c, sums, rows, r, num_rows, out);
@@ -93,7 +93,7 @@ inline void multiply_group_tiles(const Linear& l, int64_t column, Rows rows, int
   unpacked.resize(l.depth / 4);  // four inputs of 16 outputs each
   alignas(64) int32_t sums[BLOCK_GROUPS][TILE][LANES];
   for (int64_t c = column; c < column + WIDTH; c += LANES) {
-    const char* const panel = l.panels.data + c / LANES * l.panel_bytes();
+    const char* const panel = l.panel(c);
     for (int64_t i = 0; i < l.depth / 8; i++) {
       const char* line = panel + i / 8 * BLOCK_BYTES + 64 + i % 8 * 64;
       for (int high = 0; high < 2; high++)
