@@ -38,7 +38,7 @@ inline void finish_tile(const Linear& l, int64_t column, const int32_t (*sums)[L
 template <Format F>
 void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
   alignas(64) int32_t sums[TILE][LANES];
-  const int64_t stride = l.row_bytes();
+  const int64_t stride = l.row_bytes(), bytes = l.depth * Linear::size(F);  // of a row with the gap behind it, and without
   const char* panel = l.panel(column);
 #define FORERUN_STORE(tile, c, r)            \
   _tile_stored(tile, sums, 64);              \
@@ -51,7 +51,7 @@ void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
-      for (int64_t at = 0; at < stride; at += 64) {
+      for (int64_t at = 0; at < bytes; at += 64) {
         _tile_loadd(4, x + at, stride);
         _tile_loadd(5, x + TILE * stride + at, stride);
         _tile_loadd(6, w + at * LANES, 64);
@@ -67,7 +67,7 @@ void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t at = 0; at < stride; at += 64) {
+  for (int64_t at = 0; at < bytes; at += 64) {
     const char* w = panel + at * LANES;
     for (int p = 0; p < PANELS; p++)
       for (int i = 0; i < TILE; i++) __builtin_prefetch(w + p * l.panel_bytes() + i * 64 + 2048);
