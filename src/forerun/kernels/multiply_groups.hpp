@@ -58,13 +58,8 @@ inline void in_register([[maybe_unused]] IntRegister& sum) {
 template <int R>
 inline void add_group(const char* scales, const char* line, const char* x, const char* start, int64_t stride, float (*sums)[LANES]) {
   IntRegister group[R][PARTS];
-  const auto number = [](const char* p) {
-    int32_t found;
-    memcpy(&found, p, 4);
-    return found;
-  };
   for (int r = 0; r < R; r++)
-    for (int part = 0; part < PARTS; part++) group[r][part] = number(start + r * stride) - IntRegister{};
+    for (int part = 0; part < PARTS; part++) group[r][part] = number_at<int32_t>(start + r * stride) - IntRegister{};
 #pragma GCC unroll 8
   for (int i = 0; i < GROUP; i += 4) {
     IntRegister weights[PARTS];
@@ -74,7 +69,7 @@ inline void add_group(const char* scales, const char* line, const char* x, const
     }
     for (int r = 0; r < R; r++)
       for (int part = 0; part < PARTS; part++) {
-        group[r][part] = add_four(group[r][part], weights[part], number(x + r * stride + i));
+        group[r][part] = add_four(group[r][part], weights[part], number_at<int32_t>(x + r * stride + i));
         in_register(group[r][part]);
       }
   }

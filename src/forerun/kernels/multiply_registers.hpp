@@ -16,13 +16,6 @@ inline IntRegister weights_at(const char* line, int part) {
   return *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
 }
 
-template <typename T>
-inline T number_at(const char* p) {
-  T number;
-  memcpy(&number, p, sizeof number);
-  return number;
-}
-
 // A line of weights times the same inputs of R rows, added to their sums so far. `STEP` is how many bytes of a prepared
 // row go with a line, `SPARE` how many registers the sums must leave.
 template <Format F>

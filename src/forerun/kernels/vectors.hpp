@@ -189,6 +189,13 @@ inline Floats folded(Floats a, Floats b) {
 
 #endif
 
+template <typename T>
+inline T number_at(const char* p) {
+  T number;
+  memcpy(&number, p, sizeof number);
+  return number;
+}
+
 inline int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
 inline Ints counted(int32_t first) {  // first, first + 1, ...
