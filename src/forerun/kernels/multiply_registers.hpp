@@ -109,9 +109,11 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
   }
 };
 
-// R rows times P panels along the lines from `first` to `end`, both the whole panel or a stretch of it.
+// R rows times P panels along the lines from `first` to `end`, both the whole panel or a stretch of it. A function of its
+// own in the library, so that a test can find its loop there and see that the sums do stay in registers.
 template <Format F, int R, int P>
-inline void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first, int64_t end, float* out) {
+__attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
+                                              int64_t end, float* out) {
   typedef typename Dot<F>::Sums Sums;
   typedef Sums Anywhere __attribute__((aligned(4), may_alias));
   Sums sums[P][R][PARTS] = {};
