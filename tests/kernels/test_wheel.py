@@ -146,7 +146,7 @@ def test_a_wheel_proves_itself_where_there_is_no_compiler(build: Callable[..., P
         pytest.skip("no variant of the kernels is for this processor")
     wheel = build()
     carried = libraries_in(wheel)
-    assert list(carried) == sorted(variant.name for variant in VARIANTS if variant.machine == architecture())
+    assert set(carried) == {variant.name for variant in VARIANTS if variant.machine == architecture()}
     assert not any(b"libgomp" in data for data in carried.values())
     assert "-py3-none-" in wheel.name
     site = tmp_path / "site"
