@@ -19,9 +19,10 @@ from forerun.kernels.wheel import compile_all, platform_tag
 class KernelWheel(bdist_wheel):
     """A wheel for any Python 3 on one platform, with the libraries of all its processors in forerun/kernels/lib."""
 
+    kernels_tag: str | None = None  # and in editable installations, which never run this
+
     def run(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            self.tag = None
             try:
                 command = compiler()
                 libraries = compile_all(Path(folder), command)
@@ -29,7 +30,7 @@ class KernelWheel(bdist_wheel):
                 print(f"The wheel carries no compiled kernels: {reason}", file=sys.stderr)
                 libraries = []
             if libraries:
-                self.tag = platform_tag(libraries, command)
+                self.kernels_tag = platform_tag(libraries, command)
                 self.root_is_pure = False
                 self.distribution.has_ext_modules = lambda: True  # which decides where setuptools collects the files
                 place = Path(self.get_finalized_command("build").build_lib) / "forerun" / "kernels" / "lib"
@@ -39,7 +40,7 @@ class KernelWheel(bdist_wheel):
             super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", self.tag) if self.tag else super().get_tag()
+        return ("py3", "none", self.kernels_tag) if self.kernels_tag else super().get_tag()
 
 
 setup(cmdclass={"bdist_wheel": KernelWheel})
