@@ -70,9 +70,9 @@ struct Dot<BFLOAT16> {  // two inputs of each output
   }
 
   static IntRegister upper_halves(IntRegister pairs) {  // by zeros, which need no register for the whole loop as a mask does
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
     return (IntRegister)_mm512_maskz_mov_epi16(0xaaaaaaaa, (__m512i)pairs);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
     return (IntRegister)_mm256_blend_epi16(_mm256_setzero_si256(), (__m256i)pairs, 0xaa);
 #else
     return pairs & int32_t(0xffff0000);
