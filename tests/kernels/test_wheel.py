@@ -161,7 +161,7 @@ def test_a_wheel_proves_itself_where_there_is_no_compiler(build: Callable[..., P
         assert len(runtimes) == 1, runtimes
         assert "torch" in runtimes[0]
     models, few = ["--model", "stdlib", "--draft", "model:stdlib-draft"], ["--num-prompts", "1", "-n", "8"]
-    rest = [*few, "--num-texts", "50", "--prompts", ROOT / "tests/data/prompts.txt"]
+    rest = [*few, "--num-texts", "100", "--prompts", ROOT / "tests/data/prompts.txt"]
     said = call(sys.executable, "-m", "forerun", "prove", *models, *rest, folder=tmp_path, **without)
     assert name in said
     assert "No compiled kernels" not in said
