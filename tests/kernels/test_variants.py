@@ -178,11 +178,7 @@ def test_a_variant_that_this_machine_cannot_run_is_an_error(
     assert works()
 
 
-PROGRAM = """
-import sys, pathlib
-from forerun.kernels import library
-print(library.library().answer())
-"""
+PROGRAM = "from forerun.kernels import library; print(library.library().answer())"
 
 
 def test_of_two_programs_that_start_at_once_one_compiles(computer: Computer) -> None:
