@@ -1,31 +1,40 @@
-"""What the compiled kernels bring: passes against torch's operators and the memory limit, attention against SDPA.
+"""What the compiled kernels bring: layers and passes against torch's operators and the memory limit, attention.
 
-    python benchmarks/kernels.py [--quantize]
+    python benchmarks/kernels.py [--isa avx2|avx512|amx] [--quantize int8|int4] [--only layers|passes|attention]
 
-Passes over 1 to 32 tokens behind 300 of the widened pair and of the bundled draft model, both ways in one process by
-turns; medians. The limit is the weights over the bandwidth of a sum over 1 GB, the best of several before each model.
-Attention: a stack of layers that is little else, over 4,000 tokens, against torch's attention on dense tensors.
+Layers: three shapes in four formats, 1 to 512 rows, beside torch's packed operators in float32 and, where it has them,
+bfloat16. Many copies of a layer are multiplied in turn, so that weights come from memory. Passes over 1 to 512 tokens
+behind 300 of the widened pair and of the bundled draft model, both ways in one process by turns; medians. The limit is
+the weights over the bandwidth of a sum over 1 GB, the best of several. Attention: a stack of layers that is little
+else, over 4,000 tokens, against torch's attention on dense tensors.
 """
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from isa import add_isa, pin
 from torch.nn import functional
 
+from forerun.config import QUANTIZATIONS
 from forerun.demo.material import Pair
 from forerun.machine import Machine, bandwidth_bytes_per_s
+from forerun.models.choice import has_bfloat16_linears
 from forerun.models.decoder import Decoder
+from forerun.models.linear import MIN_ROWS, Linear, PackedLinear
 from forerun.models.loading import Blueprint
 from forerun.models.native import find_kernels, kernels_name
 from forerun.models.runner import Read, Runner
 
-ROWS = (1, 2, 5, 8, 16, 32)
-CONTEXT, REPEATS = 300, 21
+ROWS = (1, 2, 5, 8, 16, 32, 512)
+CONTEXT, REPEATS, FEW_REPEATS, MANY = 300, 21, 5, 64
 LONG, LAYERS = 4000, 8
+LAYER_ROWS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 512)
+SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))
+COLD_BYTES = 192 << 20  # of copies of a layer: more than caches hold
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -34,10 +43,10 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def alternating(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+def alternating(calls: dict[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
     """Median seconds of each call, made by turns; the first turns are not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(REPEATS + 2):
+    for i in range(repeats + 2):
         for name, call in calls.items():
             took_s = seconds(call)
             if i > 1:
@@ -45,29 +54,68 @@ def alternating(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def layers(bandwidth: float) -> None:
+    """A table of milliseconds for each shape: a row for each format, and for torch's packed operators."""
+    kernels = find_kernels("native", torch.float32)
+    assert kernels is not None
+    for outputs, inputs in SHAPES:
+        print(f"\n| {outputs:,} × {inputs:,} | limit | " + " | ".join(f"{rows}" for rows in LAYER_ROWS) + " |")
+        print("|---" * (2 + len(LAYER_ROWS)) + "|")
+        weight = torch.randn(outputs, inputs) * inputs**-0.5
+        makers: dict[tuple[str, float], Callable[[], Linear]] = {
+            ("compiled float32", 4): lambda w=weight: kernels.linear(w, None),
+            ("compiled bfloat16", 2): lambda w=weight: kernels.linear(w.bfloat16(), None),
+            ("compiled int8", 1): lambda w=weight: kernels.linear(w, None, "int8"),
+            ("compiled int4", 4.5 / 8): lambda w=weight: kernels.linear(w, None, "int4"),
+            ("torch, packed float32", 4): lambda w=weight: PackedLinear(w, None),
+        }
+        if has_bfloat16_linears():
+            makers["torch, packed bfloat16", 2] = lambda w=weight: PackedLinear(w.bfloat16(), None)
+        for (name, size), make in makers.items():
+            copies = [make() for _ in range(max(2, int(COLD_BYTES / (outputs * inputs * size))))]
+            limit_ms = outputs * inputs * size / bandwidth * 1e3
+            cells = [layer_ms(copies, torch.randn(rows, inputs), "torch" in name) for rows in LAYER_ROWS]
+            print(f"| {name} | {limit_ms:.2f} | " + " | ".join(f"{ms:.2f}" for ms in cells) + " |", flush=True)
+
+
+def layer_ms(copies: list[Linear], x: torch.Tensor, by_torch: bool) -> float:
+    """The median over copies of one layer, each multiplied a few times in turn; torch gets two rows at least."""
+    if by_torch:
+        x = functional.pad(x, (0, 0, 0, max(0, MIN_ROWS - len(x))))
+        bfloat16 = isinstance(copies[0], PackedLinear) and copies[0].packed.dtype == torch.bfloat16
+        x = x.bfloat16() if bfloat16 else x
+    turns = 3 if len(x) < MANY else 1
+    times = [seconds(lambda layer=layer: layer(x)) for _ in range(turns + 1) for layer in copies[: MANY // turns]]
+    return statistics.median(times[len(times) // (turns + 1) :]) * 1e3
+
+
 def read(runner: Runner, num_tokens: int) -> Callable[[], None]:
-    """A pass over so many tokens behind the text, all of them judged."""
+    """A pass over so many tokens behind the text, at most MANY of them judged."""
 
     def call() -> None:
-        runner.read([Read(0, range(5, 5 + num_tokens), judged=range(num_tokens))])
+        runner.read([Read(0, range(5, 5 + num_tokens), judged=range(max(0, num_tokens - MANY), num_tokens))])
         runner.drop([0])
 
     return call
 
 
-def passes(name: str, title: str, bandwidth: float, quantize: bool) -> None:
-    """One model's table."""
-    choices = ("native", "torch")
-    plans = {c: Blueprint.of(name, quantize="int8" if quantize else None, kernels=c) for c in choices}
+def passes(name: str, title: str, bandwidth: float, quantize: str | None) -> None:
+    """One model's table, in the format that `--dtype auto` takes."""
+    dtype = Blueprint.of(name, quantize=quantize).dtype
+    by_torch = Blueprint.of(name, quantize=quantize, kernels="torch")
+    plans = {"native": Blueprint.of(name, quantize=quantize, dtype=dtype, kernels="native"), "torch": by_torch}
     runners = {choice: plan.load(1024) for choice, plan in plans.items()}
     for runner in runners.values():
         runner.read([Read(0, range(CONTEXT))])
         runner.keep([0], [range(CONTEXT)])
-    calls = {f"{choice} {n}": read(runner, n) for n in ROWS for choice, runner in runners.items()}
-    found, limit_s = alternating(calls), plans["native"].pass_bytes / bandwidth
+    found: dict[str, float] = {}
     for n in ROWS:
-        native, by_torch = found[f"native {n}"], found[f"torch {n}"]
-        ratios = by_torch / native, native / limit_s, native / found["native 1"]
+        calls = {f"{choice} {n}": read(runner, n) for choice, runner in runners.items()}
+        found |= alternating(calls, REPEATS if n < MANY else FEW_REPEATS)
+    limit_s = plans["native"].pass_bytes / bandwidth
+    for n in ROWS:
+        native, torch_s = found[f"native {n}"], found[f"torch {n}"]
+        ratios = torch_s / native, native / limit_s, native / found["native 1"]
         print(f"| {title} | {n} | {native * 1e3:.2f} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
 
 
@@ -122,19 +170,30 @@ def read_few(runner: Runner, num_tokens: int) -> Callable[[], None]:
 
 
 @torch.inference_mode()
-def main() -> None:
-    here, quantize = Machine.here(), "--quantize" in sys.argv[1:]
+def main(only: str | None, quantize: str | None) -> None:
+    here = Machine.here()
     bandwidth = max(bandwidth_bytes_per_s() for _ in range(3))
     name = kernels_name("native", torch.bfloat16)
     print(f"{here.processor}, {here.num_threads} threads, {name}, torch {here.torch}, {bandwidth / 1e9:.1f} GB/s\n")
-    print("| model | tokens | ms | torch / kernels | over the memory limit | over 1 token |\n|---|---|---|---|---|---|")
-    pair = Pair.widened()
-    for model, title in ((pair.target, "0.51 B"), (pair.draft, "21 M"), ("stdlib-draft", "0.93 M")):
-        bandwidth = max(bandwidth, bandwidth_bytes_per_s())
-        passes(model, title, bandwidth, quantize)
-    print(f"\n| queries, {LONG} tokens | µs per layer | over SDPA on dense tensors |\n|---|---|---|")
-    attention()
+    if only in (None, "layers"):
+        layers(bandwidth)
+    if only in (None, "passes"):
+        print("\n| model | tokens | ms | torch / kernels | over the memory limit | over 1 token |")
+        print("|---" * 6 + "|")
+        pair = Pair.widened()
+        for model, title in ((pair.target, "0.51 B"), (pair.draft, "21 M"), ("stdlib-draft", "0.93 M")):
+            bandwidth = max(bandwidth, bandwidth_bytes_per_s())
+            passes(model, title, bandwidth, quantize)
+    if only in (None, "attention"):
+        print(f"\n| queries, {LONG} tokens | µs per layer | over SDPA on dense tensors |\n|---|---|---|")
+        attention()
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_isa(parser)
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="of the passes (default: what the model is in)")
+    parser.add_argument("--only", choices=["layers", "passes", "attention"], help="one table (default: all)")
+    given = parser.parse_args()
+    pin(given.isa)
+    main(given.only, given.quantize)

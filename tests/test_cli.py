@@ -47,6 +47,7 @@ class ScriptedLLM(LLM):
     def __init__(self, interrupt_at: int | None = None) -> None:
         self.tokenizer = TOKENIZER
         self.fingerprint, self.format, self.kernels = "0123456789abcdef", "bfloat16, int8 weights", "AVX2 kernels"
+        self.measured = "measured here: 1.3 times as fast as torch's operators, float32"
         self.plan = plan_memory(ModelMemory(1, 1, 0, 64), max_num_seqs=1, budget_bytes=10**6)
         self.asked: list[tuple[str | Sequence[int], SamplingParams]] = []
         self.interrupt_at = interrupt_at

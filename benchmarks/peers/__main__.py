@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.isa import ISAS, add_isa
 from benchmarks.peers.checkpoints import Material
 from benchmarks.peers.huggingface import Transformers
 from benchmarks.peers.llama_cpp import LlamaCpp
@@ -65,6 +66,7 @@ class Options:
     threads: int
     jobs: int
     folder: Path
+    isa: str | None = None
 
     @property
     def modes(self) -> list[Mode]:
@@ -85,6 +87,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="where everything is kept")
+    add_isa(parser)
     parser.add_argument("--quick", action="store_true", help="1 repetition, 1 prompt, 16 tokens, unless told otherwise")
     given = parser.parse_args(arguments)
     chosen, precisions = given.peers.split(","), given.precisions.split(",")
@@ -101,13 +104,14 @@ def parse(arguments: Sequence[str]) -> Options:
         threads=given.threads,
         jobs=given.jobs,
         folder=given.folder.resolve(),
+        isa=given.isa,
     )
 
 
 def run_name(options: Options, material: Material) -> str:
     """16 hex digits for all that must be equal for results to be compared: settings, sources, checkpoints, prompts."""
-    settings = [options.engines, options.depths, options.tokens, options.prompts, options.threads, source_digest()]
-    words = json.dumps([*settings, str(material.target), str(material.draft), material.prompts])
+    settings = [options.engines, options.depths, options.tokens, options.prompts, options.threads, options.isa]
+    words = json.dumps([*settings, source_digest(), str(material.target), str(material.draft), material.prompts])
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
@@ -118,7 +122,8 @@ def commands(options: Options, material: Material, precision: str) -> tuple[dict
         engine = ENGINES[name]
         if precision not in engine.formats:
             continue
-        place = Place(options.folder / name, options.jobs)
+        folder = options.folder / (f"{name}-{options.isa}" if options.isa else name)
+        place = Place(folder, options.jobs, options.isa)
         number_format = engine.formats[precision]
         setup = Setup(str(material.target), str(material.draft), number_format, options.threads, str(place.folder))
         try:
@@ -175,6 +180,7 @@ def report(options: Options, state: State) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """1 if something failed, with everything else done."""
     options = parse(arguments)
+    os.environ.update(ISAS[options.isa] if options.isa else {})  # of every worker
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # workers are ended on the way out
     material = Material.make(options.folder / "checkpoints")
     state = State(options.folder / "state.jsonl", run_name(options, material))

@@ -28,9 +28,17 @@ CONTEXT_TOKENS = 2048
 MATCHED_TOKENS = 3  # of its n-grams; its default, 12, hardly ever matches in a text this short
 START_LIMIT_S, ASK_LIMIT_S = 300.0, 1800.0
 CMAKE_FLAGS = (
-    "-GNinja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF "
+    "-GNinja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF "
     "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
 )
+AVX2 = "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
+AVX512 = f"{AVX2} -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON"
+ISA_FLAGS: Mapping[str | None, str] = {
+    None: "-DGGML_NATIVE=ON",
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "amx": f"{AVX512} -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=ON -DGGML_AMX_INT8=ON -DGGML_AMX_BF16=ON",
+}
 INCLUDED = Path(__file__).with_name("tile_config.h")  # says why
 BINARIES = ("llama-server", "llama-quantize")
 
@@ -46,7 +54,7 @@ class LlamaCpp:
     def make(self, place: Place, setup: Setup) -> None:
         """Build it and write both models in the setup's format."""
         place.install(["cmake", "ninja", "gguf", "numpy"])
-        place.once("build", CMAKE_FLAGS + INCLUDED.read_text(encoding="utf-8"), partial(self.build, place))
+        place.once("build", cmake_flags(place) + INCLUDED.read_text(encoding="utf-8"), partial(self.build, place))
         for folder in (Path(setup.target), Path(setup.draft)):
             first, wanted = (gguf_of(place.folder, folder, each) for each in ("bf16", setup.format))
             place.once(first.stem, str(folder), partial(self.export, place, folder, first))
@@ -69,13 +77,18 @@ class LlamaCpp:
         tools = {"PATH": f"{place.folder / 'venv' / 'bin'}:{os.environ['PATH']}"}
         built = str(place.folder / "cmake")
         include = f"-DCMAKE_CXX_FLAGS=-include {INCLUDED}"
-        place.run("cmake", ["cmake", "-S", str(source), "-B", built, *CMAKE_FLAGS.split(), include], tools)
+        place.run("cmake", ["cmake", "-S", str(source), "-B", built, *cmake_flags(place).split(), include], tools)
         jobs = ["--parallel", str(place.jobs)]
         place.run("compiling (long)", ["cmake", "--build", built, *jobs, "--target", *BINARIES], tools)
 
     def export(self, place: Place, source: Path, file: Path) -> None:
         """Write one model in bfloat16."""
         place.run(f"writing {file.name}", [place.python, "-m", "benchmarks.peers.gguf_export", str(source), str(file)])
+
+
+def cmake_flags(place: Place) -> str:
+    """How it is built for the place's instructions."""
+    return f"{CMAKE_FLAGS} {ISA_FLAGS[place.isa]}"
 
 
 def gguf_of(folder: Path, checkpoint: Path, number_format: str) -> Path:

@@ -29,10 +29,11 @@ def tail(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One peer's folder. `jobs` compilers run at once, at the lowest priority."""
+    """One peer's folder. `jobs` compilers run at once, at the lowest priority. `isa` limits instructions."""
 
     folder: Path
     jobs: int = 2
+    isa: str | None = None
 
     @property
     def python(self) -> str:

@@ -52,6 +52,7 @@ class Setting:
     seed: int
     format: str
     kernels: str
+    measured: str  # against what else could compute; empty where that was not measured
     num_threads: int
     fingerprint: str
     defaults: Mapping[str, float | int] = field(default_factory=dict)  # the model's own, of requests that say nothing
@@ -135,6 +136,8 @@ def run_card(
         card.add_row("" if i else "plan", line)
     threads = "1 thread" if setting.num_threads == 1 else f"{setting.num_threads} threads"
     card.add_row("computed by", Text(f"{setting.kernels}, {setting.format}, {threads}"))
+    if setting.measured:
+        card.add_row("", setting.measured)
     card.add_row("fingerprint", setting.fingerprint)
     card.add_row("seed", str(setting.seed))
     return card

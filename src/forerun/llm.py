@@ -112,15 +112,16 @@ class LLM:
         seed = SamplingParams(seed=seed).seed
         if threads is not None:
             torch.set_num_threads(threads)
-        target = Blueprint.of(spec)
-        memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
-        self.tokenizer: Tokenizer = target.tokenizer()
-        self.generation_defaults = generation_defaults(generation_config, target.folder)
-        drafter = draft_plan(draft, DraftContext(target, self.tokenizer))
-        self.name, self.draft_name = target.name, draft_label(draft)
-        self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.computed_by
-        self.plan = plan_engine(target, drafter, default, max_model_len, max_num_seqs, memory_bytes)
         with reporting(progress, use_tqdm_on_load) as report:
+            target = Blueprint.of(spec, report)
+            memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
+            self.tokenizer: Tokenizer = target.tokenizer()
+            self.generation_defaults = generation_defaults(generation_config, target.folder)
+            drafter = draft_plan(draft, DraftContext(target, self.tokenizer, report))
+            self.name, self.draft_name = target.name, draft_label(draft)
+            self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.computed_by
+            self.measured = str(target.choice)
+            self.plan = plan_engine(target, drafter, default, max_model_len, max_num_seqs, memory_bytes)
             runner = target.load(self.plan.cache_tokens, report, self.plan.max_model_len)
             granted = {**drafter.remembered_bytes, **self.plan.remembered_bytes, **self.plan.drafter_cache_tokens}
             self.drafter: Drafter | None = drafter.build(granted, report, runner)

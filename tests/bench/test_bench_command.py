@@ -231,7 +231,13 @@ def test_the_picture_is_a_png_and_without_matplotlib_the_extra_is_named(
 def made_report(figures: GroupFigures) -> BenchReport:
     about = {
         "forerun": "0",
-        "models": {"target": "a-target-of-a-long-name " * 4, "draft": "model:b", "format": "bfloat16", "kernels": "I"},
+        "models": {
+            "target": "a-target-of-a-long-name " * 4,
+            "draft": "model:b",
+            "format": "bfloat16",
+            "kernels": "I",
+            "kernels_measured": "measured here: 1.2 times as fast as torch's operators, float32",
+        },
         "machine": {"processor": "P", "num_threads": 2, "torch": "2", "python": "3"},
         "settings": {"repeats": 3, "num_tokens": 48},
     }

@@ -22,7 +22,9 @@ NUM_FORMATS = 3
 HEAD = re.compile(r"^[0-9a-f]+ <(.+)>:$")
 LINE = re.compile(r"^ *([0-9a-f]+):\t(.+)$")
 JUMP = re.compile(r"^(?:j\w+|b|b\.\w+|cbn?z\s.*,|tbn?z\s.*,)\s+([0-9a-f]+) <")
-MULTIPLIES = re.compile(r"^(?:v?p?f?n?madd|vdpbf16|vpdpb|vpmadd|vpmull|tdpb|fmla|fmul|mla|mul|smlal|smull|sdot)\w*\s")
+MULTIPLIES = re.compile(  # vectors, not the numbers of a loop
+    r"(?:vfn?madd|vdpbf16|vpdpb|vpmadd|vpmull|tdpb)\w*\s|(?:f?mla|f?mul|smlal|smull|sdot)\w*\s+v"
+)
 STACK = re.compile(r"%[re]sp\b|\[sp\b")
 FRAME = re.compile(r"%rbp\b|\[x29\b")  # registers like any other, unless a function has its frame there
 MAKES_FRAME = re.compile(r"^mov\s+(?:%rsp,%rbp|x29, sp)|^add\s+x29, sp")

@@ -24,7 +24,6 @@ from forerun.models.quantized import (
     quantized_packing_is_exact,
 )
 from forerun.models.runner import Read
-from forerun.models.weights import has_bfloat16_linears
 from unchecked import unchecked
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -118,7 +117,7 @@ def test_perplexity_rises_by_less_than_a_hundredth(name: str) -> None:
     files = [file.text for file in read_corpus(standard_library()) if file.held_out]
     windows = [tokens for text in files if len(tokens := tokenizer.encode(text)[:512]) == 512][:10]
     assert len(windows) > 4
-    half = perplexity(Blueprint.of(name, dtype="bfloat16" if has_bfloat16_linears() else "float32"), windows)
+    half = perplexity(Blueprint.of(name), windows)
     eighth = perplexity(Blueprint.of(name, quantize="int8"), windows)
     assert eighth < 1.01 * half
 

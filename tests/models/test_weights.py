@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.errors import InvalidRequest, MissingWeights, UnsupportedModel, WrongShape
 from forerun.models import weights
 from forerun.models.config import ModelConfig, read_config
-from forerun.models.weights import Checkpoint, check_weights, resolve_dtype, tensor_shapes
+from forerun.models.weights import Checkpoint, check_weights, number_formats, tensor_shapes
 
 SRC = Path(weights.__file__).parents[2]
 
@@ -264,32 +264,19 @@ def test_explicit_formats_are_taken_at_their_word(target_dir: Path) -> None:
         torch.bfloat16: ("bfloat16", "bf16"),
     }
     for dtype, names in spellings.items():
-        assert [resolve_dtype(name, config) for name in (*names, dtype)] == [dtype] * (len(names) + 1)
+        assert [number_formats(name, config) for name in (*names, dtype)] == [(dtype,)] * (len(names) + 1)
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_auto_keeps_the_checkpoints_format_where_the_cpu_can(
-    monkeypatch: pytest.MonkeyPatch, target_dir: Path, half: bool
-) -> None:
-    monkeypatch.setattr(weights, "has_bfloat16_linears", lambda: half)
-    narrow = torch.bfloat16 if half else torch.float32
+def test_auto_prefers_the_checkpoints_own_format(target_dir: Path) -> None:
+    narrow = (torch.bfloat16, torch.float32)
     wanted = {
-        torch.float32: torch.float32,
-        torch.float64: torch.float32,
+        torch.float32: (torch.float32,),
+        torch.float64: (torch.float32,),
         torch.float16: narrow,
         torch.bfloat16: narrow,
     }
     for stored, held in wanted.items():
-        assert resolve_dtype("auto", replace(read_config(target_dir), dtype=stored)) == held
-
-
-def test_bfloat16_linears_run_where_they_are_said_to() -> None:
-    if not weights.has_bfloat16_linears():
-        pytest.skip("this CPU or build of torch has none")
-    weight = torch.ones(32, 32, dtype=torch.bfloat16)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
-    product = torch.ops.mkldnn._linear_pointwise(weight[:2], packed, None, "none", [], "")
-    assert torch.equal(product, torch.full((2, 32), 32.0, dtype=torch.bfloat16))
+        assert number_formats("auto", replace(read_config(target_dir), dtype=stored)) == held
 
 
 @pytest.mark.parametrize("name", ["int8", "", "Float32", "float64", torch.float64, torch.int8])
@@ -297,5 +284,5 @@ def test_other_formats_are_refused(target_dir: Path, name: Any) -> None:
     with pytest.raises(
         InvalidRequest, match=r"dtype: .* is not known: use auto, float32, float16 or bfloat16"
     ) as caught:
-        resolve_dtype(name, read_config(target_dir))
+        number_formats(name, read_config(target_dir))
     assert caught.value.field == "dtype"

@@ -216,7 +216,7 @@ def test_padding_needs_a_tokenizer_without_ids_to_spare(tmp_path: Path, target_d
     with pytest.raises(TokenizerError):
         widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
     (source / "tokenizer.json").write_bytes((target_dir / "tokenizer.json").read_bytes())
-    with pytest.raises(TokenizerError, match="has 512 ids, and .* has rows for 199"):
+    with pytest.raises(TokenizerError, match=r"has 512 ids, and .* has rows for 199"):
         widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
     words = Backend(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.add_special_tokens(["<pad>"])  # one more than the model has rows for, as real checkpoints may have

@@ -62,7 +62,7 @@ def set_up(
     progress: ProgressCallback | None = None,
 ) -> Stage:
     """The texts as tokens, checked, and the models loaded for them."""
-    target = Blueprint.of(models.target)
+    target = Blueprint.of(models.target, progress)
     tokenizer = target.tokenizer()
     workloads: dict[str, Workload] = {}
     for name, texts in passages.items():
@@ -83,6 +83,7 @@ def about(models: Models, stage: Stage, selection: Selection) -> dict[str, Any]:
             "draft": stage.llm.draft_name,
             "format": stage.llm.format,
             "kernels": stage.llm.kernels,
+            "kernels_measured": stage.llm.measured,
             "fingerprint": stage.llm.fingerprint,
             "draft_fingerprint": models.draft_fingerprint(),
         },

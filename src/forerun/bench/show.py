@@ -89,6 +89,8 @@ def facts(report: BenchReport) -> Table:
     grid.add_row("drafter", models["draft"])
     threads = f"{machine['num_threads']} thread{'s' * (machine['num_threads'] > 1)}"
     grid.add_row("machine", f"{machine['processor']}, {threads}, {models['kernels']}")
+    if models["kernels_measured"]:
+        grid.add_row("kernels", models["kernels_measured"])
     grid.add_row("software", f"forerun {report.about['forerun']}, torch {machine['torch']}, python {machine['python']}")
     start, end = size(round(report.bandwidth.start)), size(round(report.bandwidth.end))
     grid.add_row("bandwidth", f"{start}/s before the runs, {end}/s after; a pass reads {size(report.pass_bytes)}")

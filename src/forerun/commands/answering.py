@@ -52,6 +52,7 @@ def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
         seed=seed,
         format=llm.format,
         kernels=llm.kernels,
+        measured=llm.measured,
         num_threads=torch.get_num_threads(),
         fingerprint=llm.fingerprint,
         defaults=llm.generation_defaults.given,

@@ -16,6 +16,8 @@ def facts_of(meet: Meet, num_prompts: int) -> list[tuple[str, str]]:
     num_threads = torch.get_num_threads()
     machine = f"{num_threads} thread{'s' * (num_threads > 1)}, {meet.track.llm.kernels}, {meet.track.llm.format}"
     lines = [("temperature", f"{params.temperature:g}, seed {params.seed}"), ("machine", machine)]
+    if meet.track.llm.measured:
+        lines.append(("computed by", meet.track.llm.measured))
     if peak := peak_rss_bytes():
         lines.append(("peak memory", size(peak)))
     if meet.shortened:

@@ -37,10 +37,11 @@ from forerun.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """The target and its tokenizer, for which drafters are planned; they use the target's device and kernels."""
+    """The target and its tokenizer, for which drafters are planned with the target's options."""
 
     target: Blueprint
     tokenizer: Tokenizer
+    progress: ProgressCallback | None = None
 
 
 CacheTokens = Mapping[str, int]
@@ -127,7 +128,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
-    name, drafter = str(spec), Blueprint.of(context.target.spec.beside(spec.argument))
+    name, drafter = str(spec), Blueprint.of(context.target.spec.beside(spec.argument), context.progress)
     translation = plan_translation(context, drafter)
     stretch = 1 if translation is None else OWN_TOKENS
     vocab_size, memory = context.target.config.vocab_size, replace(drafter.memory, stretch=stretch)

@@ -40,7 +40,7 @@ struct Decoder {
     const int64_t hidden = padded(shape.hidden), mixed = padded(q_size()), inner = padded(shape.intermediate);
     const int64_t qkv = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
     const int64_t wide = std::max({hidden, qkv, padded(2 * shape.intermediate)}), deep = std::max({hidden, mixed, inner});
-    s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + wide + mixed + 1 + deep) + 7 * 64);
+    s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + wide + mixed + 1 + deep) + rows * ROW_GAP + 7 * 64);
     char* at = s.memory->data;
     const auto take = [&](int64_t floats) {
       char* const taken = at;
@@ -48,7 +48,7 @@ struct Decoder {
       return reinterpret_cast<float*>(taken);
     };
     s.x = take(rows * hidden), s.normed = take(rows * deep), s.wide = take(rows * wide), s.mixed = take(rows * mixed);
-    s.scales = take(rows), s.rows = reinterpret_cast<char*>(take(rows * deep));
+    s.scales = take(rows), s.rows = reinterpret_cast<char*>(take(rows * (deep + ROW_GAP / 4)));
     s.num_tokens = rows;
     return s;
   }

@@ -23,6 +23,7 @@ enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 constexpr int PANELS = 4;  // are multiplied at once: WIDTH outputs
 constexpr int TILE = 16;   // rows of an AMX tile
+constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: rows a power of two apart would share places in a cache
 constexpr int64_t HUGE_PAGE = 2 << 20;
 
 inline bool has_amx() {  // the system must grant the tiles' registers to a process
@@ -76,8 +77,9 @@ struct Linear {
 
   static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 ? 2 : 1; }
   int64_t panel_bytes() const { return LANES * depth * size(format); }
+  const char* panel(int64_t output) const { return panels.data + output / LANES * panel_bytes(); }
   int64_t num_lines() const { return panel_bytes() / 64; }
-  int64_t row_bytes() const { return depth * (format == BFLOAT16 && !PAIRS ? 4 : size(format)); }  // as prepared
+  int64_t row_bytes() const { return depth * (format == BFLOAT16 && !PAIRS ? 4 : size(format)) + ROW_GAP; }  // as prepared
   bool tiled() const { return format != FLOAT32 && has_amx(); }
 
   // `weight` is [outputs, inputs] in the format itself; `scales` one for each output, int8 only; `bias` may be null.
@@ -106,7 +108,7 @@ struct Linear {
 __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* x, Rows rows, int64_t row) {
   char* to = rows.data + row * l.row_bytes();
   if (l.format == FLOAT32) {
-    memcpy(to, x, l.row_bytes());
+    memcpy(to, x, l.depth * sizeof(float));
   } else if (l.format == BFLOAT16) {
     for (int64_t i = 0; i < l.depth; i += LANES) {
       if (PAIRS) narrow(reinterpret_cast<bfloat16*>(to) + i, load(x + i));

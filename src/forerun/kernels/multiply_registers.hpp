@@ -1,16 +1,16 @@
 // Products in the processor's vector registers: some rows times some panels, their sums held in registers throughout.
 //
 // The shape of a block follows the instruction set: as many sums as leave registers for a line of weights and a number
-// of a row. More rows than a block takes go through a stretch of the weights that stays in the nearest cache, and their
-// sums wait in the result: memory is read once for any number of rows. Every output is summed along the inputs in their
-// order, however rows and stretches are cut.
+// of a row. More rows than a block takes go through a stretch of the weights that stays in the core's own cache, and
+// their sums wait in the result: memory is read once for any number of rows. Every output is summed along the inputs in
+// their order, however rows and stretches are cut.
 #pragma once
 #include "linear.hpp"
 
 namespace forerun {
 
 constexpr int LINE_BYTES = 4 * LANES;  // of a panel: some inputs of its 16 outputs
-constexpr int STRETCH_BYTES = 16 << 10;  // of weights that several blocks of rows share: half of the nearest cache
+constexpr int STRETCH_BYTES = 64 << 10;  // of weights that several blocks of rows share: with the next, half of a core's cache
 
 inline IntRegister weights_at(const char* line, int part) {
   return *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
@@ -123,11 +123,12 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
   }
 };
 
-// R rows times P panels along the lines from `first` to `end`, both the whole panel or a stretch of it. A function of its
-// own in the library, so that a test can find its loop there and see that the sums do stay in registers.
+// R rows times P panels along the lines from `first` to `end`, both the whole panel or a stretch of it. With every line
+// the memory at `ahead`, and as far behind it as the panels are apart, is fetched; `step` is how far `ahead` then moves.
+// A function of its own in the library, so that a test can find its loop there and see that sums do stay in registers.
 template <Format F, int R, int P>
 __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
-                                              int64_t end, float* out) {
+                                              int64_t end, float* out, const char* ahead, int64_t step) {
   typedef typename Dot<F>::Sums Sums;
   typedef Sums Anywhere __attribute__((aligned(4), may_alias));
   Sums sums[P][R][PARTS] = {};
@@ -139,12 +140,13 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
   };
   if (first) each([](Sums& sum, Anywhere& waiting) { sum = waiting; });
   const int64_t panel = l.panel_bytes(), stride = l.row_bytes();  // else worked out anew for every line
-  const char* line = l.panels.data + column / LANES * panel + first * LINE_BYTES;
+  const char* line = l.panel(column) + first * LINE_BYTES;
   const char* x = rows.data + row * stride + first * Dot<F>::STEP;
-  for (int64_t i = first; i < end; i++, line += LINE_BYTES, x += Dot<F>::STEP) {
-    for (int p = 0; p < P; p++) __builtin_prefetch(line + p * panel + 1024);
+  for (const char* const last = line + (end - first) * LINE_BYTES; line < last; line += LINE_BYTES) {
+    for (int p = 0; p < P; p++) __builtin_prefetch(ahead + p * panel);
     for (int turn = 0; turn < Dot<F>::TURNS; turn++)
       for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], line + p * panel, x, stride, turn);
+    x += Dot<F>::STEP, ahead += step;
   }
   each([](Sums& sum, Anywhere& waiting) { waiting = sum; });
   if (end < l.num_lines()) return;
@@ -175,29 +177,35 @@ constexpr int most_rows() {
 template <Format F, int R>
 inline void multiply_few(const Linear& l, int64_t column, Rows rows, float* out) {
   constexpr int P = panels_for<F>(R);
-  for (int64_t c = column; c < column + WIDTH; c += P * LANES) multiply_block<F, R, P>(l, c, rows, 0, 0, l.num_lines(), out);
+  for (int64_t c = column; c < column + WIDTH; c += P * LANES)
+    multiply_block<F, R, P>(l, c, rows, 0, 0, l.num_lines(), out, l.panel(c) + 1024, LINE_BYTES);
 }
 
-// Any number of rows in blocks of nearly the same size, stretch by stretch.
+// Any number of rows in blocks of nearly the same size, stretch by stretch. While a stretch of all panels of the group is
+// in the core's cache, every block of rows is multiplied with it, and fetches its share of the next stretch: memory works
+// while registers do.
 template <Format F>
 inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
   constexpr int MOST = most_rows<F>(), P = panels_for<F>(MOST);
   static_assert(MOST >= 3, "with fewer, some of the blocks would have a single row, which the switch leaves out");
-  const int64_t num_blocks = (num_rows + MOST - 1) / MOST, stretch = STRETCH_BYTES / LINE_BYTES / P;
-  for (int64_t c = column; c < column + WIDTH; c += P * LANES)
-    for (int64_t first = 0; first < l.num_lines(); first += stretch) {
-      const int64_t end = std::min(first + stretch, l.num_lines());
-      for (int64_t block = 0; block < num_blocks; block++) {
-        const int64_t row = num_rows * block / num_blocks;
+  const int64_t num_blocks = (num_rows + MOST - 1) / MOST, stretch = STRETCH_BYTES / LINE_BYTES / PANELS;
+  const int64_t step = (LINE_BYTES + num_blocks - 1) / num_blocks;
+  for (int64_t first = 0; first < l.num_lines(); first += stretch) {
+    const int64_t end = std::min(first + stretch, l.num_lines());
+    for (int64_t block = 0; block < num_blocks; block++) {
+      const int64_t row = num_rows * block / num_blocks, share = (end - first) * step * block;
+      for (int64_t c = column; c < column + WIDTH; c += P * LANES) {
+        const char* ahead = (end < l.num_lines() ? l.panel(c) + end * LINE_BYTES : l.panel(c + WIDTH)) + share;
         switch (num_rows * (block + 1) / num_blocks - row) {
-          case 2: multiply_block<F, std::min(2, MOST), P>(l, c, rows, row, first, end, out); break;
-          case 3: multiply_block<F, std::min(3, MOST), P>(l, c, rows, row, first, end, out); break;
-          case 4: multiply_block<F, std::min(4, MOST), P>(l, c, rows, row, first, end, out); break;
-          case 5: multiply_block<F, std::min(5, MOST), P>(l, c, rows, row, first, end, out); break;
-          case 6: multiply_block<F, std::min(6, MOST), P>(l, c, rows, row, first, end, out); break;
+          case 2: multiply_block<F, std::min(2, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 3: multiply_block<F, std::min(3, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 4: multiply_block<F, std::min(4, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 5: multiply_block<F, std::min(5, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 6: multiply_block<F, std::min(6, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
         }
       }
     }
+  }
 }
 
 template <Format F>

@@ -36,7 +36,7 @@ template <Format F>
 void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
   alignas(64) int32_t sums[TILE][LANES];
   const int64_t stride = l.row_bytes();
-  const char* panel = l.panels.data + column / LANES * l.panel_bytes();
+  const char* panel = l.panel(column);
 #define FORERUN_STORE(tile, c, r)            \
   _tile_stored(tile, sums, 64);              \
   finish_tile<F>(l, c, sums, rows, r, num_rows, out);

@@ -53,7 +53,7 @@ def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
         name=model,
         folder=folder,
         config=config,
-        dtype=target.dtype,
+        choice=target.choice,
         num_bytes=sum(map(math.prod, shapes.values())) * target.dtype.itemsize,
         placement=target.placement,
     )

@@ -5,7 +5,7 @@ This file decides which tokens are read, how far logits may differ, and why that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,9 +40,9 @@ def agreement(source: Blueprint, folder: Path, progress: ProgressCallback | None
     tokens = torch.randint(source.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     half = source.config.dtype in (torch.float16, torch.bfloat16)
     dtype = torch.bfloat16 if half else torch.float32
-    exact = judged_logits(replace(source, dtype=torch.float32), tokens, None)
-    narrow = judged_logits(replace(source, dtype=dtype), tokens, None) if half else exact
-    wide = judged_logits(replace(Blueprint.of(str(folder)), dtype=dtype), tokens, progress)
+    exact = judged_logits(Blueprint.of(source.spec, dtype=torch.float32), tokens, None)
+    narrow = judged_logits(Blueprint.of(source.spec, dtype=dtype), tokens, None) if half else exact
+    wide = judged_logits(Blueprint.of(str(folder), dtype=dtype), tokens, progress)
     noise = ROUNDING_BOUND * (narrow - exact).abs().max().item()
     largest = exact.abs().max().item()
     difference = (wide[:, : source.config.vocab_size] - narrow).abs().max().item()

@@ -24,6 +24,7 @@ from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.machine import order_of_sums
+from forerun.models.choice import Backend, BackendChoice, choose_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
@@ -35,7 +36,7 @@ from forerun.models.ops import load_kernels
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
-from forerun.models.weights import Checkpoint, check_weights, resolve_dtype
+from forerun.models.weights import Checkpoint, check_weights, number_formats
 from forerun.text.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 20
@@ -52,19 +53,19 @@ class Blueprint:
     """A checkpoint whose configuration and tensors were checked, but that is not loaded: enough to plan memory.
 
     `spec` is what was asked for; `name` is what the user called it or, if it was widened, what it was made from, and
-    that it was. `dtype` is the number format that the weights are held in.
+    that it was. `choice` says what computes it, and in which number format.
     """
 
     spec: ModelSpec
     name: str
     folder: Path
     config: ModelConfig
-    dtype: torch.dtype
+    choice: BackendChoice
     num_bytes: int
     placement: Placement = CPU
 
     @classmethod
-    def of(cls, model: str | ModelSpec, **options: Any) -> Blueprint:
+    def of(cls, model: str | ModelSpec, progress: ProgressCallback | None = None, **options: Any) -> Blueprint:
         """Find a checkpoint and read its configuration; every tensor is checked to be there.
 
         `options` are other fields of ModelSpec, for a model that is given by name. Raises InvalidRequest for an option
@@ -80,10 +81,20 @@ class Blueprint:
                 raise InvalidRequest(name, f"{value!r} is for CPUs: leave it out, or use device cpu.")
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
-        dtype = resolve_dtype(spec.dtype, config, placement.device)
-        checkpoint = Checkpoint(folder, dtype)
-        num_bytes, judged = checkpoint.num_bytes, check_weights(config, checkpoint)
-        return cls(spec, judged.widened or spec.model, folder, judged, dtype, num_bytes, placement)
+        dtypes = number_formats(spec.dtype, config)
+        checkpoint = Checkpoint(folder, dtypes[0])
+        judged = check_weights(config, checkpoint)
+        if placement.fixed:
+            choice = BackendChoice(Backend("torch", dtypes[0]))
+        else:
+            choice = choose_backend(spec.kernels, dtypes, spec.quantize, judged, progress)
+        num_bytes = checkpoint.num_bytes // dtypes[0].itemsize * choice.backend.dtype.itemsize
+        return cls(spec, judged.widened or spec.model, folder, judged, choice, num_bytes, placement)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format that the weights are held in."""
+        return self.choice.backend.dtype
 
     @property
     def quantize(self) -> Quantization | None:
@@ -92,8 +103,8 @@ class Blueprint:
 
     @property
     def kernels(self) -> KernelChoice:
-        """Which kernels were asked for."""
-        return self.spec.kernels
+        """What computes: "native" or "torch"."""
+        return self.choice.backend.kernels
 
     @property
     def format(self) -> str:
@@ -183,7 +194,7 @@ class Blueprint:
 
     def sampling_kernels(self) -> SamplingKernels | None:
         """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""
-        return None if self.placement.fixed or self.kernels == "torch" else find_sampling_kernels()
+        return None if self.placement.fixed or self.spec.kernels == "torch" else find_sampling_kernels()
 
     def arithmetic(self) -> str:
         """What the last bits of results depend on beside `computed_by`, versions and the number format.

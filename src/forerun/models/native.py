@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from copy import copy
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -101,6 +102,7 @@ class Kernels:
         lib.forerun_chains.argtypes = [c_void_p, POINTER(CChains), POINTER(CPass)]
         lib.forerun_free_linear.argtypes = lib.forerun_free_decoder.argtypes = [c_void_p]
         self.instructions = lib.forerun_instructions().decode()
+        self.name = Path(lib._name).stem  # of the file, which says from what and for which processor it was compiled
 
     def linear(
         self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, quantize: bool = False

@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.device import CPU
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import read_fields, short
 from forerun.models.config import ModelConfig
@@ -32,23 +31,17 @@ AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git 
 log = logging.getLogger(__name__)
 
 
-def resolve_dtype(requested: str | torch.dtype, config: ModelConfig, device: torch.device = CPU.device) -> torch.dtype:
-    """The number format to hold the weights in, and to compute in, for what was asked for in any spelling.
+def number_formats(requested: str | torch.dtype, config: ModelConfig) -> tuple[torch.dtype, ...]:
+    """The number formats to hold the weights and compute in, for what was asked for in any spelling; the best first.
 
-    "auto" keeps the checkpoint's own, with float16 held as bfloat16 and float64 as float32; 16 bits need a GPU or a
-    CPU with bfloat16 linears, and become float32 elsewhere. A format that is named is taken at its word. float16 has no
-    compiled kernels: on a CPU torch computes it, in blocks of a fixed number of rows. Raises InvalidRequest.
+    "auto" keeps 16 bits, or takes float32 where that is faster: float16 is held as bfloat16, which has the kernels, and
+    float64 as float32. A format that is named is taken at its word. float16 has no compiled kernels: on a CPU torch
+    computes it, in blocks of a fixed number of rows. Raises InvalidRequest.
     """
     name = dtype_name(requested)
     if name != "auto":
-        return HELD[name]
-    half = config.dtype in (torch.float16, torch.bfloat16)
-    return torch.bfloat16 if half and (device.type == "cuda" or has_bfloat16_linears()) else torch.float32
-
-
-def has_bfloat16_linears() -> bool:
-    """Whether this CPU and this build of torch run packed bfloat16 linears."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return (HELD[name],)
+    return (torch.bfloat16, torch.float32) if config.dtype in (torch.float16, torch.bfloat16) else (torch.float32,)
 
 
 @dataclass(frozen=True, slots=True)

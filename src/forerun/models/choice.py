@@ -1,0 +1,233 @@
+"""What computes a model on this CPU: compiled kernels or torch's operators, in 16 bits or 32, by measured times.
+
+This file decides what is compared, how it is measured, and where the times are kept. A decoder is computed by one kind
+of kernels, in one number format, for any number of rows: rows of a draft must have the bits that the same tokens would
+have in a prompt. So the choice is made once per model, by the times of its linear layers, which read nearly all of the
+memory that a pass reads. Small models are not measured. Their time goes into calls, of which the compiled kernels make
+one for all layers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun import __version__
+from forerun.annotations import ProgressCallback
+from forerun.config import KernelChoice, Quantization
+from forerun.folders import cache_folder
+from forerun.machine import order_of_sums
+from forerun.models.config import ModelConfig
+from forerun.models.linear import MIN_ROWS, Linear, PackedLinear, packing_available, trusted_rows
+from forerun.models.native import find_kernels
+from forerun.models.quantized import QuantizedLinear, quantized_packing_is_exact
+
+ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a piece of a prompt
+PASSES = (32, 32, 32, 4)  # how many of each an answer is taken to need: 256 prompt tokens, then 96 rounds
+SMALL_BYTES = 64 << 20  # models below, in float32, stay in a processor's caches
+SAMPLE_WEIGHTS = 1 << 22  # a layer is timed by so many of its weights: by fewer outputs of the same inputs
+COPIES = 4  # of a sample, taken in turn, so that weights come from memory as in a pass
+TURNS = 5  # of all backends, of which the shortest times count: neighbours on the same cores only make times longer
+ADVANTAGE = 1.1  # how many times as fast something else must be than what is preferred
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A way to compute: `kernels` is "native" or "torch", and the number format."""
+
+    kernels: KernelChoice
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        by = "compiled kernels" if self.kernels == "native" else "torch's operators"
+        return f"{by}, {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The backend that is taken; and where it was measured, how many times as fast it is as the next best other."""
+
+    backend: Backend
+    other: Backend | None = None
+    advantage: float | None = None
+
+    def __str__(self) -> str:
+        if self.other is None or self.advantage is None:
+            return ""
+        return f"measured here: {self.advantage:.1f} times as fast as {self.other}"
+
+
+def choose_backend(
+    choice: KernelChoice,
+    dtypes: Sequence[torch.dtype],
+    quantize: Quantization | None,
+    config: ModelConfig,
+    progress: ProgressCallback | None = None,
+) -> BackendChoice:
+    """The fastest backend that `choice` and `dtypes` allow, preferring compiled kernels and the first format.
+
+    Raises UnsupportedModel where `choice` is "native" and there are no kernels.
+    """
+    native = [dtype for dtype in dtypes if find_kernels(choice, dtype, progress) is not None]
+    native = native[: 1 if quantize else None]  # with whole numbers the layers are the same in every format
+    backends = [Backend("native", dtype) for dtype in native]
+    if choice != "native":
+        backends += [Backend("torch", dtype) for dtype in torch_dtypes(dtypes)[: 1 if quantize else None]]
+    preferred, *others = backends
+    others = [other for other in others if other.kernels == "native" or is_packed(other, quantize)]
+    shapes = layer_shapes(config)
+    if not native or not others or 4 * sum(math.prod(shape) * count for shape, count in shapes.items()) < SMALL_BYTES:
+        return BackendChoice(preferred)
+    return fastest(
+        answer_times((preferred, *others), quantize, shapes, progress),
+        lambda backend: is_trusted(backend, quantize, config),
+    )
+
+
+def fastest(times: Mapping[Backend, float], is_trusted: Callable[[Backend], bool]) -> BackendChoice:
+    """The first of `times`, unless another that can be trusted is faster by more than times are off."""
+    preferred, *others = times
+    for other in sorted(others, key=times.__getitem__):
+        if times[other] * ADVANTAGE >= times[preferred]:
+            return BackendChoice(preferred, other, times[other] / times[preferred])
+        if is_trusted(other):
+            return BackendChoice(other, preferred, times[preferred] / times[other])
+    return BackendChoice(preferred)
+
+
+def torch_dtypes(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """Those that torch's operators compute well on this CPU, float32 where there is none among them."""
+    slow = (torch.bfloat16,) if not has_bfloat16_linears() else ()
+    return [dtype for dtype in dtypes if len(dtypes) == 1 or dtype not in slow] or [torch.float32]
+
+
+def has_bfloat16_linears() -> bool:
+    """Whether this CPU and this build of torch run packed bfloat16 linears."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def is_packed(backend: Backend, quantize: Quantization | None) -> bool:
+    """Whether torch has a fast operator for it here: what it does without is never faster than compiled kernels."""
+    return quantized_packing_is_exact() if quantize else packing_available(torch.empty(0, dtype=backend.dtype))
+
+
+def is_trusted(backend: Backend, quantize: Quantization | None, config: ModelConfig) -> bool:
+    """Whether the operators give each row bits of its own, in every layer. Whole numbers and compiled kernels do."""
+    threads = torch.get_num_threads()
+    return (
+        backend.kernels == "native"
+        or quantize is not None
+        or all(trusted_rows(*shape, backend.dtype, False, threads) for shape in layer_shapes(config))
+    )
+
+
+def layer_shapes(config: ModelConfig) -> Mapping[tuple[int, int], int]:
+    """(outputs, inputs) of the decoder's linear layers and its head, and how many there are of each."""
+    hidden, inner = config.hidden, config.intermediate
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
+    return Counter(layer * config.layers + [(config.vocab_size, hidden)] * (config.vocab_size > 0))
+
+
+def answer_times(
+    backends: Sequence[Backend],
+    quantize: Quantization | None,
+    shapes: Mapping[tuple[int, int], int],
+    progress: ProgressCallback | None,
+) -> dict[Backend, float]:
+    """Seconds that the linear layers of a model take by each of them, for an answer as PASSES has it."""
+    total, kept = dict.fromkeys(backends, 0.0), read_times()
+    for number, ((outputs, inputs), count) in enumerate(shapes.items()):
+        part = min(outputs, max(64, SAMPLE_WEIGHTS // inputs))
+        keys = {backend: times_key(backend, quantize, part, inputs) for backend in backends}
+        if not kept.keys() >= set(keys.values()):
+            if progress is not None:
+                progress("measuring kernels, once on this machine", number / len(shapes))
+            found = measured(backends, quantize, part, inputs)
+            kept = {**read_times(), **{keys[backend]: times for backend, times in found.items()}}
+            keep_times(kept)
+        for backend, key in keys.items():
+            total[backend] += count * outputs / part * sum(n * s for n, s in zip(PASSES, kept[key], strict=True))
+    return total
+
+
+def times_key(backend: Backend, quantize: Quantization | None, outputs: int, inputs: int) -> str:
+    """Everything that the times of a layer depend on."""
+    kernels = find_kernels("native", backend.dtype) if backend.kernels == "native" else None
+    by = f"forerun {__version__} {kernels.name}" if kernels else f"torch {torch.__version__}"
+    return f"{by}, {order_of_sums()}: {backend.dtype}, {quantize}, {outputs} x {inputs}"
+
+
+def measured(
+    backends: Sequence[Backend], quantize: Quantization | None, outputs: int, inputs: int
+) -> dict[Backend, tuple[float, ...]]:
+    """The shortest seconds that such a layer takes by each of them, for each of ROWS; measured by turns."""
+    dice = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=dice) * inputs**-0.5
+    x = torch.randn(max(ROWS), inputs, generator=dice)
+    layers = {each: [sample(each, quantize, weight) for _ in range(COPIES)] for each in backends}
+    shortest = {backend: [math.inf] * len(ROWS) for backend in backends}
+    for _ in range(TURNS):
+        for backend, copies in layers.items():
+            for i, rows in enumerate(ROWS):
+                own = x[: max(rows, MIN_ROWS if backend.kernels == "torch" else 1)].to(backend.dtype)
+                for layer in copies if rows < max(ROWS) else copies[:1]:
+                    started_s = time.perf_counter()
+                    layer(own)
+                    shortest[backend][i] = min(shortest[backend][i], time.perf_counter() - started_s)
+    return {backend: tuple(times) for backend, times in shortest.items()}
+
+
+def sample(backend: Backend, quantize: Quantization | None, weight: Tensor) -> Linear:
+    """A layer by this backend, whether or not its rows can be trusted."""
+    if (kernels := find_kernels("native", backend.dtype) if backend.kernels == "native" else None) is not None:
+        return kernels.linear(weight.to(backend.dtype), None, quantize is not None)
+    return QuantizedLinear(weight, None) if quantize else PackedLinear(weight.to(backend.dtype), None)
+
+
+def times_file() -> Path:
+    """Where times are kept. Raises OSError where there is no home folder."""
+    return cache_folder("times") / "layers.json"
+
+
+def read_times() -> dict[str, tuple[float, ...]]:
+    """All times that are kept, of any machine; a file that cannot be read, or is no such file, has none."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(times_file().read_text(encoding="utf-8"))
+        return {key: tuple(own) for key, own in found.items() if is_times(own)} if isinstance(found, dict) else {}
+    return {}
+
+
+def is_times(value: object) -> bool:
+    """Whether it is what `layer_times` gives."""
+    return isinstance(value, list) and len(value) == len(ROWS) and all(isinstance(s, float) and s > 0 for s in value)
+
+
+def keep_times(times: Mapping[str, Sequence[float]]) -> None:
+    """Replace the file as a whole; where that is not possible, they are measured again at every start."""
+    try:
+        path = times_file()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(times, file, indent=0)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning(
+            "The times of kernels cannot be kept (%s), so every start measures them again, which takes seconds. Set "
+            "XDG_CACHE_HOME to a folder of your own that you can write to.",
+            error,
+        )

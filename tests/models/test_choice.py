@@ -1,0 +1,135 @@
+"""What computes a model is chosen by the times of its layers: the fastest that can be trusted, and the same again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.models import choice
+from forerun.models.choice import Backend, BackendChoice, choose_backend, fastest, layer_shapes
+from forerun.models.config import ModelConfig, read_config
+from forerun.models.loading import Blueprint
+from forerun.models.native import find_kernels
+from forerun.models.weights import number_formats
+
+NATIVE = pytest.mark.skipif(find_kernels("auto", torch.float32) is None, reason="there are no compiled kernels here")
+BACKENDS = [Backend(by, dtype) for by in ("native", "torch") for dtype in (torch.bfloat16, torch.float32)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of times, and the file it would be."""
+    monkeypatch.setattr(choice, "times_file", lambda: tmp_path / "times" / "layers.json")
+    monkeypatch.setattr(choice, "SMALL_BYTES", 0)
+    monkeypatch.setattr(choice, "SAMPLE_WEIGHTS", 1 << 12)
+    return tmp_path / "times" / "layers.json"
+
+
+@pytest.fixture
+def config(target_dir: Path) -> ModelConfig:
+    return replace(read_config(target_dir), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_the_first_stays_unless_another_that_is_trusted_is_clearly_faster(trusted: bool) -> None:
+    """Of every order of four times that are far apart, and of two that are close."""
+    for order in itertools.permutations([1.0, 2.0, 4.0, 8.0]):
+        times = dict(zip(BACKENDS, order, strict=True))
+        found = fastest(times, lambda _: trusted)
+        best = min(times, key=times.__getitem__) if trusted else BACKENDS[0]
+        assert found.backend == best
+        if found.advantage is not None:
+            assert found.other is not None
+            assert math.isclose(found.advantage, times[found.other] / times[best])
+    close = fastest(dict(zip(BACKENDS, [1.0, 0.95, 0.92, 1.5], strict=True)), lambda _: True)
+    assert close == BackendChoice(BACKENDS[0], BACKENDS[2], 0.92)
+
+
+@NATIVE
+def test_times_are_measured_once_for_every_layer(
+    cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And said to be; what was measured decides again, and a damaged file is measured anew."""
+    said: list[str] = []
+    dtypes = number_formats("auto", config)
+    first = choose_backend("auto", dtypes, None, config, lambda what, done: said.append(f"{what} {0 <= done <= 1}"))
+    assert first.advantage is not None
+    assert set(said) == {"measuring kernels, once on this machine True"}
+    assert len(choice.read_times()) >= 2 * len(said)
+    monkeypatch.setattr(choice, "measured", lambda *_: pytest.fail("measured a second time"))
+    assert choose_backend("auto", dtypes, None, config) == first
+    assert "times as fast as" in str(first)
+    monkeypatch.undo()
+    monkeypatch.setattr(choice, "times_file", lambda: cache)
+    for damage in ("", "[]", '{"a": 1}', cache.read_text().replace(": [", ': ["x", '), "[" * 100_000):
+        cache.write_text(damage)
+        assert choice.read_times() == {}
+
+
+@NATIVE
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("by", ["native", "torch"])
+def test_a_faster_backend_is_what_loads(
+    by: str, quantize: str | None, cache: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever that is: the blueprint, the decoder and the fingerprint are of it, and drafts may differ from it."""
+    monkeypatch.setattr(choice, "measured", lambda found, *_: {b: [0.1 if b.kernels == by else 1.0] * 4 for b in found})
+    monkeypatch.setattr(choice, "is_packed", lambda *_: True)
+    blueprint = Blueprint.of(str(target_dir), quantize=quantize)
+    forced = Blueprint.of(str(target_dir), quantize=quantize, kernels=by)
+    assert blueprint.kernels == forced.kernels == by
+    assert (blueprint.load(64).decoder.native is not None) == (by == "native")
+    assert blueprint.fingerprint() == forced.fingerprint()
+    assert blueprint.computed_by == forced.computed_by
+    assert blueprint.sampling_kernels() is not None
+
+
+@NATIVE
+def test_what_was_asked_for_is_not_measured(cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "measured", lambda *_: pytest.fail("measured"))
+    for dtype in (torch.bfloat16, torch.float32):
+        assert choose_backend("native", (dtype,), None, config) == BackendChoice(Backend("native", dtype))
+        assert choose_backend("torch", (dtype,), None, config) == BackendChoice(Backend("torch", dtype))
+    monkeypatch.setattr(choice, "SMALL_BYTES", 1 << 40)
+    assert choose_backend("auto", number_formats("auto", config), None, config).backend == BACKENDS[0]
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_torch_computes_in_16_bits_where_it_has_packed_operators(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch, half: bool
+) -> None:
+    monkeypatch.setattr(choice, "has_bfloat16_linears", lambda: half)
+    monkeypatch.setattr(choice, "find_kernels", lambda *_: None)
+    found = choose_backend("auto", number_formats("auto", config), None, config)
+    assert found == BackendChoice(Backend("torch", torch.bfloat16 if half else torch.float32))
+
+
+def test_packed_bfloat16_linears_run_where_they_are_said_to() -> None:
+    if not choice.has_bfloat16_linears():
+        pytest.skip("this CPU or build of torch has none")
+    weight = torch.ones(32, 32, dtype=torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+    product = torch.ops.mkldnn._linear_pointwise(weight[:2], packed, None, "none", [], "")
+    assert torch.equal(product, torch.full((2, 32), 32.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["stdlib", "stdlib-draft"])
+def test_the_layers_are_all_that_a_pass_multiplies(name: str) -> None:
+    blueprint = Blueprint.of(name)
+    weights = sum(math.prod(shape) * count for shape, count in layer_shapes(blueprint.config).items())
+    others = (2 * blueprint.config.layers + 1) * blueprint.config.hidden
+    assert 0 <= blueprint.pass_bytes // blueprint.dtype.itemsize - weights <= 2 * others
+
+
+def test_a_folder_without_room_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(choice, "times_file", lambda: tmp_path / "file" / "layers.json")
+    choice.keep_times({"a": (1.0,) * len(choice.ROWS)})
+    assert "measures them again" in caplog.text
