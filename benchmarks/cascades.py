@@ -1,7 +1,7 @@
 """A cascade of three sizes beside its two-level pairs: what it was predicted to bring, and what it brought.
 
     python -m benchmarks.cascades [--workload code] [--temperature 0] [--tokens 96] [--num-prompts 3] [--repeats 3]
-                                   [--deepest 12] [--quantize int8]
+                                   [--deepest 12] [--quantize int4]
 
 The target has 0.51 B parameters, the judge 0.1 B (`stdlib-middle`), the first drafter 21 M (`stdlib-draft`); `--first`
 names another first drafter, such as ngram. First every way guesses `--deepest` tokens on every prompt: that counts
@@ -32,7 +32,7 @@ from forerun.accept.outcome import Stats
 from forerun.bench.figures import Spread
 from forerun.bench.material import Item, workload_of
 from forerun.bench.plan import SHIPPED
-from forerun.config import Quantization, Speculation
+from forerun.config import QUANTIZATIONS, Quantization, Speculation
 from forerun.demo.material import TARGET, TARGET_PARAMETERS, widen
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.lengths import LinearCost, MeasuredLengths, RoundTiming, best_length, cost_per_token, expected_tokens
@@ -153,7 +153,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     for name, default in (("tokens", 96), ("num-prompts", 3), ("repeats", 3), ("deepest", 12)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--quantize", choices=("int8",))
+    parser.add_argument("--quantize", choices=QUANTIZATIONS)
     return parser.parse_args()
 
 

@@ -1,13 +1,13 @@
 """Drafters side by side over one widened target: which way of guessing brings most, on the texts of `forerun bench`.
 
     python benchmarks/drafters.py [--workload code] [--temperature 0] [--tokens 96] [--num-prompts 3] [--repeats 3]
-                                  [--batch 1] [--quantize int8] MODE ...
+                                  [--batch 1] [--quantize int4] MODE ...
 
 A mode is a draft specification and how far to guess: `ngram@7` for chains of 7, `model:stdlib-draft@4x3x12` for trees
 of depth 4, at most 3 children a node, 12 guesses. Bundled models stand for their widened forms: the target of 0.51 B
-parameters, `stdlib-middle` of 0.1 B, `stdlib-draft` of 21 M. `SPEC/int8@3` gives a drafter 8-bit weights whatever the
-target has. The workload `demo` is what `python -m benchmarks.peers` asks. Every mode answers every prompt, by turns, in
-one process; ratios are taken within a repetition.
+parameters, `stdlib-middle` of 0.1 B, `stdlib-draft` of 21 M. `SPEC/int8@3` and `SPEC/int4@3` give a drafter weights of
+so many bits whatever the target has. The workload `demo` is what `python -m benchmarks.peers` asks. Every mode answers
+every prompt, by turns, in one process; ratios are taken within a repetition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forerun.bench.lane import Lane
 from forerun.bench.material import Item, Passage, shipped, workload_of
 from forerun.bench.pace import Pace
 from forerun.bench.plan import SHIPPED
-from forerun.config import EngineOptions, Quantization, Speculation
+from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculation
 from forerun.demo.material import DRAFT, DRAFT_PARAMETERS, TARGET, TARGET_PARAMETERS, load_prompts, widen
 from forerun.draft.base import Drafter
 from forerun.draft.build import DraftContext, plan
@@ -40,7 +40,7 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.recorded import Recording
 
-MODE = re.compile(r"(?P<spec>.+?)(?P<int8>/int8)?@(?P<depth>\d+)(x(?P<width>\d+)x(?P<nodes>\d+))?")
+MODE = re.compile(r"(?P<spec>.+?)(?:/(?P<quantize>int8|int4))?@(?P<depth>\d+)(x(?P<width>\d+)x(?P<nodes>\d+))?")
 SIZES = {TARGET: TARGET_PARAMETERS, "stdlib-middle": 100_000_000, DRAFT: DRAFT_PARAMETERS}
 PLAIN = "plain"
 
@@ -88,9 +88,8 @@ def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
     if found is None:
         raise SystemExit(f"mode {text!r}: write SPEC@DEPTH or SPEC@DEPTHxWIDTHxNODES, as in ngram@7")
     depth, width, nodes = (int(found[name]) if found[name] else None for name in ("depth", "width", "nodes"))
-    context = DraftContext(
-        replace(target, spec=replace(target.spec, quantize="int8")) if found["int8"] else target, llm.tokenizer
-    )
+    spec = replace(target.spec, quantize=found["quantize"] or target.spec.quantize)
+    context = DraftContext(replace(target, spec=spec), llm.tokenizer)
     planned = plan(widened(parse_spec(found["spec"])), context)
     drafter = planned.build(dict.fromkeys(planned.models, cache_tokens), None, llm.engine.runner)
     return Mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
@@ -145,7 +144,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     for name, default in (("tokens", 96), ("num-prompts", 3), ("repeats", 3), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--quantize", choices=("int8",))
+    parser.add_argument("--quantize", choices=QUANTIZATIONS)
     return parser.parse_args()
 
 

@@ -13,10 +13,10 @@ from benchmarks.peers.protocol import MIX, Answer, Mode, Service, Setup, Stopwat
 
 
 class Forerun:
-    """Needs no environment but the one that asks. It has no 4-bit weights: there the 8-bit ones are the measure."""
+    """Needs no environment but the one that asks."""
 
     name = "forerun"
-    formats: Mapping[str, str] = {"16-bit": "bfloat16", "8-bit": "int8", "4-bit": "int8"}
+    formats: Mapping[str, str] = {"16-bit": "bfloat16", "8-bit": "int8", "4-bit": "int4"}
     module = "benchmarks.peers.ours"
     environment: Mapping[str, str] = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
@@ -34,6 +34,7 @@ def load(setup: Setup) -> Service:
     import torch
 
     from forerun import LLM, SamplingParams, __version__
+    from forerun.config import QUANTIZATIONS
     from forerun.demo.race import engine_beside
     from forerun.draft.mix import MixDrafter
     from forerun.draft.model import ModelDrafter
@@ -44,7 +45,7 @@ def load(setup: Setup) -> Service:
         setup.target,
         f"model:{setup.draft}",
         dtype="bfloat16",
-        quantize="int8" if setup.format == "int8" else None,
+        quantize=setup.format if setup.format in QUANTIZATIONS else None,
         max_num_seqs=1,
         threads=setup.threads,
     )

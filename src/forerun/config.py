@@ -15,8 +15,8 @@ from forerun.shape import MOST_DEPTH, MOST_NODES, MOST_WIDTH, StaticTree
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
-Quantization = Literal["int8"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("int8",)
+Quantization = Literal["int8", "int4"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 DEFAULT_DEPTH = 4

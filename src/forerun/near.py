@@ -17,6 +17,7 @@ SYNONYMS = {  # names that spelling alone does not lead to ours
     "draft_model": "draft",
     "drafter": "draft",
     "eos_token_id": "stop_token_ids",
+    "load_in_4bit": "quantize",
     "load_in_8bit": "quantize",
     "max_batch": "max_num_seqs",
     "max_batch_size": "max_num_seqs",

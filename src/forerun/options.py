@@ -65,7 +65,7 @@ DtypeOption = Annotated[
 ]
 QuantizeOption = Annotated[
     Quantization | None,
-    typer.Option(help="Hold the weights of target and draft model in 8 bits.", rich_help_panel=MODEL),
+    typer.Option(help="Hold the weights of target and draft model in 8 or 4 bits.", rich_help_panel=MODEL),
 ]
 KernelsOption = Annotated[
     KernelChoice,

@@ -92,6 +92,9 @@ def test_a_pass_reads_all_weights_but_rows_that_are_looked_up(name: str, dtype: 
     sizes = [t.numel() for key, t in tensors.items() if tied or "embed_tokens" not in key]
     assert blueprint.pass_bytes == sum(sizes) * blueprint.dtype.itemsize
     assert Blueprint.of(str(folder), dtype=dtype, quantize="int8").pass_bytes == sum(sizes)
+    head = tensors["model.embed_tokens.weight"].numel()
+    in_4_bits = Blueprint.of(str(folder), dtype=dtype, quantize="int4")
+    assert in_4_bits.pass_bytes == head + (sum(sizes) - head) * 9 // 16
 
 
 def test_widening_is_for_bundled_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,8 @@ from unchecked import unchecked
 
 STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260k"
 VOCAB, LAYERS = 512, 5
-FORMATS = ("float32", "bfloat16", "int8", pytest.param("float32 by torch", marks=pytest.mark.full), "bfloat16 by torch")
+LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float32 by torch")]
+FORMATS = ("float32", "bfloat16", "int4", "bfloat16 by torch", *LONG_ONLY)
 CHAINS = (Speculation(2), Speculation(5), Speculation(4))
 MIXED = (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2))
 Benches = Callable[[str], Bench]
@@ -349,7 +350,7 @@ def test_it_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:
         plan.build(dict.fromkeys(plan.models, 64), None, bench.runner)
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
 def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> None:
     """Weights as they are held, tables of angles, and a cache of its own; embedding and head are the target's."""
     bench, folder = bench_of(name), strange_adapter(tmp_path / "a", 3, layers=2, max_position_embeddings=100)
@@ -358,8 +359,10 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
     size = bench.target.dtype.itemsize
     memory = plan.models[spec]
     assert memory.bytes_per_token == 2 * 2 * 2 * 16 * size  # layers, K and V, heads, their width
-    held = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * (1 if name == "int8" else size)
-    assert memory.weights_bytes == held
+    held = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * {"int8": 1, "int4": 4.5 / 8}.get(
+        name, size
+    )
+    assert memory.weights_bytes == int(held)
     assert (memory.bytes_per_position, memory.positions(512), memory.positions(64)) == (2 * 16 * 4, 100, 64)
     other = plan_drafter(f"early-exit:3:{strange_adapter(tmp_path / 'b', 3)}", context(bench))
     assert plan.fingerprint() != other.fingerprint()

@@ -22,7 +22,7 @@ from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 
 VOCAB = 512
-FORMATS: list[tuple[str, Quantization | None]] = [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+FORMATS: list[tuple[str, Quantization | None]] = [("float32", None), ("bfloat16", None), ("bfloat16", "int4")]
 
 
 class StepByStep(Runner):

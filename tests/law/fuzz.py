@@ -11,7 +11,7 @@ from typing import TypedDict
 
 import torch
 
-from forerun.config import EngineOptions, KernelChoice, Quantization, Speculation
+from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantization, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
@@ -98,9 +98,9 @@ class Numbers(TypedDict):
 
 
 def number_format(name: str) -> Numbers:
-    """ "float32", "bfloat16" or "int8", by the compiled kernels where there are any; "int8 by torch" without."""
+    """ "float32", "bfloat16", "int8", "int4": by the compiled kernels where there are any; "int8 by torch" without."""
     numbers, _, torch = name.partition(" by ")
-    quantize: Quantization | None = "int8" if numbers == "int8" else None
+    quantize = next((each for each in QUANTIZATIONS if each == numbers), None)
     return Numbers(dtype="auto" if quantize else numbers, quantize=quantize, kernels="torch" if torch else "auto")
 
 

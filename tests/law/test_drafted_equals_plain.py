@@ -27,8 +27,8 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 NUM_PROMPTS, NUM_SAMPLED = 200, 20  # the tenth and the twentieth are long ones
-# What torch's operators compute is sampled on the bundled models alone.
-SAMPLED = [pytest.param(f, marks=pytest.mark.full) if "by torch" in f else f for f in FORMATS]
+# What torch's operators compute is sampled on the bundled models alone; int4 is sampled for int8, with its head.
+SAMPLED = [pytest.param(f, marks=pytest.mark.full) if "by torch" in f or f == "int8" else f for f in FORMATS]
 
 
 @pytest.fixture(scope="module", params=SAMPLED)
@@ -123,7 +123,7 @@ def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
         return scale * shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
 
     chosen, dtype = number_format(numbers), torch.float32 if numbers.startswith("float32") else torch.bfloat16
-    decoder = Decoder(config, take, dtype, chosen["quantize"] == "int8", find_kernels(chosen["kernels"], dtype))
+    decoder = Decoder(config, take, dtype, chosen["quantize"], find_kernels(chosen["kernels"], dtype))
     runner = Runner(decoder, bench.runner.cache)
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)
 

@@ -94,7 +94,8 @@ def test_options_that_change_the_numbers_change_it_and_others_do_not(target_dir:
         return Blueprint.of(str(target_dir), **options).fingerprint()
 
     require_compiler()
-    numbers = [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "quantize": "int8"}]
+    quantized = [{"dtype": "float32", "quantize": quantize} for quantize in ("int8", "int4")]
+    numbers = [{"dtype": "float32"}, {"dtype": "bfloat16"}, *quantized]
     found = [of(**each, kernels=kernels) for each in numbers for kernels in ("native", "torch")]
-    assert len(set(found)) == 6
+    assert len(set(found)) == 8
     assert of(dtype="float32", kernels="auto", device="cpu", one_gemm=True) == found[0]

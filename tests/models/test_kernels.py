@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled import LEVELS, compiled_for, require_compiler
-from forerun.config import KernelChoice
+from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.variants import VARIANTS
 from forerun.models import loading
@@ -21,11 +21,12 @@ from forerun.models.invariance import cancelling_product
 from forerun.models.loading import Blueprint
 from forerun.models.native import Kernels, checked, find_kernels
 from forerun.models.quantized import QuantizedLinear
+from forerun.models.quantized4 import Quantized4Linear
 from forerun.models.runner import Read, Runner
 
 SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
 COUNTS = [*range(1, 40), 47, 48, 49, 64, 65, 100, 129, 320]
-FORMATS = ["float32", "bfloat16", "int8"]
+FORMATS = ["float32", "bfloat16", *QUANTIZATIONS]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -41,23 +42,30 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def weight_of(numbers: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensor, bool]:
+def weight_of(numbers: str, shape: tuple[int, int], dice: torch.Generator) -> Tensor:
     weight = torch.randn(shape, generator=dice)
-    return (weight.bfloat16() if numbers == "bfloat16" else weight), numbers == "int8"
+    return weight.bfloat16() if numbers == "bfloat16" else weight
+
+
+def quantization(numbers: str) -> Quantization | None:
+    return next((each for each in QUANTIZATIONS if each == numbers), None)
 
 
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_right(kernels: Kernels, shape: tuple[int, int], numbers: str) -> None:
-    """8-bit ones are those of the plain definition, to the bit: whole numbers add up exactly in any order."""
+    """Of 8 and 4 bits they are those of the definition, to the bit: whole numbers add up exactly in any order."""
     dice = torch.Generator().manual_seed(0)
-    weight, quantize = weight_of(numbers, shape, dice)
+    weight, quantize = weight_of(numbers, shape, dice), quantization(numbers)
     for bias in (None, torch.randn(shape[0], generator=dice)):
         layer = kernels.linear(weight, bias, quantize)
         x = torch.randn(37, shape[1], generator=dice)
         x[5], x[6], x[7, 0] = 0.0, 1e-30, 1e4
-        if quantize:
-            assert torch.equal(layer(x), QuantizedLinear(weight, bias, packed=False)(x))
+        if quantize is not None:
+            definition = (
+                Quantized4Linear(weight, bias) if quantize == "int4" else QuantizedLinear(weight, bias, packed=False)
+            )
+            assert torch.equal(layer(x), definition(x))
             continue
         rounded = x.to(weight.dtype).double()
         exact = rounded @ weight.double().T + (0 if bias is None else bias.double())
@@ -71,7 +79,7 @@ def test_products_are_right(kernels: Kernels, shape: tuple[int, int], numbers: s
 def test_a_row_has_bits_of_its_own(kernels: Kernels, shape: tuple[int, int], numbers: str) -> None:
     """Sums that cancel, in any number of rows and by any number of threads, against the same rows alone."""
     x, weight = cancelling_product(320, *shape, torch.bfloat16 if numbers == "bfloat16" else torch.float32)
-    layer = kernels.linear(weight, None, numbers == "int8")
+    layer = kernels.linear(weight, None, quantization(numbers))
     alone = torch.cat([layer(row[None]) for row in x])
     for count in COUNTS:
         torch.set_num_threads(1 + count % 3)
@@ -82,8 +90,9 @@ def test_a_row_has_bits_of_its_own(kernels: Kernels, shape: tuple[int, int], num
 
 def test_not_a_number_stays_one(kernels: Kernels) -> None:
     """It is seen in its own row and in no other."""
-    for dtype, quantize in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
-        layer, x = kernels.linear(torch.randn(70, 90).to(dtype), None, quantize), torch.randn(5, 90)
+    for numbers in FORMATS:
+        weight = weight_of(numbers, (70, 90), torch.Generator().manual_seed(0))
+        layer, x = kernels.linear(weight, None, quantization(numbers)), torch.randn(5, 90)
         clean = layer(x)
         x[2, 3] = math.nan
         found = layer(x)
@@ -105,7 +114,7 @@ def read_all(runner: Runner, tokens: list[int], sizes: list[int]) -> Tensor:
 def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
     if choice == "native":
         require_compiler()
-    quantize = "int8" if numbers == "int8" else None
+    quantize = quantization(numbers)
     return Blueprint.of(str(folder), dtype="float32" if quantize else numbers, quantize=quantize, kernels=choice).load(
         2048
     )
@@ -156,7 +165,7 @@ def check_same_bits(one: Kernels, other: Kernels) -> None:
     """Products with sums that cancel."""
     for numbers, shape in itertools.product(FORMATS, SHAPES):
         x, weight = cancelling_product(70, *shape, torch.bfloat16 if numbers == "bfloat16" else torch.float32)
-        first, second = (kernels.linear(weight, None, numbers == "int8")(x) for kernels in (one, other))
+        first, second = (kernels.linear(weight, None, quantization(numbers))(x) for kernels in (one, other))
         assert torch.equal(first, second), (numbers, shape)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun import LLM, InvalidRequest, SamplingParams
+from forerun.config import Quantization
 from forerun.models.linear import make_linear
 from forerun.models.loading import Blueprint
 from forerun.models.native import find_kernels
@@ -52,7 +53,7 @@ def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: tor
     expected = sums.float() * t[:, 0] * s[:6]
     expected = (expected if bias is None else expected + bias.float()).to(dtype)
     kernels = find_kernels("auto", dtype)
-    ways = [make_linear(weight, bias, quantize=True, kernels=way) for way in (None, kernels)]
+    ways = [make_linear(weight, bias, quantize="int8", kernels=way) for way in (None, kernels)]
     for layer in (*ways, QuantizedLinear(weight, bias, packed=False)):
         whole = layer(x)
         assert torch.equal(whole[:6], expected)
@@ -88,11 +89,11 @@ def test_without_the_operator_the_numbers_are_the_same(monkeypatch: pytest.Monke
 
     honest = QuantizedLinear.multiply
     weight, x = torch.randn(16, 64), torch.randn(5, 64)
-    expected = make_linear(weight, quantize=True)(x)
+    expected = make_linear(weight, quantize="int8")(x)
     monkeypatch.setattr(QuantizedLinear, "multiply", missing)
     quantized_packing_is_exact.cache_clear()
     try:
-        layer = make_linear(weight, quantize=True)
+        layer = make_linear(weight, quantize="int8")
     finally:
         quantized_packing_is_exact.cache_clear()
     assert isinstance(layer, QuantizedLinear)
@@ -112,7 +113,8 @@ def perplexity(model: Blueprint, windows: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize("name", ["stdlib", "stdlib-draft"])
-def test_perplexity_rises_by_less_than_a_hundredth(name: str) -> None:
+def test_perplexity_rises_by_less_than_a_hundredth_and_in_4_bits_by_less_than_a_twentieth(name: str) -> None:
+    """Measured by benchmarks/loss.py: 0.0008 and 0.013 nats for the larger model, 0.0006 and 0.031 for the smaller."""
     tokenizer = Blueprint.of(name).tokenizer()
     files = [file.text for file in read_corpus(standard_library()) if file.held_out]
     windows = [tokens for text in files if len(tokens := tokenizer.encode(text)[:512]) == 512][:10]
@@ -120,24 +122,26 @@ def test_perplexity_rises_by_less_than_a_hundredth(name: str) -> None:
     half = perplexity(Blueprint.of(name), windows)
     eighth = perplexity(Blueprint.of(name, quantize="int8"), windows)
     assert eighth < 1.01 * half
+    assert eighth < perplexity(Blueprint.of(name, quantize="int4"), windows) < 1.05 * half
 
 
-def test_a_quantized_model_is_a_target_of_its_own() -> None:
+@pytest.mark.parametrize(("quantize", "share"), [("int8", 0.75), ("int4", 0.6)])
+def test_a_quantized_model_is_a_target_of_its_own(quantize: Quantization, share: float) -> None:
     """Drafted and plain agree to the bit; the fingerprint and the plan know of it."""
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, logprobs=1)
     prompts = ["import os\n\ndef main(", "class Stack:\n    def push(self, "]
-    drafted = LLM("stdlib", "model:stdlib-draft", quantize="int8", max_model_len=256)
-    plain = LLM("stdlib", quantize="int8", max_model_len=256)
+    drafted = LLM("stdlib", "model:stdlib-draft", quantize=quantize, max_model_len=256)
+    plain = LLM("stdlib", quantize=quantize, max_model_len=256)
     answers = [llm.generate(prompts, params) for llm in (drafted, plain)]
     said = [[(c.token_ids, c.logprobs) for answer in each for c in answer.outputs] for each in answers]
     assert said[0] == said[1]
     assert drafted.stats.num_accepted > 0
     half = Blueprint.of("stdlib")
     assert drafted.fingerprint == plain.fingerprint != half.fingerprint()
-    assert drafted.format.endswith(", int8 weights")
-    assert Blueprint.of("stdlib", quantize="int8").weights_bytes < 0.75 * half.weights_bytes
+    assert drafted.format.endswith(f", {quantize} weights")
+    assert Blueprint.of("stdlib", quantize=quantize).weights_bytes < share * half.weights_bytes
 
 
 def test_what_is_not_known_is_refused() -> None:
-    with unchecked(), pytest.raises(InvalidRequest, match=r"quantize: 'int4' is not known: use None or int8"):
-        LLM("stdlib", quantize="int4")  # type: ignore[arg-type]
+    with unchecked(), pytest.raises(InvalidRequest, match=r"quantize: 'int3' is not known: use None or int8 or int4"):
+        LLM("stdlib", quantize="int3")  # type: ignore[arg-type]

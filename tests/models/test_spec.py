@@ -47,7 +47,7 @@ def test_a_path_is_kept_as_text(target_dir: Path) -> None:
         *(("tokenizer", value) for value in (5, ["stdlib"], b"x")),
         *(("revision", value) for value in (5, "", ["main"])),
         *(("dtype", value) for value in (None, 5, "int8", "float64", torch.int8, [], "x" * 10_000)),
-        *(("quantize", value) for value in ("int4", 8, True, [])),
+        *(("quantize", value) for value in ("int3", 8, True, [])),
         *(("kernels", value) for value in ("fast", None, 5, {})),
         *(("one_gemm", value) for value in (1, None, "yes")),
     ],

@@ -111,7 +111,7 @@ inline void attend_tiles(const std::vector<Query>& queries, const Path& path, co
       }
       transpose(tile);
     }
-  configure_tiles();
+  configure_tiles(BFLOAT16);
   for (int64_t b = 0; b < num_blocks; b++) {
     const bfloat16* k = rows_of(keys, path, first + b * PAIRED, end, head_dim, width, copy);
     for (int t = 0; t < num_tiles; t++) {

@@ -213,7 +213,7 @@ const char* forerun_instructions() {
 #endif
 }
 
-Linear* forerun_linear(int64_t format, int64_t outputs, int64_t inputs, const void* weight, const float* scales,
+Linear* forerun_linear(int64_t format, int64_t outputs, int64_t inputs, const void* weight, const void* scales,
                        const float* bias) {
   auto* linear = new Linear(static_cast<Format>(format), outputs, inputs, weight, scales, bias);
   if (linear->panels.data) return linear;

@@ -1,12 +1,14 @@
 // Packed linear layers at the memory limit: y = x @ weight.T, any number of rows, each with bits of its own.
 //
 // This file lays weights and rows out; multiply.hpp multiplies them. Weights lie in panels of 16 outputs, so that a step
-// along the inputs reads one 64-byte line: 1 float32, 2 bfloat16 or 4 int8 inputs of each of the 16 outputs.
+// along the inputs reads one 64-byte line: 1 float32, 2 bfloat16, 4 int8 or 8 int4 inputs of each of the 16 outputs. The
+// scales of int4 weights lie between them, one line before the eight lines that hold 64 inputs.
 #pragma once
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <vector>
 
 #include "vectors.hpp"
 
@@ -19,10 +21,12 @@
 
 namespace forerun {
 
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
 
 constexpr int PANELS = 4;  // are multiplied at once: WIDTH outputs
 constexpr int TILE = 16;   // rows of an AMX tile
+constexpr int GROUP = 32;  // inputs of an output that share a scale, int4 only
+constexpr int BLOCK_LINES = 1 + WIDTH / 8;  // of int4: scales of two groups, then their weights
 constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: rows a power of two apart would share places in a cache
 constexpr int64_t HUGE_PAGE = 2 << 20;
 
@@ -62,7 +66,14 @@ constexpr bool PAIRS = true;  // the processor multiplies pairs of bfloat16
 constexpr bool PAIRS = false;  // bfloat16 is widened to float32, rows before the product
 #endif
 
-// What goes into a product: rows in the layer's format, padded to whole tiles; int8 rows have scales.
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool SHORT_SUMS = true;  // a group of int4 weights is summed in 16 bits: 16 * 15 * 127 fits if 8 is taken off
+#else
+constexpr bool SHORT_SUMS = false;
+#endif
+
+// What goes into a product: rows in the layer's format, padded to whole tiles. Rows for int8 and int4 weights are of
+// int8 and have scales; for int4, `starts` lie behind a row's numbers.
 struct Rows {
   char* data;
   float* scales;
@@ -76,20 +87,29 @@ struct Linear {
   int32_t* offsets;  // 128 times the sum of an output's int8 weights
 
   static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 ? 2 : 1; }
-  int64_t panel_bytes() const { return LANES * depth * size(format); }
+  int64_t num_blocks() const { return depth / WIDTH; }  // of int4
+  int64_t panel_bytes() const { return format == INT4 ? num_blocks() * BLOCK_LINES * 64 : LANES * depth * size(format); }
   const char* panel(int64_t output) const { return panels.data + output / LANES * panel_bytes(); }
   int64_t num_lines() const { return panel_bytes() / 64; }
-  int64_t row_bytes() const { return depth * (format == BFLOAT16 && !PAIRS ? 4 : size(format)) + ROW_GAP; }  // as prepared
+  int64_t row_bytes() const {  // as prepared
+    const int64_t starts = format == INT4 ? padded(depth / GROUP * 4) : 0;
+    return depth * (format == BFLOAT16 && !PAIRS ? 4 : size(format)) + starts + ROW_GAP;
+  }
   bool tiled() const { return format != FLOAT32 && has_amx(); }
 
-  // `weight` is [outputs, inputs] in the format itself; `scales` one for each output, int8 only; `bias` may be null.
-  Linear(Format f, int64_t n, int64_t k, const void* weight, const float* weight_scales, const float* b)
-      : format(f), outputs(n), inputs(k), width(padded(n)), depth(padded(k)), panels(width * depth * size(f)) {
+  // `weight` is [outputs, inputs] in the format itself, a byte a number for int4. `scales` are floats, one for each
+  // output, for int8, and bfloat16, one for each group of each output, for int4; `bias` may be null.
+  Linear(Format f, int64_t n, int64_t k, const void* weight, const void* weight_scales, const float* b)
+      : format(f), outputs(n), inputs(k), width(padded(n)), depth(padded(k)), panels(width / LANES * panel_bytes()) {
     bias = static_cast<float*>(calloc(width, sizeof(float)));
     scales = static_cast<float*>(calloc(width, sizeof(float)));
     offsets = static_cast<int32_t*>(calloc(width, sizeof(int32_t)));
     if (!panels.data) return;
     if (b) memcpy(bias, b, n * sizeof(float));
+    if (f == INT4) {
+      pack_groups(static_cast<const int8_t*>(weight), static_cast<const bfloat16*>(weight_scales));
+      return;
+    }
     if (weight_scales) memcpy(scales, weight_scales, n * sizeof(float));
     const int64_t row = k * size(f);
 #pragma omp parallel for
@@ -102,7 +122,34 @@ struct Linear {
     }
   }
   ~Linear() { free(bias), free(scales), free(offsets); }
+
+  // Two numbers a byte, 8 added to each: of every eight inputs the first four in the low halves of a line, the last four
+  // in the high halves, where `halves` finds four inputs of each output by one mask. What is padding counts as zero.
+  void pack_groups(const int8_t* weight, const bfloat16* group_scales) {
+    const int64_t num_groups = (inputs + GROUP - 1) / GROUP;
+#pragma omp parallel for
+    for (int64_t o = 0; o < outputs; o++) {
+      const int8_t* const row = weight + o * inputs;
+      char* block = panels.data + o / LANES * panel_bytes();
+      for (int64_t first = 0; first < depth; first += WIDTH, block += BLOCK_LINES * 64) {
+        for (int64_t g = 0; g < 2 && first / GROUP + g < num_groups; g++)
+          memcpy(block + (g * LANES + o % LANES) * 2, group_scales + o * num_groups + first / GROUP + g, 2);
+        const auto half = [&](int64_t i) { return static_cast<uint8_t>((first + i < inputs ? row[first + i] : 0) + 8); };
+        for (int64_t i = 0; i < WIDTH; i += 8)
+          for (int64_t j = 0; j < 4; j++)
+            block[64 + i * 8 + o % LANES * 4 + j] = static_cast<char>(half(i + j) | half(i + 4 + j) << 4);
+      }
+    }
+  }
 };
+
+// What the sums of a group of int4 weights start from. The weights are multiplied with 8 added to each, so this is -8
+// times the sum of the group's inputs: in 32 bits, or as two sums of 16 bits where pairs of inputs are added up in these.
+inline int32_t group_start(const int8_t* x) {
+  int32_t low = 0, high = 0;
+  for (int i = 0; i < GROUP; i += 4) low -= 8 * (x[i] + x[i + 1]), high -= 8 * (x[i + 2] + x[i + 3]);
+  return SHORT_SUMS ? static_cast<int32_t>((low & 0xffff) | static_cast<uint32_t>(high) << 16) : low + high;
+}
 
 // One row of floats (padded with zeros to the layer's depth) in the layer's format.
 __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* x, Rows rows, int64_t row) {
@@ -130,6 +177,11 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
       for (int j = 0; j < LANES; j++) to[i + j] = static_cast<int8_t>(w[j]);
     }
     rows.scales[row] = scale;
+    const int8_t* const numbers = reinterpret_cast<const int8_t*>(to);
+    for (int64_t g = 0; l.format == INT4 && g < l.depth / GROUP; g++) {
+      const int32_t start = group_start(numbers + g * GROUP);
+      memcpy(to + l.depth + 4 * g, &start, 4);
+    }
   }
 }
 

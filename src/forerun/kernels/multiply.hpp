@@ -9,17 +9,19 @@ namespace forerun {
 inline void multiply(const Linear& l, Rows rows, int64_t num_rows, float* out, int thread, int num_threads) {
   const int64_t groups = l.width / WIDTH, first = groups * thread / num_threads, end = groups * (thread + 1) / num_threads;
 #if defined(FORERUN_AMX)
-  if (l.tiled()) {
-    configure_tiles();
+  if (l.tiled() && (l.format != INT4 || num_rows > EIGHT)) {  // a group leaves the tiles as often for one row as for 16
+    configure_tiles(l.format);
     for (int64_t g = first; g < end; g++)
-      if (l.format == INT8) multiply_tiles<INT8>(l, g * WIDTH, rows, num_rows, out);
+      if (l.format == INT4) multiply_group_tiles(l, g * WIDTH, rows, num_rows, out);
+      else if (l.format == INT8) multiply_tiles<INT8>(l, g * WIDTH, rows, num_rows, out);
       else multiply_tiles<BFLOAT16>(l, g * WIDTH, rows, num_rows, out);
     _tile_release();
     return;
   }
 #endif
   for (int64_t g = first; g < end; g++)
-    if (l.format == INT8) multiply_rows<INT8>(l, g * WIDTH, rows, num_rows, out);
+    if (l.format == INT4) multiply_groups(l, g * WIDTH, rows, num_rows, out);
+    else if (l.format == INT8) multiply_rows<INT8>(l, g * WIDTH, rows, num_rows, out);
     else if (l.format == BFLOAT16) multiply_rows<BFLOAT16>(l, g * WIDTH, rows, num_rows, out);
     else multiply_rows<FLOAT32>(l, g * WIDTH, rows, num_rows, out);
 }

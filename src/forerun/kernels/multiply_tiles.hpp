@@ -1,20 +1,23 @@
 // Products by AMX: tiles of 16 rows of a layer's input times 16 outputs.
 #pragma once
-#include "linear.hpp"
+#include "multiply_groups.hpp"
 
 namespace forerun {
 
 #if defined(FORERUN_AMX)
+struct alignas(64) TileConfig {
+  uint8_t palette, start, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+};
+
 // Tiles 0-3 hold sums, 4-5 rows, 6-7 weights; all of 16 rows of 64 bytes. Rows that are not there are computed in vain.
-inline void configure_tiles() {
-  struct alignas(64) Config {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  };
-  // Not a local variable: GCC 12 takes the instruction to read 8 bytes only, and may leave out stores to the rest.
-  static const Config config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE}};
-  _tile_loadconfig(&config);
+// For int4 the weights are those of one group, as are the 32 bytes of each row.
+inline void configure_tiles(Format format) {
+  // Not local variables: GCC 12 takes the instruction to read 8 bytes only, and may leave out stores to the rest.
+  static const TileConfig whole = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE}};
+  static const TileConfig group = {1, 0, {}, {64, 64, 64, 64, GROUP, GROUP, 64, 64}, {TILE, TILE, TILE, TILE, TILE, TILE, 8, 8}};
+  _tile_loadconfig(format == INT4 ? &group : &whole);
 }
 
 template <Format F>
@@ -35,7 +38,7 @@ inline void finish_tile(const Linear& l, int64_t column, const int32_t (*sums)[L
 template <Format F>
 void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
   alignas(64) int32_t sums[TILE][LANES];
-  const int64_t stride = l.row_bytes();
+  const int64_t stride = l.row_bytes(), bytes = l.depth * Linear::size(F);  // of a row with the gap behind it, and without
   const char* panel = l.panel(column);
 #define FORERUN_STORE(tile, c, r)            \
   _tile_stored(tile, sums, 64);              \
@@ -48,7 +51,7 @@ void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
-      for (int64_t at = 0; at < stride; at += 64) {
+      for (int64_t at = 0; at < bytes; at += 64) {
         _tile_loadd(4, x + at, stride);
         _tile_loadd(5, x + TILE * stride + at, stride);
         _tile_loadd(6, w + at * LANES, 64);
@@ -64,7 +67,7 @@ void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t at = 0; at < stride; at += 64) {
+  for (int64_t at = 0; at < bytes; at += 64) {
     const char* w = panel + at * LANES;
     for (int p = 0; p < PANELS; p++)
       for (int i = 0; i < TILE; i++) __builtin_prefetch(w + p * l.panel_bytes() + i * 64 + 2048);
@@ -83,6 +86,44 @@ void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows
 #undef FORERUN_STORE
 }
 #undef FORERUN_TILE_DOT
+
+// int4: a panel is unpacked once for all rows. A group's sums leave the tiles to be scaled, and add up in registers.
+inline void multiply_group_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+  thread_local std::vector<Ints> unpacked;
+  unpacked.resize(l.depth / 4);  // four inputs of 16 outputs each
+  alignas(64) int32_t sums[BLOCK_GROUPS][TILE][LANES];
+  for (int64_t c = column; c < column + WIDTH; c += LANES) {
+    const char* const panel = l.panel(c);
+    for (int64_t i = 0; i < l.depth / 8; i++) {
+      const char* line = panel + i / 8 * BLOCK_BYTES + 64 + i % 8 * 64;
+      for (int high = 0; high < 2; high++)
+        unpacked[2 * i + high] = (Ints)_mm512_sub_epi8((__m512i)halves(line, 0, high), _mm512_set1_epi8(8));
+    }
+    for (int64_t row = 0; row < num_rows; row += TILE) {
+      const char* const x = rows.data + row * l.row_bytes();
+      Floats total[TILE] = {};
+      for (int64_t b = 0; b < l.num_blocks(); b++) {
+        const Ints* const weights = unpacked.data() + b * WIDTH / 4;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(4, x + b * WIDTH, l.row_bytes());
+        _tile_loadd(6, weights, 64);
+        _tile_dpbssd(0, 4, 6);
+        _tile_stored(0, sums[0], 64);
+        _tile_loadd(5, x + b * WIDTH + GROUP, l.row_bytes());
+        _tile_loadd(7, weights + GROUP / 4, 64);
+        _tile_dpbssd(1, 5, 7);
+        _tile_stored(1, sums[1], 64);
+        for (int g = 0; g < BLOCK_GROUPS; g++) {
+          const Floats scale = widened_register(reinterpret_cast<const bfloat16*>(panel + b * BLOCK_BYTES) + g * LANES);
+          for (int r = 0; r < TILE; r++) total[r] = fma(converted(load(sums[g][r])), scale, total[r]);
+        }
+      }
+      for (int64_t r = 0; r < TILE && row + r < num_rows; r++)
+        store(out + (row + r) * l.width + c, total[r] * rows.scales[row + r] + load(l.bias + c));
+    }
+  }
+}
 #endif
 
 }  // namespace forerun

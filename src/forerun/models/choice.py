@@ -122,7 +122,9 @@ def has_bfloat16_linears() -> bool:
 
 def is_packed(backend: Backend, quantize: Quantization | None) -> bool:
     """Whether torch has a fast operator for it here: what it does without is never faster than compiled kernels."""
-    return quantized_packing_is_exact() if quantize else packing_available(torch.empty(0, dtype=backend.dtype))
+    if quantize is not None:
+        return quantize == "int8" and quantized_packing_is_exact()
+    return packing_available(torch.empty(0, dtype=backend.dtype))
 
 
 def is_trusted(backend: Backend, quantize: Quantization | None, config: ModelConfig) -> bool:
@@ -195,7 +197,7 @@ def measured(
 def sample(backend: Backend, quantize: Quantization | None, weight: Tensor) -> Linear:
     """A layer by this backend, whether or not its rows can be trusted."""
     if (kernels := find_kernels("native", backend.dtype) if backend.kernels == "native" else None) is not None:
-        return kernels.linear(weight.to(backend.dtype), None, quantize is not None)
+        return kernels.linear(weight.to(backend.dtype), None, quantize)
     return QuantizedLinear(weight, None) if quantize else PackedLinear(weight.to(backend.dtype), None)
 
 

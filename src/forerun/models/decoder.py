@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
+from forerun.config import Quantization
 from forerun.models.attention import EACH_ALONE, AttentionPath, QueryRule, attend, query_rule
 from forerun.models.config import ModelConfig
 from forerun.models.linear import Linear, make_linear, padded_rows
@@ -80,7 +81,8 @@ class Decoder:
 
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
-    embedding. With `quantize` the layers and the head are 8-bit ones; embedding, norms and attention are of `dtype`.
+    embedding. With `quantize` the layers are of so many bits and the head is of 8; embedding, norms and attention are
+    of `dtype`.
     `make` turns weight and bias into a layer on other devices than this CPU; it excludes `kernels`, and the caller then
     computes attention. Under a `host` these layers are read from its states: embedding and
     head are the host's own.
@@ -91,7 +93,7 @@ class Decoder:
         config: ModelConfig,
         take: Take,
         dtype: torch.dtype,
-        quantize: bool = False,
+        quantize: Quantization | None = None,
         kernels: Kernels | None = None,
         make: MakeLinear | None = None,
         host: Decoder | None = None,
@@ -104,15 +106,16 @@ class Decoder:
         self.embedding: Tensor = host.embedding if host else take("model.embed_tokens.weight", table).to(dtype)
         self.layers = [self.load_layer(take, i) for i in range(config.layers)]
         self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)
-        self.head: Linear = host.head if host else self.make_head(take)
+        of_8_bits = partial(make_linear, quantize="int8" if quantize else None, kernels=kernels)
+        self.head: Linear = host.head if host else self.make_head(take, make or of_8_bits)
         self.rope = rope_tables(config).to(self.embedding.device)
         self.native = kernels.decoder(config, self.layers, self.norm, self.head) if kernels else None
 
-    def make_head(self, take: Take) -> Linear:
+    def make_head(self, take: Take, make: MakeLinear) -> Linear:
         """The head, the embedding's weights packed once more where the two are tied."""
         c = self.config
         weight = self.embedding if c.tied else take("lm_head.weight", (c.vocab_size, c.hidden))
-        return self.make(weight.to(self.dtype))
+        return make(weight.to(self.dtype))
 
     def lower(self, num_layers: int) -> Decoder:
         """The first layers under the same norm and head, as a decoder of its own: the same tensors, no copies.

@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float
+from forerun.config import Quantization
 from forerun.models.invariance import agreed_rows, cancelling_product
 from forerun.models.native import Kernels
 from forerun.models.quantized import QuantizedLinear, quantized_packing_is_exact
+from forerun.models.quantized4 import Quantized4Linear
 
 MIN_ROWS = 2  # a single row takes another kernel (gemv), with other bits
 BLOCK_ROWS = 8
@@ -93,13 +95,15 @@ def make_linear(
     weight: Float[Tensor, "outputs inputs"],
     bias: Float[Tensor, " outputs"] | None = None,
     *,
-    quantize: bool = False,
+    quantize: Quantization | None = None,
     kernels: Kernels | None = None,
 ) -> Linear:
-    """The fastest layer for this weight whose rows are independent on this machine; with `quantize` an 8-bit one."""
+    """The fastest layer for this weight, of so many bits, whose rows are independent on this machine."""
     if kernels is not None:
         return kernels.linear(weight, bias, quantize)
-    if quantize:
+    if quantize == "int4":
+        return Quantized4Linear(weight, bias)
+    if quantize == "int8":
         return QuantizedLinear(weight, bias, packed=quantized_packing_is_exact())
     if not packing_available(weight):
         return BlockedLinear(weight, bias)

@@ -41,6 +41,7 @@ from forerun.text.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 20
 FINAL_NORM = "model.norm.weight"
+HELD_BYTES: dict[Quantization | None, tuple[float, int]] = {"int8": (1, 1), "int4": (4.5 / 8, 1)}  # of layers, of head
 
 
 def checkpoint_label(model: str) -> str:
@@ -133,18 +134,15 @@ class Blueprint:
     @property
     def weights_bytes(self) -> int:
         """What the weights take once loaded: a tied head is packed apart from the embedding."""
-        c = self.config
-        table = c.vocab_size * c.hidden
-        if self.quantize is None:
-            return self.num_bytes + table * c.tied * self.dtype.itemsize
-        others = self.num_bytes // self.dtype.itemsize - table  # parameters beside the embedding
-        return table * self.dtype.itemsize + others + table * c.tied
+        return self.pass_bytes + self.config.vocab_size * self.config.hidden * self.dtype.itemsize
 
     @property
     def pass_bytes(self) -> int:
-        """Weights that a pass reads: all but the table of embeddings, a row a token, unless it is the head as well."""
-        table = self.config.vocab_size * self.config.hidden * (not self.config.tied)
-        return (self.num_bytes // self.dtype.itemsize - table) * (1 if self.quantize else self.dtype.itemsize)
+        """Weights that a pass reads: all but the table of embeddings, a row a token; it reads the head."""
+        table = self.config.vocab_size * self.config.hidden
+        others = self.num_bytes // self.dtype.itemsize - table * (1 if self.config.tied else 2)
+        of_layers, of_head = {None: (self.dtype.itemsize, self.dtype.itemsize), **HELD_BYTES}[self.quantize]
+        return int(others * of_layers) + table * of_head
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that was asked for, the checkpoint's own or another's; TokenizerError if it cannot fit."""
@@ -190,7 +188,7 @@ class Blueprint:
             make = device_linears(self.placement)
             return GraphRunner.of(Decoder(c, take, self.dtype, make=make, host=host), num_tokens)
         kernels = find_kernels(self.kernels, self.dtype, progress)
-        return Runner.of(Decoder(c, take, self.dtype, self.quantize == "int8", kernels, host=host), num_tokens)
+        return Runner.of(Decoder(c, take, self.dtype, self.quantize, kernels, host=host), num_tokens)
 
     def sampling_kernels(self) -> SamplingKernels | None:
         """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""

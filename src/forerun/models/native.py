@@ -24,13 +24,14 @@ from torch.nn import functional
 
 from forerun.annotations import Float, ProgressCallback
 from forerun.cache.paged import PagedCache
-from forerun.config import KernelChoice
+from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.sampling import PlainLaws, address, as_array
 from forerun.models.invariance import cancelling_product
 from forerun.models.quantized import quantize_rows
+from forerun.models.quantized4 import Quantized4Linear, quantize_groups
 
 if TYPE_CHECKING:
     from forerun.models.config import ModelConfig
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from forerun.models.rope import RopeTables
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+INT4 = 3  # is handed over as int8, and packed by the library
 WIDTH = 64  # rows are padded to a multiple of this
 MAX_HEAD_DIM = 512
 
@@ -105,9 +107,12 @@ class Kernels:
         self.name = Path(lib._name).stem  # of the file, which says from what and for which processor it was compiled
 
     def linear(
-        self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, quantize: bool = False
+        self,
+        weight: Float[Tensor, "outputs inputs"],
+        bias: Float[Tensor, " outputs"] | None,
+        quantize: Quantization | None = None,
     ) -> NativeLinear:
-        """A packed layer; of 8 bits with `quantize`, else in the weight's own format, float32 or bfloat16."""
+        """A packed layer: of 8 or 4 bits with `quantize`, else in the weight's own format, float32 or bfloat16."""
         return NativeLinear(self, weight, bias, quantize)
 
     def decoder(
@@ -145,16 +150,20 @@ def kernels_name(choice: KernelChoice, dtype: torch.dtype) -> str:
 
 @cache
 def checked(lib: ctypes.CDLL) -> Kernels:
-    """The library if it computes what it should: close to float64, and each row as if it were alone."""
+    """The library if it computes what it should: the definition or nearly, and each row as if it were alone."""
     kernels = Kernels(lib)
     outputs, inputs, rows = 72, 200, 40
-    for dtype, quantize in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+    formats: list[tuple[torch.dtype, Quantization | None]] = [(torch.float32, None), (torch.bfloat16, None)]
+    for dtype, quantize in (*formats, *((torch.float32, each) for each in QUANTIZATIONS)):
         x, weight = cancelling_product(rows, outputs, inputs, dtype)
         layer = kernels.linear(weight, None, quantize)
         alone = torch.cat([layer(row[None]) for row in x])
         exact = torch.eye(inputs)[:rows] * 64
-        close = torch.allclose(layer(exact).double(), exact.double() @ weight.double().T, rtol=0.02, atol=1.0)
-        if not (close and torch.equal(layer(x), alone)):
+        if quantize == "int4":  # too coarse to be close
+            right = torch.equal(layer(exact), Quantized4Linear(weight, None)(exact))
+        else:
+            right = torch.allclose(layer(exact).double(), exact.double() @ weight.double().T, rtol=0.02, atol=1.0)
+        if not (right and torch.equal(layer(x), alone)):
             wrong = f"compiled for {kernels.instructions}, they compute wrong results on this machine"
             raise NoKernels(f"{wrong}: name another compiler in CXX, and please report this")
     return kernels
@@ -163,15 +172,16 @@ def checked(lib: ctypes.CDLL) -> Kernels:
 class NativeLinear:
     """A weight packed for the kernels; any number of rows, each with bits of its own. The plain weight is not kept."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, quantize: bool) -> None:
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, quantize: Quantization | None) -> None:
         self.outputs, self.inputs = weight.shape
         self.lib = kernels.lib
         scales = None
-        if quantize:
-            weight, scales = quantize_rows(weight)
+        if quantize is not None:
+            weight, scales = (quantize_groups if quantize == "int4" else quantize_rows)(weight)
+        number = INT4 if quantize == "int4" else FORMATS[weight.dtype]
         weight, bias = weight.contiguous(), None if bias is None else bias.float().contiguous()
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in (weight, scales, bias))
-        self.pointer = self.lib.forerun_linear(FORMATS[weight.dtype], self.outputs, self.inputs, *pointers)
+        self.pointer = self.lib.forerun_linear(number, self.outputs, self.inputs, *pointers)
         if not self.pointer:
             raise MemoryError(f"no memory for a layer of {self.outputs} x {self.inputs} weights")
         weakref.finalize(self, self.lib.forerun_free_linear, self.pointer)

@@ -1,0 +1,139 @@
+// Products of int4 weights, whose groups of 32 inputs have a scale each: memory is read once for any number of rows.
+//
+// A group's sum is one of whole numbers, exact in any order. As a float it has at most 15 significant bits and a scale
+// has 8, so their product is exact as well, and it makes no difference whether it is rounded before it is added. Groups
+// are added in their order. So every instruction set, number of rows and cut of the work gives the same bits.
+#pragma once
+#include "linear.hpp"
+
+namespace forerun {
+
+constexpr int64_t BLOCK_BYTES = BLOCK_LINES * 64, BLOCK_GROUPS = WIDTH / GROUP;
+constexpr int64_t STRETCH_BLOCKS = 28;  // of a panel that several eights of rows share: half of the nearest cache
+constexpr int EIGHT = 8;                // rows whose sums are kept while a panel's weights go by
+constexpr int AT_ONCE = REGISTER_BYTES == 32 ? 5 : PARTS == 1 ? EIGHT : 4;  // rows whose group sums fit the registers
+
+// The first or the last four of the eight inputs in a line, of some of its outputs: a byte each, 8 added to them.
+inline IntRegister halves(const char* line, int part, bool high) {
+  const IntRegister bytes = *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
+  return (high ? bytes >> 4 : bytes) & int32_t(0x0f0f0f0f);
+}
+
+// A group's sums so far and four more inputs of a row.
+inline IntRegister add_four(IntRegister sums, IntRegister weights, int32_t four) {
+#if defined(__AVX512VNNI__)
+  return (IntRegister)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(four));
+#elif defined(__AVX512BW__)
+  return (IntRegister)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(four)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (IntRegister)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(four)));
+#elif defined(__ARM_FEATURE_DOTPROD)  // both sides signed; 0 to 15 is the same either way
+  return (IntRegister)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(four)));
+#else
+  for (int shift = 0; shift < 32; shift += 8) sums += ((weights >> shift) & 255) * int32_t(static_cast<int8_t>(four >> shift));
+  return sums;
+#endif
+}
+
+// A group's sums in 32 bits.
+inline IntRegister whole_sums(IntRegister sums) {
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+  return (IntRegister)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (IntRegister)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#else
+  return sums;
+#endif
+}
+
+// Has the compiler compute a sum before it begins the next: it would compute all products first, and where there are
+// 16 registers, wait for memory with half of them.
+inline void in_register([[maybe_unused]] IntRegister& sum) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm volatile("" : "+x"(sum));
+#endif
+}
+
+// One group of R rows, added to their sums. `x` and `start` belong to the first of these rows.
+template <int R>
+inline void add_group(const char* scales, const char* line, const char* x, const char* start, int64_t stride, float (*sums)[LANES]) {
+  IntRegister group[R][PARTS];
+  const auto number = [](const char* p) {
+    int32_t found;
+    memcpy(&found, p, 4);
+    return found;
+  };
+  for (int r = 0; r < R; r++)
+    for (int part = 0; part < PARTS; part++) group[r][part] = number(start + r * stride) - IntRegister{};
+#pragma GCC unroll 8
+  for (int i = 0; i < GROUP; i += 4) {
+    IntRegister weights[PARTS];
+    for (int part = 0; part < PARTS; part++) {
+      weights[part] = halves(line + i / 8 * 64, part, i % 8);
+      in_register(weights[part]);
+    }
+    for (int r = 0; r < R; r++)
+      for (int part = 0; part < PARTS; part++) {
+        group[r][part] = add_four(group[r][part], weights[part], number(x + r * stride + i));
+        in_register(group[r][part]);
+      }
+  }
+  for (int part = 0; part < PARTS; part++) {
+    const FloatRegister scale = widened_register(reinterpret_cast<const bfloat16*>(scales) + part * (LANES / PARTS));
+    for (int r = 0; r < R; r++) {
+      FloatRegisterAnywhere* const sum = reinterpret_cast<FloatRegisterAnywhere*>(sums[r]) + part;
+      *sum = fma(__builtin_convertvector(whole_sums(group[r][part]), FloatRegister), scale, (FloatRegister)*sum);
+    }
+  }
+}
+
+// R rows times a panel, from one block of its inputs to another. Each group is read from memory by the first rows.
+template <int R>
+inline void multiply_eight(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first, int64_t end, float* out) {
+  constexpr int FIRST = R <= AT_ONCE ? R : (R + 1) / 2;
+  alignas(64) float sums[R][LANES] = {};
+  const int64_t stride = l.row_bytes();
+  const auto place = [&](int r) { return out + (row + r) * l.width + column; };
+  if (first)
+    for (int r = 0; r < R; r++) memcpy(sums[r], place(r), sizeof sums[r]);
+  const char* block = l.panel(column) + first * BLOCK_BYTES;
+  const char* x = rows.data + row * stride + first * WIDTH;
+  const char* start = rows.data + row * stride + l.depth + first * BLOCK_GROUPS * 4;
+  for (int64_t b = first; b < end; b++, block += BLOCK_BYTES, x += WIDTH, start += BLOCK_GROUPS * 4) {
+    for (int i = 0; i < BLOCK_LINES; i++) __builtin_prefetch(block + 2048 + i * 64);
+    for (int g = 0; g < BLOCK_GROUPS; g++) {
+      const char *scales = block + g * LANES * 2, *line = block + 64 + g * GROUP * 8, *inputs = x + g * GROUP;
+      add_group<FIRST>(scales, line, inputs, start + 4 * g, stride, sums);
+      if constexpr (R > FIRST)
+        add_group<R - FIRST>(scales, line, inputs + FIRST * stride, start + 4 * g + FIRST * stride, stride, sums + FIRST);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    if (end < l.num_blocks()) memcpy(place(r), sums[r], sizeof sums[r]);
+    else store(place(r), load(sums[r]) * rows.scales[row + r] + load(l.bias + column));
+}
+
+// Any number of rows times four panels, by eights of nearly the same size, stretch by stretch.
+inline void multiply_groups(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+  const int64_t num_eights = (num_rows + EIGHT - 1) / EIGHT, blocks = l.num_blocks();
+  for (int64_t c = column; c < column + WIDTH; c += LANES)
+    for (int64_t first = 0; first < blocks; first += STRETCH_BLOCKS) {
+      const int64_t end = num_eights == 1 ? blocks : std::min(first + STRETCH_BLOCKS, blocks);
+      for (int64_t eight = 0; eight < num_eights; eight++) {
+        const int64_t row = num_rows * eight / num_eights;
+        switch (num_rows * (eight + 1) / num_eights - row) {
+          case 1: multiply_eight<1>(l, c, rows, row, first, end, out); break;
+          case 2: multiply_eight<2>(l, c, rows, row, first, end, out); break;
+          case 3: multiply_eight<3>(l, c, rows, row, first, end, out); break;
+          case 4: multiply_eight<4>(l, c, rows, row, first, end, out); break;
+          case 5: multiply_eight<5>(l, c, rows, row, first, end, out); break;
+          case 6: multiply_eight<6>(l, c, rows, row, first, end, out); break;
+          case 7: multiply_eight<7>(l, c, rows, row, first, end, out); break;
+          case 8: multiply_eight<8>(l, c, rows, row, first, end, out); break;
+        }
+      }
+      if (end == blocks) break;
+    }
+}
+
+}  // namespace forerun
