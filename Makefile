@@ -10,13 +10,14 @@ RUNTIME := $(VENV)/.runtime
 TOOLS := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-full check clean
+.PHONY: help demo test test-full check wheel clean
 
 help:
 	@echo "make demo       set up, then race plain against drafted decoding (the models are in the repository)"
 	@echo "make test       set up, then the short test suite (under 10 minutes on 2 cores)"
 	@echo "make test-full  set up, then every long proof; resumes where it was stopped"
 	@echo "make check      set up, then lint, types, sizes and import order"
+	@echo "make wheel      build dist/*.whl, which needs no compiler where it is installed (CXX names the one used here)"
 	@echo "make clean      remove the environment and everything generated"
 
 demo: $(RUNTIME)
@@ -30,6 +31,9 @@ test-full: $(TOOLS)
 
 check: $(TOOLS)
 	@scripts/check
+
+wheel:
+	@PYTHON=$(PYTHON) scripts/wheel
 
 # Done once, and again when what is to be installed has changed. torch comes first: from its own index if asked. What
 # tests and checks need besides is installed when the first of them is run.

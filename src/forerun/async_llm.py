@@ -113,7 +113,7 @@ class AsyncLLM:
         options = ChatOptions(
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs or {}
         )
-        prompt = self.llm.chat_prompt(messages, options)
+        prompt = await asyncio.to_thread(self.llm.chat_prompt, messages, options)  # templates may take seconds
         return await self.generate(prompt, sampling_params, speculation=speculation, tenant=tenant)
 
     def get_tokenizer(self) -> Tokenizer:

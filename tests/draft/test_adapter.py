@@ -27,7 +27,6 @@ from forerun.errors import (
     WrongShape,
     WrongTarget,
 )
-from forerun.kernels.sampling import find_sampling_kernels
 from forerun.llm import LLM
 from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Read, Runner
@@ -177,7 +176,7 @@ def test_after_any_history_it_holds_what_reading_anew_leaves(bench_of: Benches, 
 def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **options: object) -> Engine:
     engine = bench.engine(None, num_tokens, options=EngineOptions(**options))  # type: ignore[arg-type]
     engine.drafter = drafter_of(bench, engine.runner, spec, adapter_tokens)
-    engine.kernels = find_sampling_kernels() if bench.target.kernels == "auto" else None
+    engine.kernels = bench.target.sampling_kernels()
     return engine
 
 

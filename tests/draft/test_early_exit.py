@@ -23,7 +23,6 @@ from forerun.draft.model import ModelDrafter
 from forerun.engine.controller import FixedDepth, Load
 from forerun.engine.engine import Engine
 from forerun.errors import WrongTarget
-from forerun.kernels.sampling import find_sampling_kernels
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder, Hidden, TokenBatch
 from forerun.models.loading import Blueprint
@@ -127,7 +126,7 @@ def test_it_guesses_what_a_checkpoint_cut_off_there_guesses(
 def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) -> Engine:
     engine = bench.engine(None, num_tokens, options=EngineOptions(**options))
     engine.drafter = EarlyExitDrafter(engine.runner, layer)
-    engine.kernels = find_sampling_kernels() if bench.target.kernels == "auto" else None
+    engine.kernels = bench.target.sampling_kernels()
     return engine
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from compiled import LEVELS, compiled_for, require_compiler
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
+from forerun.kernels.variants import VARIANTS
+from forerun.models import loading
 from forerun.models.invariance import cancelling_product
 from forerun.models.loading import Blueprint
 from forerun.models.native import Kernels, checked, find_kernels
@@ -159,14 +161,37 @@ def test_formats_that_they_do_not_know(target_dir: Path) -> None:
         find_kernels("native", torch.float64)
 
 
+def check_same_bits(one: Kernels, other: Kernels) -> None:
+    """Products with sums that cancel."""
+    for numbers, shape in itertools.product(FORMATS, SHAPES):
+        x, weight = cancelling_product(70, *shape, torch.bfloat16 if numbers == "bfloat16" else torch.float32)
+        first, second = (kernels.linear(weight, None, quantization(numbers))(x) for kernels in (one, other))
+        assert torch.equal(first, second), (numbers, shape)
+
+
 @pytest.mark.full
 def test_bits_do_not_depend_on_what_a_compiler_makes_of_the_code(tmp_path: Path) -> None:
     """Which is why its name and version are no part of the fingerprint."""
-    default, plain = (Kernels(compiled_for("native", tmp_path, level)) for level in ("-O3", "-O1"))
-    for numbers, shape in itertools.product(FORMATS, SHAPES):
-        x, weight = cancelling_product(70, *shape, torch.bfloat16 if numbers == "bfloat16" else torch.float32)
-        first, second = (kernels.linear(weight, None, quantization(numbers))(x) for kernels in (default, plain))
-        assert torch.equal(first, second), (numbers, shape)
+    check_same_bits(*(Kernels(compiled_for("native", tmp_path, level)) for level in ("-O3", "-O1")))
+
+
+def test_a_wheels_library_has_the_bits_of_one_compiled_here(
+    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is why the fingerprint names instructions: what else the processor has changes no bit."""
+    require_compiler()
+    own = find_kernels("native", torch.float32)
+    assert own is not None
+    name = next((variant.name for variant in VARIANTS if variant.instructions == own.instructions), "native")
+    wheels = checked(compiled_for(name, tmp_path))
+    assert wheels.instructions == own.instructions
+    check_same_bits(own, wheels)
+    tokens, sizes = list(range(3, 200)), [150, 1, 1, 5, 40]
+    for numbers in FORMATS:
+        by_own = read_all(load(target_dir, numbers, "native"), tokens, sizes)
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "find_kernels", lambda *_: wheels)
+            assert torch.equal(read_all(load(target_dir, numbers, "native"), tokens, sizes), by_own), numbers
 
 
 def test_kernels_and_torch_have_different_fingerprints(target_dir: Path) -> None:

@@ -356,7 +356,7 @@ def test_a_template_that_refuses_blames_the_conversation(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "no chat template in .*forerun generate"),
+        (None, r"no chat template in .*chat_template\.jinja"),
         ([{"name": "tool_use", "template": "x"}], "which has .*tool_use.* by name"),
         ("{% for %}", "does not parse"),
         ("{{ messages[9].content.text }}", "fails"),

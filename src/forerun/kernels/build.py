@@ -1,24 +1,33 @@
 """Compiles the kernels: the compiler, its flags, and the name of the resulting file.
 
 The name is a hash of everything that goes into the library, the processor included, so another machine, source or
-compiler makes another file. Compiling takes a few seconds and needs no headers of torch.
+compiler makes another file. Compiling takes a few seconds and needs no headers of torch. wheel.py compiles the
+libraries that a wheel carries.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 from hashlib import sha256
 from pathlib import Path
 
+from forerun.kernels.variants import flags_here, processor
+
 SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".cpp", ".hpp"))
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+# Scheduling before registers are assigned, as GCC does it for Arm, makes loops need more registers than there are.
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-schedule-insns", "-fopenmp", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 300.0
 VERSION_TIMEOUT_S = 10.0
-LONGEST_QUOTE = 1000  # characters of what a compiler says
+LONGEST_QUOTE = 120  # characters of what a compiler says
+COMPLAINT = re.compile(r"(?:fatal )?error: .*")
 FIX = "install g++, or name a compiler that works in CXX"
+
+logger = logging.getLogger(__name__)
 
 
 class NoKernels(Exception):
@@ -38,27 +47,35 @@ def library_name(command: str) -> str:
     """What the library of these sources, made by this compiler for this processor, is called: 16 hex digits."""
     version = run([command, "--version"], VERSION_TIMEOUT_S).stdout
     digest = sha256(version.encode() + platform.machine().encode() + processor())
-    for text in (*FLAGS, *(source.read_text(encoding="utf-8") for source in SOURCES)):
+    for text in (*FLAGS, *flags_here(), *(source.read_text(encoding="utf-8") for source in SOURCES)):
         digest.update(text.encode())
     return digest.hexdigest()[:16]
 
 
-def processor() -> bytes:
-    """What the processor can do, as far as the system says."""
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return platform.processor().encode()
-    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
-
-
 def compile_to(path: Path, command: str) -> None:
     """Write the library to `path`, whose folder exists. Raises NoKernels."""
-    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    call = [command, *FLAGS, *sources, "-o", str(path)]
+    attempt([command, *FLAGS, *flags_here(), "-shared", *cpp_files(), "-o", str(path)], path)
+
+
+def cpp_files() -> list[str]:
+    """What a compiler is given."""
+    return [str(source) for source in SOURCES if source.suffix == ".cpp"]
+
+
+def attempt(call: list[str], path: Path) -> None:
+    """Run a compiler that is to write `path`. Raises NoKernels with its first complaint; all else is logged."""
     done = run(call, TIMEOUT_S)
     if done.returncode or not path.exists():
-        raise NoKernels(f"{' '.join(call)} failed: {done.stderr.strip()[-LONGEST_QUOTE:]}: {FIX}")
+        logger.debug("%s returned %d:\n%s", " ".join(call), done.returncode, done.stderr)
+        raise NoKernels(f"{call[0]} failed{complaint(done.stderr)}: {FIX}")
+
+
+def complaint(said: str) -> str:
+    """The line of a compiler's output that says what is wrong, cut to what a reader takes in."""
+    found = COMPLAINT.search(said)
+    line = found.group() if found else next(iter(said.strip().splitlines()), "")
+    short = line if len(line) <= LONGEST_QUOTE else f"{line[: LONGEST_QUOTE - 3]}..."
+    return f" ({short})" if short else ""
 
 
 def run(call: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -73,5 +90,7 @@ def run(call: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
             timeout=timeout_s,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"{call[0]} timed out after {timeout_s:g} s: {FIX}") from error
+    except OSError as error:
         raise NoKernels(f"{call[0]} cannot be run ({error}): {FIX}") from error

@@ -206,6 +206,8 @@ const char* forerun_instructions() {
   return "AVX-512";
 #elif defined(__AVX2__)
   return "AVX2";
+#elif defined(__ARM_NEON)
+  return "NEON";
 #else
   return "vectors";
 #endif

@@ -1,4 +1,7 @@
-"""The library of compiled kernels in this process: loaded from the user's cache folder, or compiled and stored there.
+"""The library of compiled kernels in this process: the wheel's, or the one in the user's cache folder, or a new one.
+
+A wheel carries libraries for several processors; they lie beside this file and are as trustworthy as it is. Without one
+for this processor, and in a source checkout, the kernels are compiled at first use and kept in the user's cache folder.
 
 A library runs with all rights of the user who loads it, and a truncated one kills the process when a missing page is
 touched. So before a file is loaded, it is checked that the file and its folders belong to this user and are writable by
@@ -24,7 +27,9 @@ from filelock import FileLock
 from forerun.annotations import ProgressCallback
 from forerun.folders import cache_folder
 from forerun.kernels.build import TIMEOUT_S, NoKernels, compile_to, compiler, library_name
+from forerun.kernels.variants import wanted
 
+WHEEL = Path(__file__).parent / "lib"
 HAS_OWNERS = hasattr(os, "geteuid")
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -59,7 +64,7 @@ def of_this_process() -> Library:
 
 
 def library(progress: ProgressCallback | None = None) -> ctypes.CDLL:
-    """The compiled kernels, compiled now if they never were on this machine. Raises NoKernels."""
+    """The compiled kernels, compiled now if need be. Raises NoKernels, and DeviceUnavailable for a bad FORERUN_ISA."""
     return of_this_process().get(progress)
 
 
@@ -67,15 +72,35 @@ def library(progress: ProgressCallback | None = None) -> ctypes.CDLL:
 def warn_of_torch(reason: str) -> None:
     """Warn, once for each reason, that torch's operators take the kernels' place."""
     logger.warning(
-        "The compiled kernels are not used: %s. torch's operators compute instead. They take two to four times as long "
-        "for a token (with int8 weights more), and their results differ in the last bits, so the fingerprint is another"
-        " one. kernels='torch' (--kernels torch) asks for them without this warning.",
+        "No compiled kernels: %s. torch's operators compute instead: two to four times as long for a token, and "
+        "another fingerprint. --kernels torch (kernels='torch') asks for them without this warning.",
         reason,
     )
 
 
+def from_wheel() -> ctypes.CDLL | None:
+    """The wheel's library for this processor, or for the one that FORERUN_ISA names; None where there is none.
+
+    The libraries name no OpenMP runtime, because its file has another name in every build of torch. They use torch's,
+    whose functions are visible to all once torch is imported; so there is one pool of threads, and a machine needs no
+    runtime of its own.
+    """
+    for path in (WHEEL / f"{variant.name}.so" for variant in wanted()):
+        if path.exists():
+            import torch  # noqa: F401
+
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                logger.warning("%s cannot be loaded (%s): compiling the kernels instead.", path, error)
+                return None
+    return None
+
+
 def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
-    """Load the library that is kept, or compile it and keep it. Raises NoKernels."""
+    """Load the wheel's library, or the one that is kept, or compile it and keep it. Raises NoKernels."""
+    if (found := from_wheel()) is not None:
+        return found
     command = compiler()
     name = library_name(command)
     with suppress(OSError):  # which the second look meets again, and reports

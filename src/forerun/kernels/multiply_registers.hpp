@@ -16,18 +16,19 @@ inline IntRegister weights_at(const char* line, int part) {
   return *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
 }
 
-// A line of weights times the same inputs of R rows, added to their sums so far. `STEP` is how many bytes of a prepared
-// row go with a line, `SPARE` how many registers the sums must leave.
+// A line of weights times the same inputs of R rows, added to their sums so far, in `TURNS` turns: all panels take the
+// first before any takes the second, so that only one turn's inputs are in registers. `STEP` is how many bytes of a
+// prepared row go with a line, `SPARE` how many registers the sums must leave: found by reading what GCC makes of it.
 template <Format F>
 struct Dot;
 
 template <>
 struct Dot<FLOAT32> {
   typedef FloatRegister Sums;
-  static constexpr int STEP = 4, SPARE = PARTS + 1;
+  static constexpr int STEP = 4, SPARE = PARTS == 4 ? 16 : PARTS + 1, TURNS = 1;
 
   template <int R>
-  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride, int) {
     for (int r = 0; r < R; r++)
       for (int part = 0; part < PARTS; part++)
         sums[r][part] = fma((FloatRegister)weights_at(line, part), number_at<float>(x + r * stride) - Sums{}, sums[r][part]);
@@ -38,29 +39,37 @@ template <>
 struct Dot<BFLOAT16> {  // two inputs of each output
   typedef FloatRegister Sums;
 #if defined(__AVX512BF16__)
-  static constexpr int STEP = 4, SPARE = PARTS + 1;
+  static constexpr int STEP = 4, SPARE = PARTS + 1, TURNS = 1;
 
   template <int R>
-  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride, int) {
     for (int r = 0; r < R; r++)
       sums[r][0] = (Sums)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)_mm512_loadu_si512(line),
                                           (__m512bh)_mm512_set1_epi32(number_at<int32_t>(x + r * stride)));
   }
 #else  // widened in registers; rows are prepared as floats
-  static constexpr int STEP = 8, SPARE = 2 * PARTS + 1;
+  static constexpr int STEP = 8, SPARE = PARTS == 4 ? 20 : PARTS == 2 ? 5 : 9, TURNS = 2;
 
   template <int R>
-  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
-    for (int odd = 0; odd < 2; odd++) {
-      FloatRegister weights[PARTS];
-      for (int part = 0; part < PARTS; part++) {
-        const IntRegister pairs = weights_at(line, part);
-        weights[part] = (FloatRegister)(odd ? pairs & int32_t(0xffff0000) : pairs << 16);
-      }
-      for (int r = 0; r < R; r++)
-        for (int part = 0; part < PARTS; part++)
-          sums[r][part] = fma(weights[part], number_at<float>(x + r * stride + 4 * odd) - Sums{}, sums[r][part]);
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride, int turn) {
+    FloatRegister weights[PARTS];
+    for (int part = 0; part < PARTS; part++) {
+      const IntRegister pairs = weights_at(line, part);
+      weights[part] = (FloatRegister)(turn ? upper_halves(pairs) : pairs << 16);
     }
+    for (int r = 0; r < R; r++)
+      for (int part = 0; part < PARTS; part++)
+        sums[r][part] = fma(weights[part], number_at<float>(x + r * stride + 4 * turn) - Sums{}, sums[r][part]);
+  }
+
+  static IntRegister upper_halves(IntRegister pairs) {  // by zeros, which need no register for the whole loop as a mask does
+#if defined(__AVX512BW__)
+    return (IntRegister)_mm512_maskz_mov_epi16(0xaaaaaaaa, (__m512i)pairs);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (IntRegister)_mm256_blend_epi16(_mm256_setzero_si256(), (__m256i)pairs, 0xaa);
+#else
+    return pairs & int32_t(0xffff0000);
+#endif
   }
 #endif
 };
@@ -68,13 +77,18 @@ struct Dot<BFLOAT16> {  // two inputs of each output
 template <>
 struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact in any order
   typedef IntRegister Sums;
-  static constexpr int STEP = 4, SPARE = 6;
+  static constexpr int STEP = 4, SPARE = PARTS == 4 ? 20 : 6, TURNS = 1;
 
   template <int R>
-  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride) {
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride, int) {
+    constexpr int KEPT = NUM_REGISTERS - R * PARTS - 4;  // rows whose inputs find a register until the next part
     for (int part = 0; part < PARTS; part++) {
       const IntRegister weights = weights_at(line, part);
-      for (int r = 0; r < R; r++) sums[r][part] = dot(sums[r][part], weights, number_at<int32_t>(x + r * stride));
+      const char* from = x;
+      for (int r = 0; r < R; r++) {
+        if (PARTS > 1 && r == KEPT) asm volatile("" : "+r"(from));  // read anew for every part, or they would displace sums
+        sums[r][part] = dot(sums[r][part], weights, number_at<int32_t>(from + r * stride));
+      }
     }
   }
 
@@ -104,9 +118,10 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
 
 // R rows times P panels along the lines from `first` to `end`, both the whole panel or a stretch of it. With every line
 // the memory at `ahead`, and as far behind it as the panels are apart, is fetched; `step` is how far `ahead` then moves.
+// A function of its own in the library, so that a test can find its loop there and see that sums do stay in registers.
 template <Format F, int R, int P>
-inline void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first, int64_t end, float* out,
-                           const char* ahead, int64_t step) {
+__attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
+                                              int64_t end, float* out, const char* ahead, int64_t step) {
   typedef typename Dot<F>::Sums Sums;
   typedef Sums Anywhere __attribute__((aligned(4), may_alias));
   Sums sums[P][R][PARTS] = {};
@@ -117,11 +132,14 @@ inline void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t r
         for (int part = 0; part < PARTS; part++) f(sums[p][r][part], reinterpret_cast<Anywhere*>(place(p, r))[part]);
   };
   if (first) each([](Sums& sum, Anywhere& waiting) { sum = waiting; });
+  const int64_t panel = l.panel_bytes(), stride = l.row_bytes();  // else worked out anew for every line
   const char* line = l.panel(column) + first * LINE_BYTES;
-  const char* x = rows.data + row * l.row_bytes() + first * Dot<F>::STEP;
-  for (int64_t i = first; i < end; i++, line += LINE_BYTES, x += Dot<F>::STEP, ahead += step) {
-    for (int p = 0; p < P; p++) __builtin_prefetch(ahead + p * l.panel_bytes());
-    for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], line + p * l.panel_bytes(), x, l.row_bytes());
+  const char* x = rows.data + row * stride + first * Dot<F>::STEP;
+  for (const char* const last = line + (end - first) * LINE_BYTES; line < last; line += LINE_BYTES) {
+    for (int p = 0; p < P; p++) __builtin_prefetch(ahead + p * panel);
+    for (int turn = 0; turn < Dot<F>::TURNS; turn++)
+      for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], line + p * panel, x, stride, turn);
+    x += Dot<F>::STEP, ahead += step;
   }
   each([](Sums& sum, Anywhere& waiting) { waiting = sum; });
   if (end < l.num_lines()) return;
@@ -137,7 +155,7 @@ inline void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t r
 // How many panels a block of so many rows takes, and the most rows that a block can have.
 template <Format F>
 constexpr int panels_for(int num_rows) {
-  int panels = PANELS;
+  int panels = PARTS == 4 ? 1 : PANELS;  // a panel's line fills four registers there: sums of more do not stay in any
   while (panels > 1 && num_rows * panels * PARTS + Dot<F>::SPARE > NUM_REGISTERS) panels /= 2;
   return panels;
 }
@@ -162,6 +180,7 @@ inline void multiply_few(const Linear& l, int64_t column, Rows rows, float* out)
 template <Format F>
 inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
   constexpr int MOST = most_rows<F>(), P = panels_for<F>(MOST);
+  static_assert(MOST >= 3, "with fewer, some of the blocks would have a single row, which the switch leaves out");
   const int64_t num_blocks = (num_rows + MOST - 1) / MOST, stretch = STRETCH_BYTES / LINE_BYTES / PANELS;
   const int64_t step = (LINE_BYTES + num_blocks - 1) / num_blocks;
   for (int64_t first = 0; first < l.num_lines(); first += stretch) {
@@ -171,11 +190,11 @@ inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t nu
       for (int64_t c = column; c < column + WIDTH; c += P * LANES) {
         const char* ahead = (end < l.num_lines() ? l.panel(c) + end * LINE_BYTES : l.panel(c + WIDTH)) + share;
         switch (num_rows * (block + 1) / num_blocks - row) {
-          case 2: multiply_block<F, 2, P>(l, c, rows, row, first, end, out, ahead, step); break;
-          case 3: multiply_block<F, 3, P>(l, c, rows, row, first, end, out, ahead, step); break;
-          case 4: multiply_block<F, 4, P>(l, c, rows, row, first, end, out, ahead, step); break;
-          case 5: multiply_block<F, 5, P>(l, c, rows, row, first, end, out, ahead, step); break;
-          case 6: multiply_block<F, 6, P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 2: multiply_block<F, std::min(2, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 3: multiply_block<F, std::min(3, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 4: multiply_block<F, std::min(4, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 5: multiply_block<F, std::min(5, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
+          case 6: multiply_block<F, std::min(6, MOST), P>(l, c, rows, row, first, end, out, ahead, step); break;
         }
       }
     }
@@ -184,14 +203,15 @@ inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t nu
 
 template <Format F>
 void multiply_rows(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
-  if (num_rows > most_rows<F>()) return multiply_many<F>(l, column, rows, num_rows, out);
+  constexpr int MOST = most_rows<F>();  // no function is made for more rows, whose sums would not fit into registers
+  if (num_rows > MOST) return multiply_many<F>(l, column, rows, num_rows, out);
   switch (num_rows) {
     case 1: return multiply_few<F, 1>(l, column, rows, out);
-    case 2: return multiply_few<F, 2>(l, column, rows, out);
-    case 3: return multiply_few<F, 3>(l, column, rows, out);
-    case 4: return multiply_few<F, 4>(l, column, rows, out);
-    case 5: return multiply_few<F, 5>(l, column, rows, out);
-    case 6: return multiply_few<F, 6>(l, column, rows, out);
+    case 2: return multiply_few<F, std::min(2, MOST)>(l, column, rows, out);
+    case 3: return multiply_few<F, std::min(3, MOST)>(l, column, rows, out);
+    case 4: return multiply_few<F, std::min(4, MOST)>(l, column, rows, out);
+    case 5: return multiply_few<F, std::min(5, MOST)>(l, column, rows, out);
+    case 6: return multiply_few<F, std::min(6, MOST)>(l, column, rows, out);
   }
 }
 

@@ -1,0 +1,205 @@
+// The kernels without Python, for processors that are only emulated here: products, attention and draws against plain
+// loops in double precision, and every row and query against itself alone. Prints what differs, then a line for each
+// part with a hash of all result bits, which other processors with the same arithmetic must print as well.
+#include <cinttypes>
+#include <cstdio>
+#include <vector>
+
+#include "attention.hpp"
+#include "decoder.hpp"
+
+using namespace forerun;
+
+extern "C" {
+const char* forerun_instructions();
+Linear* forerun_linear(int64_t format, int64_t outputs, int64_t inputs, const void* weight, const float* scales,
+                       const float* bias);
+void forerun_free_linear(Linear* linear);
+}
+
+static int failures = 0;
+
+static uint32_t next_word() {
+  static uint64_t state = 1;
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return state >> 33;
+}
+static float number() { return static_cast<int32_t>(next_word() % 20001) * 1e-4f - 1.0f; }
+static float as_float(bfloat16 x) {
+  const uint32_t bits = uint32_t{x} << 16;
+  float result;
+  memcpy(&result, &bits, 4);
+  return result;
+}
+static bfloat16 as_bfloat16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+struct Hash {
+  uint64_t value = 0xcbf29ce484222325u;
+  void add(const void* data, size_t size) {
+    for (size_t i = 0; i < size; i++) value = (value ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
+  }
+};
+
+static void expect(bool holds, const char* what, int64_t a, int64_t b) {
+  if (!holds && failures++ < 20) printf("wrong: %s, %" PRId64 ", %" PRId64 "\n", what, a, b);
+}
+
+struct Weights {  // in a format, and as the numbers that they stand for
+  std::vector<float> plain, scales, bias;
+  std::vector<bfloat16> halves;
+  std::vector<int8_t> bytes;
+
+  Weights(Format format, int64_t outputs, int64_t inputs) {
+    for (int64_t o = 0; o < outputs; o++) {
+      scales.push_back(0.01f + 0.001f * o), bias.push_back(number());
+      for (int64_t i = 0; i < inputs; i++) {
+        const float x = number();
+        halves.push_back(as_bfloat16(x)), bytes.push_back(static_cast<int8_t>(next_word() % 255) - 127);
+        plain.push_back(format == FLOAT32 ? x : format == BFLOAT16 ? as_float(halves.back()) : bytes.back());
+      }
+    }
+  }
+  const void* data(Format format) const {
+    if (format == FLOAT32) return plain.data();
+    return format == BFLOAT16 ? static_cast<const void*>(halves.data()) : bytes.data();
+  }
+};
+
+// One output by a plain loop, and the size of its terms; 8-bit products are exact, so they are rounded as there.
+static double product(const Weights& w, Format format, const float* x, int64_t inputs, int64_t o, double* size) {
+  double sum = 0;
+  *size = 1e-20;
+  float top = 0;
+  for (int64_t i = 0; i < inputs; i++) top = std::max(top, std::abs(x[i]));
+  const float scale = std::max(top / 127.0f, 1.17549435e-38f);
+  for (int64_t i = 0; i < inputs; i++) {
+    const float input = format == INT8 ? std::nearbyint(x[i] / scale) : format == BFLOAT16 ? as_float(as_bfloat16(x[i])) : x[i];
+    sum += double{input} * w.plain[o * inputs + i];
+    *size += std::abs(double{input} * w.plain[o * inputs + i]);
+  }
+  if (format != INT8) return sum + w.bias[o];
+  *size = 0;
+  return (static_cast<float>(sum) * w.scales[o]) * scale + w.bias[o];
+}
+
+static void check_products(Format format, const char* name) {
+  Hash hash;
+  for (auto [outputs, inputs] : {std::pair<int64_t, int64_t>{1, 1}, {48, 83}, {130, 1000}}) {
+    const Weights w(format, outputs, inputs);
+    Linear* const linear = forerun_linear(format, outputs, inputs, w.data(format), w.scales.data(), w.bias.data());
+    const int64_t most = 40, width = linear->width;
+    std::vector<float> x(most * inputs), together(most * width), alone(most * width);
+    for (float& each : x) each = number();
+    for (int64_t r = 0; r < most; r++) forerun_multiply(linear, &x[r * inputs], 1, nullptr, 0, &alone[r * width], 1);
+    for (int64_t count = 1; count <= most; count++) {
+      forerun_multiply(linear, x.data(), count, nullptr, 0, together.data(), 1 + count % 3);
+      for (int64_t r = 0; r < count; r++)
+        expect(!memcmp(&together[r * width], &alone[r * width], outputs * sizeof(float)), "a row in company", count, r);
+    }
+    for (int64_t r = 0; r < most; r++)
+      for (int64_t o = 0; o < outputs; o++) {
+        double size;
+        const double exact = product(w, format, &x[r * inputs], inputs, o, &size);
+        expect(std::abs(alone[r * width + o] - exact) <= 1e-5 * size, name, r, o);
+      }
+    for (int64_t r = 0; r < most; r++) hash.add(&alone[r * width], outputs * sizeof(float));
+    forerun_free_linear(linear);
+  }
+  printf("%s %016" PRIx64 "\n", name, hash.value);
+}
+
+template <typename T>
+static void check_attention(const char* name) {
+  constexpr int64_t head = 40, slots = 120, split = 37;
+  Hash hash;
+  std::vector<T> keys(slots * head), values(slots * head);
+  std::vector<float> wide_keys(slots * head), wide_values(slots * head), scores;
+  for (int64_t i = 0; i < slots * head; i++) {
+    float k[LANES] = {number()}, v[LANES] = {number()};
+    T narrowed[LANES];
+    narrow(narrowed, load(k)), keys[i] = narrowed[0], store(k, widened(narrowed)), wide_keys[i] = k[0];
+    narrow(narrowed, load(v)), values[i] = narrowed[0], store(v, widened(narrowed)), wide_values[i] = v[0];
+  }
+  std::vector<int64_t> listed(slots);  // keys from `split` on lie backwards from the end
+  for (int64_t i = split; i < slots; i++) listed[i - split] = slots - 1 - (i - split);
+  const Path path{0, split, listed.data()};
+  for (int64_t window : {0, 50}) {
+    std::vector<float> q(6 * head), out(6 * head), alone(head);
+    for (float& each : q) each = number() * 3;
+    std::vector<Query> queries;
+    const int64_t positions[] = {0, 15, 60, 60, 60, 99};
+    for (int64_t i = 0; i < 6; i++) queries.push_back({&q[i * head], &out[i * head], positions[i]});
+    attend(queries, path, keys.data(), values.data(), head, window, 0.158f, scores);
+    for (int64_t i = 0; i < 6; i++) {
+      attend({{&q[i * head], alone.data(), positions[i]}}, path, keys.data(), values.data(), head, window, 0.158f, scores);
+      expect(!memcmp(alone.data(), &out[i * head], head * sizeof(float)), "a query in company", i, window);
+      std::vector<double> weights(positions[i] + 1), sums(head);
+      double total = 0;
+      for (int64_t k = window ? std::max<int64_t>(0, positions[i] + 1 - window) : 0; k <= positions[i]; k++) {
+        double dot = 0;
+        for (int64_t d = 0; d < head; d++) dot += 0.158 * q[i * head + d] * wide_keys[path.slot(k) * head + d];
+        total += std::exp(dot);
+        for (int64_t d = 0; d < head; d++) sums[d] += std::exp(dot) * wide_values[path.slot(k) * head + d];
+      }
+      for (int64_t d = 0; d < head; d++) expect(std::abs(out[i * head + d] - sums[d] / total) < 1e-4, name, i, d);
+    }
+    hash.add(out.data(), out.size() * sizeof(float));
+  }
+  printf("%s %016" PRIx64 "\n", name, hash.value);
+}
+
+static void check_functions() {
+  Hash hash;
+  for (int64_t i = 0; i < 4000; i++) {
+    float x[LANES], y[LANES], z[LANES];
+    for (float& each : x) each = number() * 80;
+    store(y, exponential(load(x)));
+    for (int j = 0; j < LANES; j++) {
+      expect(std::abs(y[j] / std::exp(double{x[j]}) - 1) < 4e-7, "exponential", i, j);
+      x[j] = std::abs(x[j]) + 1e-6f;
+    }
+    store(z, logarithm(load(x)));
+    for (int j = 0; j < LANES; j++) {
+      const double exact = std::log(double{x[j]});
+      expect(std::abs(z[j] - exact) < 3e-7 * std::max(1.0, std::abs(exact)), "logarithm", i, j);
+    }
+    hash.add(y, sizeof y), hash.add(z, sizeof z);
+  }
+  printf("functions %016" PRIx64 "\n", hash.value);
+}
+
+static void check_greedy_draws() {
+  Hash hash;
+  for (int64_t count : {1, 15, 16, 17, 1000}) {
+    std::vector<float> logits(3 * count);
+    for (float& each : logits) each = static_cast<int>(number() * 8);  // with many equals, of which the first wins
+    const int64_t rows[] = {0, 1, 2}, positions[] = {5, 6, 7};
+    const uint64_t keys[] = {1, 2, 3};
+    const float cold[] = {0, 0, 0}, warm[] = {1, 1, 1};
+    int64_t chosen[3];
+    forerun_choose(logits.data(), count, count, 3, rows, positions, keys, cold, 0, chosen, 1);
+    for (int64_t i = 0; i < 3; i++) {
+      const auto from = logits.begin() + i * count;
+      expect(chosen[i] == std::max_element(from, from + count) - from, "greedy draw", count, i);
+    }
+    forerun_choose(logits.data(), count, count, 3, rows, positions, keys, warm, 1e-4f, chosen, 2);
+    hash.add(chosen, sizeof chosen);
+  }
+  printf("draws %016" PRIx64 "\n", hash.value);
+}
+
+int main() {
+  fprintf(stderr, "%s\n", forerun_instructions());
+  check_products(FLOAT32, "float32");
+  check_products(INT8, "int8");
+  check_products(BFLOAT16, "bfloat16");
+  check_attention<float>("attention in float32");
+  check_attention<bfloat16>("attention in bfloat16");
+  check_functions();
+  check_greedy_draws();
+  return failures != 0;
+}

@@ -1,0 +1,55 @@
+"""The kernels without Python: alone.cpp, which also runs where the processor is an emulated one.
+
+QEMU knows Arm and AVX2, but neither AVX-512 nor AMX: libraries for these are tested where a processor has them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from compiled import FLAGS_OF, LEVELS, compiler_for
+from forerun.kernels.build import FLAGS, SOURCES, cpp_files
+from forerun.kernels.variants import VARIANTS, runnable
+
+SOURCE = Path(__file__).with_name("alone.cpp")
+INSTRUCTIONS = {variant.name: variant.instructions for variant in VARIANTS}
+MACHINES = {variant.name: variant.machine for variant in VARIANTS}
+
+
+def emulator(machine: str) -> list[str]:
+    """What runs a program of another architecture; skips where it is missing."""
+    found = shutil.which(f"qemu-{machine}")
+    if found is None:
+        pytest.skip(f"no qemu-{machine} here (Debian: qemu-user)")
+    return [found, "-L", f"/usr/{machine}-linux-gnu"]
+
+
+def run(level: str, folder: Path) -> list[str]:
+    """Compile it for a level and run it; returns the hashes of all results, after all of them were found right."""
+    here = level in {variant.name for variant in runnable()}
+    if not here and level != "neon":
+        pytest.skip(f"neither this processor nor QEMU runs {level} code")
+    command, start = compiler_for(level), [] if here else emulator(MACHINES[level])
+    program = folder / f"alone-{level}"
+    flags = [*FLAGS, *FLAGS_OF[level], "-Wall", "-Wextra", "-Werror", f"-I{SOURCES[0].parent}"]
+    subprocess.run([command, *flags, str(SOURCE), *cpp_files(), "-o", str(program)], check=True)
+    done = subprocess.run([*start, str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.split("\n")[0] == INSTRUCTIONS[level]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("level", [level for level in LEVELS if level in MACHINES])
+def test_kernels_are_right_without_python(level: str, tmp_path: Path) -> None:
+    assert len(run(level, tmp_path)) == 7
+
+
+@pytest.mark.full
+def test_neon_has_the_bits_of_avx2(tmp_path: Path) -> None:
+    """Both widen bfloat16, and everything else is the same arithmetic lane by lane."""
+    assert run("neon", tmp_path) == run("avx2", tmp_path)
