@@ -109,6 +109,14 @@ def test_torch_computes_in_16_bits_where_it_has_packed_operators(
     assert found == BackendChoice(Backend("torch", torch.bfloat16 if half else torch.float32))
 
 
+@NATIVE
+def test_a_format_is_measured_only_where_torch_has_operators_for_it(cache: Path, config: ModelConfig) -> None:
+    """Packing bfloat16 raises on AVX2; 4-bit weights have no packed operator anywhere."""
+    found = choose_backend("auto", [torch.bfloat16], None, config)
+    assert found.other is None or choice.has_bfloat16_linears()
+    assert choose_backend("auto", [torch.float32], "int4", config) == BackendChoice(Backend("native", torch.float32))
+
+
 def test_packed_bfloat16_linears_run_where_they_are_said_to() -> None:
     if not choice.has_bfloat16_linears():
         pytest.skip("this CPU or build of torch has none")

@@ -124,7 +124,8 @@ def is_packed(backend: Backend, quantize: Quantization | None) -> bool:
     """Whether torch has a fast operator for it here: what it does without is never faster than compiled kernels."""
     if quantize is not None:
         return quantize == "int8" and quantized_packing_is_exact()
-    return packing_available(torch.empty(0, dtype=backend.dtype))
+    supported = backend.dtype != torch.bfloat16 or has_bfloat16_linears()
+    return supported and packing_available(torch.empty(0, dtype=backend.dtype))
 
 
 def is_trusted(backend: Backend, quantize: Quantization | None, config: ModelConfig) -> bool:
