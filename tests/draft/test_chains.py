@@ -22,7 +22,10 @@ from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 
 VOCAB = 512
-FORMATS: list[tuple[str, Quantization | None]] = [("float32", None), ("bfloat16", None), ("bfloat16", "int4")]
+FORMATS: list[tuple[str, Quantization | None]] = [
+    *(("float32", None), ("bfloat16", None)),
+    *(("bfloat16", "int8"), ("bfloat16", "int4")),
+]
 
 
 class StepByStep(Runner):

@@ -29,7 +29,7 @@ SETTINGS = [
     *({"temperature": 0.0}, {"temperature": 1.0}) * 2,
     {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
 ]
-LONG_ONLY = ("int8", "int8 by torch", "int4 by torch")
+LONG_ONLY = ("int8 by torch", "int4 by torch")
 all_parts = pytest.mark.parametrize("part", range(NUM_PARTS))
 all_formats = pytest.mark.parametrize("dtype", FORMATS)
 

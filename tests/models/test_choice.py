@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +67,9 @@ def test_times_are_measured_once_for_every_layer(
     assert "times as fast as" in str(first)
     monkeypatch.undo()
     monkeypatch.setattr(choice, "times_file", lambda: cache)
-    for damage in ("", "[]", '{"a": 1}', cache.read_text().replace(": [", ': ["x", '), "[" * 100_000):
+    wrong = ('"x"', "null", "true", "1", "-0.1", "0.0", "Infinity", "NaN", "0.1, 0.1")  # in the place of a first time
+    numbers = [re.sub(r"\[[^,]+", f"[{number}", cache.read_text()) for number in wrong]
+    for damage in ("", "[]", '{"a": 1}', "[" * 100_000, *numbers):
         cache.write_text(damage)
         assert choice.read_times() == {}
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +26,7 @@ from forerun import __version__
 from forerun.annotations import ProgressCallback
 from forerun.config import KernelChoice, Quantization
 from forerun.folders import cache_folder
+from forerun.kernels.library import replace_file
 from forerun.machine import order_of_sums
 from forerun.models.config import ModelConfig
 from forerun.models.linear import MIN_ROWS, Linear, PackedLinear, packing_available, trusted_rows
@@ -170,7 +169,7 @@ def answer_times(
 
 def times_key(backend: Backend, quantize: Quantization | None, outputs: int, inputs: int) -> str:
     """Everything that the times of a layer depend on."""
-    kernels = find_kernels("native", backend.dtype) if backend.kernels == "native" else None
+    kernels = find_kernels(backend.kernels, backend.dtype)
     by = f"forerun {__version__} {kernels.name}" if kernels else f"torch {torch.__version__}"
     return f"{by}, {order_of_sums()}: {backend.dtype}, {quantize}, {outputs} x {inputs}"
 
@@ -197,7 +196,7 @@ def measured(
 
 def sample(backend: Backend, quantize: Quantization | None, weight: Tensor) -> Linear:
     """A layer by this backend, whether or not its rows can be trusted."""
-    if (kernels := find_kernels("native", backend.dtype) if backend.kernels == "native" else None) is not None:
+    if (kernels := find_kernels(backend.kernels, backend.dtype)) is not None:
         return kernels.linear(weight.to(backend.dtype), None, quantize)
     return QuantizedLinear(weight, None) if quantize else PackedLinear(weight.to(backend.dtype), None)
 
@@ -216,8 +215,9 @@ def read_times() -> dict[str, tuple[float, ...]]:
 
 
 def is_times(value: object) -> bool:
-    """Whether it is what `layer_times` gives."""
-    return isinstance(value, list) and len(value) == len(ROWS) and all(isinstance(s, float) and s > 0 for s in value)
+    """Whether it is what `measured` gives for a backend, as JSON has it."""
+    rows = value if isinstance(value, list) and len(value) == len(ROWS) else [None]
+    return all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in rows)
 
 
 def keep_times(times: Mapping[str, Sequence[float]]) -> None:
@@ -225,9 +225,7 @@ def keep_times(times: Mapping[str, Sequence[float]]) -> None:
     try:
         path = times_file()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(times, file, indent=0)
-        os.replace(file.name, path)
+        replace_file(path, json.dumps(times, indent=0).encode())
     except OSError as error:
         logger.warning(
             "The times of kernels cannot be kept (%s), so every start measures them again, which takes seconds. Set "
