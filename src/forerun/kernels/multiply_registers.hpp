@@ -137,8 +137,11 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
   const char* x = rows.data + row * stride + first * Dot<F>::STEP;
   for (const char* const last = line + (end - first) * LINE_BYTES; line < last; line += LINE_BYTES) {
     for (int p = 0; p < P; p++) __builtin_prefetch(ahead + p * panel);
-    for (int turn = 0; turn < Dot<F>::TURNS; turn++)
-      for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], line + p * panel, x, stride, turn);
+    const char* from = line;
+    for (int turn = 0; turn < Dot<F>::TURNS; turn++) {
+      if (PARTS == 1 && turn) asm volatile("" : "+r"(from));  // read anew, or the first turn's weights would displace sums
+      for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], from + p * panel, x, stride, turn);
+    }
     x += Dot<F>::STEP, ahead += step;
   }
   each([](Sums& sum, Anywhere& waiting) { waiting = sum; });
