@@ -18,7 +18,7 @@ from forerun.models.runner import Read
 CHECK_CHUNKS = (1, 3, 60, 64, 128)  # how the check reads its tokens
 CHECK_ROWS = 24  # last positions of each chunk whose logits are compared
 FLOAT32_BOUND = 1e-4  # of the largest logit: sums in another order
-ROUNDING_BOUND = 2.0  # times what rounding to 16 bits does to the source's own logits
+ROUNDING_BOUND = 3.0  # times what rounding to 16 bits does to the source's own logits, for both models' roundings
 
 
 @dataclass(frozen=True, slots=True)
