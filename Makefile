@@ -14,7 +14,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-c
 
 help:
 	@echo "make demo       set up, then race plain against drafted decoding (the models are in the repository)"
-	@echo "make test       set up, then the short test suite (under 10 minutes on 2 cores)"
+	@echo "make test       set up, then the short test suite (under 6 minutes on 2 cores)"
 	@echo "make test-full  set up, then every long proof; resumes where it was stopped"
 	@echo "make check      set up, then lint, types, sizes and import order"
 	@echo "make wheel      build dist/*.whl, which needs no compiler where it is installed (CXX names the one used here)"

@@ -5,6 +5,8 @@ Must not import forerun: the import hook below has to come first. FORERUN_TYPECH
 
 import os
 import sys
+import zlib
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,12 +23,32 @@ import shape_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
+GOLDEN = 0.6180339887498949
 
 sys.path.insert(0, str(ROOT))  # for recipes: only `python -m pytest` puts the working directory there
 if find_spec("forerun") is None:
     sys.path.insert(0, str(ROOT / "src"))
 if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
     shape_checks.install("forerun")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, object, object]:
+    """Mark `full` what is left out of the cases of a test that is marked `sampled(every)`: all but one in so many.
+
+    Which ones depends on the test alone. Multiples of the golden ratio take cases evenly, in no step with parameters.
+    """
+    found = yield
+    tests = [each for each in found if isinstance(each, pytest.Function)] if isinstance(found, list) else []
+    cases = [test for test in tests if test.get_closest_marker("sampled") and not test.get_closest_marker("full")]
+    if cases:
+        start = zlib.crc32(cases[0].originalname.encode()) / 2**32
+        share = 1 / cases[0].get_closest_marker("sampled").args[0]  # type: ignore[union-attr]
+        turns = [(start + number * GOLDEN) % 1 for number in range(len(cases))]
+        for turn, case in zip(turns, cases, strict=True):
+            if turn > max(share, min(turns)):
+                case.add_marker("full")
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -82,6 +82,7 @@ def prove(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_proofs_resume_where_they_failed_or_stopped(project: Path) -> None:
     none = prove(project, "--time-limit", "-1")
     assert "12 of 12 proofs; 0 passed now, 0 before, 0 skipped, 0 failed\n12 left" in none.stdout

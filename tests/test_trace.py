@@ -65,6 +65,7 @@ def accepted_path(round_: TracedRound) -> list[int]:
     return [0, *(guess.node for guess in round_.guesses if guess.verdict == "accepted")]
 
 
+@pytest.mark.sampled(3)
 @cases
 def test_p_and_q_are_what_the_models_say_along_the_path(case: Case) -> None:
     temperature, judged = case[3], 0

@@ -28,6 +28,7 @@ from benchmarks.peers.protocol import MIX, Mode, Setup
 from benchmarks.peers.race import Race
 from benchmarks.peers.state import Failure, State
 from benchmarks.peers.tables import OURS, markdown, rows
+from benchmarks.peers.vllm_cpu import Vllm
 from benchmarks.peers.worker import Command
 
 PRECISIONS = ("16-bit", "8-bit", "4-bit")
@@ -50,7 +51,7 @@ class Engine(Protocol):
         ...
 
 
-ENGINES: Mapping[str, Engine] = {e.name: e for e in (Forerun(), Transformers(), LlamaCpp(), OpenVino())}
+ENGINES: Mapping[str, Engine] = {e.name: e for e in (Forerun(), Transformers(), LlamaCpp(), OpenVino(), Vllm())}
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> t
     return engine, sequences
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "wish"),
     [("none", Speculation(3))]

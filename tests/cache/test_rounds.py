@@ -124,6 +124,7 @@ class Rounds:
             assert torch.equal(self.cache.values[:, :, mine], fresh.values[:, :, : len(text)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("seed", "num_tokens"), [(0, 320), (1, 1000)], ids=["short of memory", "roomy"])
 def test_a_thousand_ragged_rounds_equal_a_fresh_prefill(seed: int, num_tokens: int) -> None:
     rounds = Rounds(seed, num_tokens)

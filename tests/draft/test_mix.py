@@ -244,6 +244,7 @@ def test_what_came_true_is_what_a_walk_finds(seed: int) -> None:
 EXITS = ("ngram", "early-exit:1", "early-exit:3")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("verification", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("token", 0.0), ("block", 0.0)]
 )

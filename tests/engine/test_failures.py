@@ -155,6 +155,7 @@ def assert_empty(engine: Engine) -> None:
     engine.runner.cache.check()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("where", ["propose", "observe", "forget", "outlook"])
 def test_a_drafter_that_fails_costs_nobody_a_token(where: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,6 +214,7 @@ def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(owner, name, fault.after(call) if late else fault.before(call))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])
 @pytest.mark.parametrize("where", WORK)
 @pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])

@@ -43,6 +43,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [1, 4, Speculation(depth=3, width=2)])
 @pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 def test_the_same_tokens_as_on_the_cpu(
@@ -130,6 +131,7 @@ def counted() -> Iterator[list[str]]:
     found += reads.found + waits.found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 @pytest.mark.parametrize("params", PARAMS[:3], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("rule", ["coupled", "token"])

@@ -94,6 +94,7 @@ def first_pairs(drafter: CascadeDrafter, rule: Verification) -> float:
     return chi_square(counts.view(1, -1), COUNT * (p[:, None] * p).view(1, -1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
 def test_what_is_drafted_again_is_drawn_afresh(kind: str, rule: Verification) -> None:
     assert first_pairs(CASCADES[kind](), rule) > 1e-4
@@ -121,6 +122,7 @@ def choices_by_position(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Draws, "_row_key", shared)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mutant", [rounds_by_their_own_root, choices_by_position])
 def test_block_with_noise_that_was_looked_at_is_biased(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

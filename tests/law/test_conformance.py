@@ -109,6 +109,7 @@ def assert_clean(draft: Draft, rows: Sequence[Row], budgets: Sequence[Budget]) -
         assert ((draft.survival >= 0) & (draft.survival <= above))[tree.valid].all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dtype", "batch", "mode"), HISTORIES)
 def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
     make: Callable[[], Drafter], batch: int, mode: tuple[float, int, bool]
@@ -134,6 +135,7 @@ def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
         tell(drafter, news)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(2))
 def test_chunks_do_not_matter(make: Callable[[], Drafter], seed: int) -> None:
     rows = [Row(s, story(20 + 9 * s, s)) for s in range(3)]
@@ -171,6 +173,7 @@ def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Dra
         assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
 
 
+@pytest.mark.sampled(3)
 def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Drafter]) -> None:
     drafter, rows = make(), [Row(s, story(length, s)) for s, length in enumerate((5, 250, 300, 505, 512, 600))]
     told = rows[1:]

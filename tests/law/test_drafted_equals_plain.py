@@ -65,6 +65,7 @@ def plain(bench: Bench, texts: list[list[int]]) -> list[Answer]:
     return decode_plain(bench, asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wish", [WISHES[0], WISHES[4], WISHES[8]], ids=["chain 1", "chain 5", "tree"])
 def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wish: Speculation) -> None:
     chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
@@ -73,6 +74,7 @@ def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wis
     assert got.stats.num_accepted > 100
 
 
+@pytest.mark.sampled(3)
 def test_under_preemption(bench: Bench, texts: list[list[int]], plain: list[Answer]) -> None:
     chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
     got = decode(bench, chosen, WISHES[2], NgramDrafter(), num_tokens=700, chunk_tokens=400)
@@ -128,6 +130,7 @@ def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("edge", [pytest.param(512), pytest.param(1024, marks=pytest.mark.full)])
 @pytest.mark.parametrize("numbers", SAMPLED)
 def test_across_key_blocks(numbers: str, edge: int, target_dir: Path, draft_dir: Path) -> None:

@@ -241,6 +241,7 @@ def long_text() -> list[int]:
     return (story * 4)[:CONTEXT]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("draft", ["oracle", "ngram", f"model:{SMALL}", f"model:{TARGET}"], ids=lambda d: d[-11:])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_context_limit(draft: str, temperature: float) -> None:

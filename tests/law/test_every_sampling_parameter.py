@@ -255,6 +255,7 @@ def check_drafted(
 DRAFTS = ("ngram", "model:stories280k", "oracle")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 @pytest.mark.parametrize("draft", DRAFTERS)
 def test_every_drafter_under_combinations(draft: str, dtype: str) -> None:

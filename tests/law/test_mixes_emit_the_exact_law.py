@@ -125,6 +125,7 @@ def test_rows_of_different_members_keep_their_own_laws(sparse: bool) -> None:
                     assert draft.q[i] == pytest.approx([float(x) for x in model(draft.tokens[:i])], abs=TOLERANCE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_merged_rows_are_exact_whatever_stays_of_them(nodes: int, drawn: bool) -> None:

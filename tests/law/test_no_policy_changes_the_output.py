@@ -144,6 +144,7 @@ def misfit(
     return chi_square(torch.tensor([counts]), torch.tensor([expected], dtype=torch.float64))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [
@@ -186,6 +187,7 @@ SHORT = (
 LONG = [(n, r, w) for n in NAMES for r in ("token", "block") for w in (CHAIN, TREE) if (n, r, w) not in SHORT]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "rule", "wish"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.full) for case in LONG)]
 )

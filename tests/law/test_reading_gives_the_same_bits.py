@@ -78,6 +78,7 @@ def state(r: Runner, seq_id: int) -> tuple[Tensor, Tensor]:
     return r.cache.keys[:, :, run], r.cache.values[:, :, run]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [300, 1100])
 def test_chunks_give_the_same_bits(decoders: list[Decoder], length: int) -> None:
     for decoder in decoders:
@@ -120,6 +121,7 @@ def random_tree(rng: random.Random, nodes: int, shape: str) -> list[int]:
 SHAPES = ["chain", "star", "bush"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], drafting: list[Decoder], shape: str) -> None:
     """And the kept path leaves the same bits in the cache as plain reading."""

@@ -49,6 +49,7 @@ def rounds(rule: Verification, width: int = 1) -> tuple[Tensor, Tensor]:
     return emitted(tree, verdict), verdict.length
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 def test_each_position_given_that_the_round_reached_it(rule: Verification) -> None:
     """The emission lemma itself: among rounds long enough, the next token follows the target's law."""
@@ -104,12 +105,14 @@ def worst_position(text: Tensor) -> float:
     return min(chi_square(counts, counts.sum(1, keepdim=True) * p) for counts in seen)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", GROWN)
 @pytest.mark.parametrize("rule", ["coupled", "token"])
 def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str) -> None:
     assert worst_position(grown(rule, GROWN[budget])) > 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mutant", ["the likeliest of what was drawn", "a law where something is missing"])
 def test_trees_whose_law_is_not_their_own_are_biased(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So there is a reason for what rejection rules are given."""
@@ -188,6 +191,7 @@ def two_rounds(kind: type[Draws], rule: Verification) -> Tensor:
     return torch.bincount(pair, minlength=9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_noise_of_a_position_that_is_drafted_again_is_fresh(rule: Verification) -> None:
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

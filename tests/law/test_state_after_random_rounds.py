@@ -186,7 +186,7 @@ def check_counters(engine: Engine, outcomes: list[object]) -> None:
     assert fresh == engine.stats
 
 
-@pytest.mark.parametrize("num_rounds", [250, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_rounds", [100, pytest.param(1000, marks=pytest.mark.full)])
 def test_random_rounds_leave_what_the_tokens_alone_would(
     bench: Bench, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_products_are_right(kernels: Kernels, shape: tuple[int, int], numbers: s
         assert ((layer(x).double() - exact).abs() / scale).max() < 1e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES[1:])
 @pytest.mark.usefixtures("threads")

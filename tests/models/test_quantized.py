@@ -41,6 +41,7 @@ def awkward(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shape", "dtype", "biased"), list(product(SHAPES, DTYPES, [True, False])))
 def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
     """Whole numbers in Python's own arithmetic, in any company, with oneDNN, compiled kernels or neither."""

@@ -82,12 +82,14 @@ def source_of(folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> P
     return folder
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", [TIED, BIASED, UPPER, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
 def test_every_way_of_growing_keeps_the_function(case: Case, way: str, tmp_path: Path) -> None:
     keeps_the_function(case, WAYS[way], tmp_path)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_every_family_keeps_its_function(case: Case, tmp_path: Path) -> None:
     keeps_the_function(case, WAYS["all"], tmp_path)
@@ -124,6 +126,7 @@ def keeps_the_function(case: Case, grow: Grow, tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(found, TOKENS.tolist(), chunks), expected, rtol=0, atol=2e-4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["all", "all, oddly"])
 @pytest.mark.parametrize("case", [TIED, BIASED, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -250,6 +253,7 @@ MUTANTS: dict[str, tuple[str, object]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_a_wrong_recipe_is_caught_and_leaves_nothing(

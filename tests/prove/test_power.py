@@ -51,6 +51,7 @@ def rejections(name: str, seeds: range) -> int:
     return sum(p < LEVEL / NUM_TESTS for p in found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAW_MUTANTS)
 def test_a_wrong_law_is_rejected(name: str) -> None:
     assert rejections(name, range(1, 2)) == 1
@@ -123,6 +124,7 @@ def test_right_tokens_are_never_accused_in_100_runs(llm: LLM) -> None:
 STRONG = ["first failure stops block", "coins reuse the draft's noise"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [None, *STRONG])
 def test_through_the_engine(llm: LLM, name: str | None) -> None:
     """The same faults, found in what the engine says."""

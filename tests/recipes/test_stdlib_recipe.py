@@ -243,6 +243,7 @@ def learn(distance: object, target: Tensor, offset: Tensor) -> Tensor:
     return (knobs @ basis + offset).detach()
 
 
+@pytest.mark.full
 def test_the_acceptance_loss_accepts_more_than_kl_where_the_law_cannot_be_met() -> None:
     dice = torch.Generator().manual_seed(3)
     gains = []

@@ -151,6 +151,7 @@ def test_offers_beyond_plain_coupled_draws_are_torchs(kernels: SamplingKernels) 
                 assert torch.equal(found.law, torch.cat([e.law for e in expected if e.law is not None]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_they_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
     """Else nothing would be won, and no test of theirs would see them: of 4,000 draws from a language model's law."""
@@ -190,6 +191,7 @@ def test_scores_too_close_to_call_are_left_to_torch(
     assert list(draws.choose(logits, [0], [9])) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_threads_share_the_ids_of_a_large_vocabulary(kernels: SamplingKernels, shape: str, threads: int) -> None:
