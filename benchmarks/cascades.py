@@ -35,7 +35,8 @@ from forerun.bench.plan import SHIPPED
 from forerun.config import QUANTIZATIONS, Quantization, Speculation
 from forerun.demo.material import TARGET, TARGET_PARAMETERS, widen
 from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.lengths import LinearCost, MeasuredLengths, RoundTiming, best_length, cost_per_token, expected_tokens
+from forerun.draft.lengths import MeasuredLengths, RoundTiming
+from forerun.economy import LinearCost, best_depth, cost_per_token, expected_tokens
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.loading import Blueprint
@@ -83,7 +84,7 @@ class Probe:
         def round_s(length: int) -> float:
             return passes(length + 1) + drafts(length) if length else alone_s
 
-        length = best_length(accepted, round_s)
+        length = best_depth(accepted, round_s)
         return length, cost_per_token(length, accepted, round_s)
 
 

@@ -16,7 +16,7 @@ ORDER = """
     annotations errors folders guard near __version__
     limits
     device fields kernels progress shape figure_table streams
-    tree config machine
+    tree config machine economy
     sampling cache text
     models
     verify

@@ -1,127 +1,12 @@
-"""Lengths against closed forms, brute force, and simulated rounds of known prices."""
+"""Lengths in simulated rounds of known prices."""
 
-import itertools
-import math
 import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from forerun.draft.lengths import (
-    FIRST,
-    MOST,
-    FixedLength,
-    Lengths,
-    LinearCost,
-    MeasuredLengths,
-    RoundTiming,
-    best_length,
-    cost_per_token,
-    expected_tokens,
-)
-
-CHANCES = st.lists(st.floats(0.01, 0.99), min_size=1, max_size=6)
-
-
-@given(CHANCES)
-def test_expected_tokens_are_those_of_every_way_a_round_can_end(chances: list[float]) -> None:
-    """By enumeration: each guess accepted or not; the run is what comes before the first that is not, and one more."""
-    for length in range(len(chances) + 1):
-        total = 0.0
-        for fates in itertools.product((True, False), repeat=length):
-            run = next((i for i, fate in enumerate(fates) if not fate), length)
-            total += (run + 1) * math.prod(a if fate else 1 - a for a, fate in zip(chances, fates, strict=False))
-        assert expected_tokens(chances, length) == pytest.approx(total)
-
-
-@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9])
-def test_expected_tokens_where_every_guess_is_as_good(alpha: float) -> None:
-    for length in range(12):
-        assert expected_tokens([alpha] * 16, length) == pytest.approx((1 - alpha ** (length + 1)) / (1 - alpha))
-
-
-def speed_up(alpha: float, guess_s: float) -> tuple[float, int]:
-    """How much faster than plain decoding, whose step takes 1, and the length that makes it so."""
-    chances = [alpha] * 40
-    length = best_length(chances, lambda k: 1 + k * guess_s)
-    return 1 / cost_per_token(length, chances, lambda k: 1 + k * guess_s), length
-
-
-@pytest.mark.parametrize(
-    ("alpha", "guess_s", "length", "faster"),
-    [(0.5, 0.1, 2, 1.46), (0.8, 0.02, 11, 3.82), (0.8, 0.05, 8, 3.09), (0.9, 0.02, 19, 6.37), (0.9, 0.2, 7, 2.37)],
-)
-def test_best_lengths_of_the_published_formula(alpha: float, guess_s: float, length: int, faster: float) -> None:
-    """(1 - a^(k+1)) / ((1 - a)(ck + 1)) at its best k, as tabulated; Leviathan et al. 2211.17192, theorem 3.8."""
-    found, best = speed_up(alpha, guess_s)
-    assert (round(found, 2), best) == (faster, length)
-
-
-def test_a_cascade_of_three_is_faster_than_any_two_of_them() -> None:
-    """Prices 0.02, 0.12 and 1; the small model is accepted 0.80 by the middle one, 0.70 by the target, which accepts
-    0.85 of the middle one's."""
-    direct, middle = speed_up(0.70, 0.02), speed_up(0.85, 0.12)
-    assert (round(direct[0], 2), direct[1]) == (2.76, 8)
-    assert (round(middle[0], 2), middle[1]) == (2.64, 7)
-
-    def inner_s(k: int) -> float:
-        return 0.12 + 0.02 * k
-
-    inner = best_length([0.8] * 40, inner_s)
-    outer = speed_up(0.85, cost_per_token(inner, [0.8] * 40, inner_s))
-    assert inner == 4
-    assert (round(outer[0], 2), outer[1]) == (3.49, 9)
-
-
-@given(CHANCES, CHANCES, st.floats(0.001, 0.3), st.floats(0.01, 0.9), st.floats(0.0, 0.1))
-def test_level_by_level_is_the_best_of_all_pairs_of_lengths(
-    lower: list[float], upper: list[float], guess_s: float, pass_s: float, token_s: float
-) -> None:
-    """Each level looks at itself alone, and brute force over both lengths finds nothing better."""
-
-    def inner_s(k: int) -> float:
-        return pass_s + token_s * k + guess_s * k
-
-    def whole(inner: int, outer: int) -> float:
-        each_s = cost_per_token(inner, lower, inner_s)
-        return cost_per_token(outer, upper, lambda k: 1 + k * each_s)
-
-    pairs = itertools.product(range(len(lower) + 1), range(len(upper) + 1))
-    inner = best_length(lower, inner_s)
-    each_s = cost_per_token(inner, lower, inner_s)
-    outer = best_length(upper, lambda k: 1 + k * each_s)
-    assert whole(inner, outer) == pytest.approx(min(whole(*pair) for pair in pairs))
-
-
-def test_a_line_is_found_again() -> None:
-    line, dice = LinearCost(), random.Random(0)
-    assert line.expect(3) == 0
-    line.record(4, 0.5)
-    assert [line.expect(size) for size in (1, 4, 20)] == [0.5] * 3  # what is known at one size only
-    for _ in range(500):
-        size = dice.randint(1, 40)
-        line.record(size, 0.010 + 0.002 * size)
-    for size in (1, 10, 100):
-        assert line.expect(size) == pytest.approx(0.010 + 0.002 * size, rel=0.02)
-
-
-@given(st.lists(st.tuples(st.integers(1, 500), st.floats(0, 10)), min_size=1, max_size=20), st.integers(1, 600))
-def test_nothing_is_expected_to_cost_less_than_nothing(seen: list[tuple[int, float]], size: int) -> None:
-    line = LinearCost()
-    for known, taken_s in seen:
-        line.record(known, taken_s)
-    assert line.expect(size) >= -1e-9
-    assert line.expect(size + 1) >= line.expect(size) - 1e-9
-
-
-def test_a_machine_that_stood_still_once_is_no_price() -> None:
-    line = LinearCost()
-    for _ in range(50):
-        line.record(4, 0.01)
-    line.record(4, 600.0)
-    assert line.expect(4) < 0.02
+from forerun.draft.lengths import FIRST, FixedLength, Lengths, MeasuredLengths, RoundTiming
+from forerun.economy import MOST, best_depth, cost_per_token
 
 
 def simulated(
@@ -160,7 +45,7 @@ def test_measured_lengths_cost_hardly_more_than_the_best(
     def round_s(k: int) -> float:
         return pass_s + token_s * batch * (k + 1) + guess_s * k
 
-    best = best_length(chances, round_s)
+    best = best_depth(chances, round_s)
     costs = [cost_per_token(length, chances, round_s) for length in found]
     assert sum(costs) / batch <= 1.1 * cost_per_token(best, chances, round_s), (found, best)
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from forerun.device import upload_tensor
 from forerun.draft.base import MERGED, NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, Resume
-from forerun.draft.lengths import Acceptance
 from forerun.draft.merge import Branches, merge
+from forerun.economy import Acceptance
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.sanitize import sanitize

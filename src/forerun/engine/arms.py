@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
 from forerun.draft.base import MERGED, NO_DRAFT, Budget, Outlook
-from forerun.draft.lengths import FADING, Acceptance, LinearCost, damped, expected_tokens
+from forerun.economy import FADING, Acceptance, LinearCost, best_depth, damped, expected_tokens
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
 TRIES = 6  # rounds in which every arm is tried at first
@@ -146,13 +146,11 @@ class Arms:
         """How long a member's chains pay best, if it drafted every row; `most` until something is known of it."""
         if learned.num_rounds < TRIES or 0 in (self.plain.weight, learned.drafts.weight):
             return most
-        rates = learned.acceptance.rates()
 
-        def per_second(depth: int) -> float:
-            taken_s = self.plain.expect(batch * (1 + depth)) + learned.drafts.expect(batch * depth)
-            return expected_tokens(rates, depth) / max(NO_TIME_S, taken_s)
+        def round_s(depth: int) -> float:
+            return self.plain.expect(batch * (1 + depth)) + learned.drafts.expect(batch * depth)
 
-        return max(range(most, 0, -1), key=per_second)
+        return best_depth(learned.acceptance.rates()[:most], round_s, least=1)
 
     def merged(self, found: Mapping[int, Option], most: Budget, num_members: int) -> Option:
         """All members together, within the largest budget of theirs: no worse than the best of them."""
