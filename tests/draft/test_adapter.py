@@ -37,7 +37,7 @@ from unchecked import unchecked
 
 STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260k"
 VOCAB, LAYERS = 512, 5
-LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float32 by torch")]
+LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float16", "float32 by torch")]
 FORMATS = ("float32", "bfloat16", "int4", "bfloat16 by torch", *LONG_ONLY)
 CHAINS = (Speculation(2), Speculation(5), Speculation(4))
 MIXED = (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2))

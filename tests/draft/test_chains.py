@@ -23,7 +23,7 @@ from forerun.sampling.params import SamplingParams
 
 VOCAB = 512
 FORMATS: list[tuple[str, Quantization | None]] = [
-    *(("float32", None), ("bfloat16", None)),
+    *(("float32", None), ("bfloat16", None), ("float16", None)),
     *(("bfloat16", "int8"), ("bfloat16", "int4")),
 ]
 

@@ -37,7 +37,7 @@ from unchecked import unchecked
 DATA = Path(__file__).resolve().parent.parent / "data"
 STORIES = DATA / "stories260k"
 VOCAB, LAYERS = 512, 5
-LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float32 by torch")]
+LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float16", "float32 by torch")]
 FORMATS = ("float32", "bfloat16", "int4", "bfloat16 by torch", *LONG_ONLY)
 SHAPES = {
     "chains": (Speculation(2), Speculation(5), Speculation(4)),

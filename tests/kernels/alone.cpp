@@ -37,6 +37,19 @@ static bfloat16 as_bfloat16(float x) {
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+static float as_float(float16 x) {
+  const int exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+  const float beyond = fraction ? NAN : INFINITY, size = exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(fraction, -24);
+  return std::copysign(exponent == 31 ? beyond : size, x.bits >> 15 ? -1.0f : 1.0f);
+}
+static float16 as_float16(float x) {
+  const float size = std::abs(x);
+  const int sign = std::signbit(x) << 15, exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
+  if (size != size || size == INFINITY) return {static_cast<uint16_t>(sign | (size == INFINITY ? 0x7c00 : 0x7e00))};
+  if (size > 65504) return {static_cast<uint16_t>(sign | 0x7bff)};
+  return {static_cast<uint16_t>(sign | (((exponent + 14) << 10) + static_cast<int>(std::nearbyint(std::ldexp(size, 10 - exponent)))))};
+}
+
 struct Hash {
   uint64_t value = 0xcbf29ce484222325u;
   void add(const void* data, size_t size) {
@@ -50,7 +63,7 @@ static void expect(bool holds, const char* what, int64_t a, int64_t b) {
 
 struct Weights {  // in a format, and as the numbers that they stand for
   std::vector<float> plain, scales, bias;
-  std::vector<bfloat16> halves;
+  std::vector<uint16_t> halves;
   std::vector<int8_t> bytes;
 
   Weights(Format format, int64_t outputs, int64_t inputs) {
@@ -58,21 +71,22 @@ struct Weights {  // in a format, and as the numbers that they stand for
       scales.push_back(0.01f + 0.001f * o), bias.push_back(number());
       for (int64_t i = 0; i < inputs; i++) {
         const float x = number();
-        halves.push_back(as_bfloat16(x)), bytes.push_back(static_cast<int8_t>(next_word() % 255) - 127);
-        plain.push_back(format == FLOAT32 ? x : format == BFLOAT16 ? as_float(halves.back()) : bytes.back());
+        halves.push_back(format == FLOAT16 ? as_float16(x).bits : as_bfloat16(x)), bytes.push_back(static_cast<int8_t>(next_word() % 255) - 127);
+        const float half = format == FLOAT16 ? as_float(float16{halves.back()}) : as_float(halves.back());
+        plain.push_back(format == FLOAT32 ? x : format == INT8 ? bytes.back() : half);
       }
     }
   }
   const void* data(Format format) const {
     if (format == FLOAT32) return plain.data();
-    return format == BFLOAT16 ? static_cast<const void*>(halves.data()) : bytes.data();
+    return format == INT8 ? bytes.data() : static_cast<const void*>(halves.data());
   }
 };
 
 // One output by a plain loop, and the size of its terms; 8-bit products are exact, so they are rounded as there.
 static double product(const Weights& w, Format format, const float* x, int64_t inputs, int64_t o, double* size) {
   double sum = 0;
-  *size = 1e-20;
+  *size = 1e-20 + std::abs(w.bias[o]);
   float top = 0;
   for (int64_t i = 0; i < inputs; i++) top = std::max(top, std::abs(x[i]));
   const float scale = std::max(top / 127.0f, 1.17549435e-38f);
@@ -152,6 +166,30 @@ static void check_attention(const char* name) {
   printf("%s %016" PRIx64 "\n", name, hash.value);
 }
 
+static void check_conversions() {  // every float16, its neighbours in float32, and the middle between it and the next
+  Hash hash;
+  const auto check = [&](float x) {
+    float lanes[LANES] = {x};
+    float16 narrowed[LANES];
+    narrow(narrowed, load(lanes));
+    const bool both = x != x && as_float(narrowed[0]) != as_float(narrowed[0]);  // no number; which, nobody promises
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    expect(both || narrowed[0].bits == as_float16(x).bits, "narrowed to float16", bits, narrowed[0].bits);
+    if (!both) hash.add(narrowed, 2);
+  };
+  for (int i = 0; i < 1 << 16; i++) {
+    const float16 half[LANES] = {{static_cast<uint16_t>(i)}};
+    float wide[LANES];
+    store(wide, widened(half));
+    const float x = as_float(half[0]), next = as_float(float16{static_cast<uint16_t>(i + 1)});
+    expect(x != x ? wide[0] != wide[0] : !memcmp(wide, &x, 4), "widened from float16", i, 0);
+    for (float each : {x, (x + next) / 2}) check(std::nextafter(each, -INFINITY)), check(each), check(std::nextafter(each, INFINITY));
+  }
+  for (float x : {65519.9f, 65520.0f, 65536.0f, 1e5f, 3e38f, INFINITY, NAN, 1e-8f, 1e-40f, 0.0f}) check(x), check(-x);
+  printf("conversions %016" PRIx64 "\n", hash.value);
+}
+
 static void check_functions() {
   Hash hash;
   for (int64_t i = 0; i < 4000; i++) {
@@ -197,8 +235,11 @@ int main() {
   check_products(FLOAT32, "float32");
   check_products(INT8, "int8");
   check_products(BFLOAT16, "bfloat16");
+  check_products(FLOAT16, "float16");
   check_attention<float>("attention in float32");
   check_attention<bfloat16>("attention in bfloat16");
+  check_attention<float16>("attention in float16");
+  check_conversions();
   check_functions();
   check_greedy_draws();
   return failures != 0;

@@ -13,10 +13,11 @@ import pytest
 
 from compiled import FLAGS_OF, LEVELS, compiler_for
 from forerun.kernels.build import FLAGS, SOURCES, cpp_files
-from forerun.kernels.variants import VARIANTS, runnable
+from forerun.kernels.variants import VARIANTS, architecture, runnable
 
 SOURCE = Path(__file__).with_name("alone.cpp")
-INSTRUCTIONS = {variant.name: variant.instructions for variant in VARIANTS}
+PORTABLE = "x86-64"  # before all variants: what the compiler makes of code without instructions for it
+INSTRUCTIONS = {variant.name: variant.instructions for variant in VARIANTS} | {PORTABLE: "vectors"}
 MACHINES = {variant.name: variant.machine for variant in VARIANTS}
 
 
@@ -30,12 +31,19 @@ def emulator(machine: str) -> list[str]:
 
 def run(level: str, folder: Path) -> list[str]:
     """Compile it for a level and run it; returns the hashes of all results, after all of them were found right."""
-    here = level in {variant.name for variant in runnable()}
+    here = level in {PORTABLE, *(variant.name for variant in runnable())}
     if not here and level != "neon":
         pytest.skip(f"neither this processor nor QEMU runs {level} code")
     command, start = compiler_for(level), [] if here else emulator(MACHINES[level])
     program = folder / f"alone-{level}"
-    flags = [*FLAGS, *FLAGS_OF[level], "-Wall", "-Wextra", "-Werror", f"-I{SOURCES[0].parent}"]
+    flags = [
+        *FLAGS,
+        *FLAGS_OF.get(level, (f"-march={level}",)),
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{SOURCES[0].parent}",
+    ]
     subprocess.run([command, *flags, str(SOURCE), *cpp_files(), "-o", str(program)], check=True)
     done = subprocess.run([*start, str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,10 +54,16 @@ def run(level: str, folder: Path) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("level", [level for level in LEVELS if level in MACHINES])
 def test_kernels_are_right_without_python(level: str, tmp_path: Path) -> None:
-    assert len(run(level, tmp_path)) == 7
+    assert len(run(level, tmp_path)) == 10
+
+
+@pytest.mark.full
+@pytest.mark.skipif(architecture() != "x86_64", reason="it is a level of x86-64")
+def test_kernels_are_right_on_processors_that_no_variant_is_for(tmp_path: Path) -> None:
+    assert len(run(PORTABLE, tmp_path)) == 10
 
 
 @pytest.mark.full
 def test_neon_has_the_bits_of_avx2(tmp_path: Path) -> None:
-    """Both widen bfloat16, and everything else is the same arithmetic lane by lane."""
+    """Both widen 16 bits, and everything else is the same arithmetic lane by lane."""
     assert run("neon", tmp_path) == run("avx2", tmp_path)

@@ -18,7 +18,7 @@ from compiled import LEVELS, library_for
 from forerun.kernels.variants import NATIVE, VARIANTS, runnable
 
 PRODUCTS = ("multiply_block<",)
-NUM_FORMATS = 3
+NUM_FORMATS = 4
 HEAD = re.compile(r"^[0-9a-f]+ <(.+)>:$")
 LINE = re.compile(r"^ *([0-9a-f]+):\t(.+)$")
 JUMP = re.compile(r"^(?:j\w+|b|b\.\w+|cbn?z\s.*,|tbn?z\s.*,)\s+([0-9a-f]+) <")

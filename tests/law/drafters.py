@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from documented import PAGE, PHRASES, phrase_drafter
 
 from draft.adapters import adapter_of
@@ -24,7 +25,8 @@ from forerun.models.runner import Runner
 DATA = Path(__file__).resolve().parent.parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 VOCAB = 512
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
+EVERY_DTYPE = [*DTYPES[:2], pytest.param("float16", marks=pytest.mark.full)]
 COPIES = TemporaryDirectory()
 copied = partial(byte_level_copy, SMALL)
 

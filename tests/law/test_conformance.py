@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from documented import PAGE
-from drafters import DRAFTERS, DTYPES, VOCAB, built, context, documented, story
+from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, VOCAB, built, context, documented, story
 from rebuilt import assert_same, size_of, without_past
 
 from draft.rounds import Beside, Row, chunked, committed, draws_of
@@ -39,7 +39,7 @@ def decoder(dtype: str) -> Decoder:
     return changed(target, config=changed(target.config, max_positions=LONGEST)).load(0).decoder
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=EVERY_DTYPE)
 def dtype(request: pytest.FixtureRequest) -> str:
     """The numbers that the target and its drafters compute in."""
     return request.param

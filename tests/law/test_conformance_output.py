@@ -1,8 +1,8 @@
 """The conformance suite in the engine: with every drafter, and with drafters that break every rule, the output is that
 of plain decoding, token for token.
 
-In float32 and bfloat16; chains of every depth and trees; alone and in batches; prompts in chunks; with sequences sent
-back and resumed; under every rule of verification where all of them promise the same tokens.
+In float32, bfloat16 and float16; chains of every depth and trees; alone and in batches; prompts in chunks; with
+sequences sent back and resumed; under every rule of verification where all of them promise the same tokens.
 """
 
 import random
@@ -11,7 +11,7 @@ from functools import cache
 from itertools import cycle, islice
 
 import pytest
-from drafters import DRAFTERS, DTYPES, SMALL, TARGET, VOCAB, as_draft, built, context, story
+from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, SMALL, TARGET, VOCAB, as_draft, built, context, story
 from equality import Answer, Asked, decode, decode_plain
 from faulty import Faulty
 from fuzz import Bench
@@ -37,10 +37,12 @@ BATCHES = (
 )
 NUM_TOKENS = 24
 
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_dtype = pytest.mark.parametrize("dtype", EVERY_DTYPE)
 full = pytest.mark.full
-above_all_float32 = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=full)])
-above_all_bfloat16 = pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=full)])
+above_all_float32, above_all_bfloat16 = (
+    pytest.mark.parametrize("dtype", [d if d == above_all else pytest.param(d, marks=full) for d in DTYPES])
+    for above_all in ("float32", "bfloat16")
+)
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)
 GREEDY, SAMPLED, MIXED = (0.0,), (1.0,), (1.0, 0.0, 1.0, 1.0, 0.0)
 

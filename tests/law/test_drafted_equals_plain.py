@@ -1,6 +1,6 @@
 """The promise itself: plain and speculative decoding give the same tokens and log-probabilities, without tolerance.
 
-Real models, fp32 and bf16; chains of every depth and trees; batches of every size; prompts read in any chunks;
+Real models in every format; chains of every depth and trees; batches of every size; prompts read in any chunks;
 preemption. Prompts near the end of the target's context lie beyond the draft model's own, where its depth is 0. A
 sample runs always, all of it as a long proof.
 """
@@ -23,12 +23,15 @@ from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
 from forerun.models.native import find_kernels
 from forerun.models.runner import Runner
+from forerun.models.weights import HELD
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 NUM_PROMPTS, NUM_SAMPLED = 200, 20  # the tenth and the twentieth are long ones
-# What torch's operators compute is sampled on the bundled models alone; int4 is sampled for int8, with its head.
-SAMPLED = [pytest.param(f, marks=pytest.mark.full) if "by torch" in f or f == "int8" else f for f in FORMATS]
+# What torch's operators compute is sampled on the bundled models alone; int4 is sampled for int8, with its head, and
+# bfloat16 for float16.
+LONG_ONLY = {"int8", "float16", *(f for f in FORMATS if "by torch" in f)}
+SAMPLED = [pytest.param(f, marks=pytest.mark.full) if f in LONG_ONLY else f for f in FORMATS]
 
 
 @pytest.fixture(scope="module", params=SAMPLED)
@@ -124,7 +127,7 @@ def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
         scale = 3.0 if name.startswith("model.embed") else 1.0
         return scale * shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
 
-    chosen, dtype = number_format(numbers), torch.float32 if numbers.startswith("float32") else torch.bfloat16
+    chosen, dtype = number_format(numbers), HELD.get(numbers.partition(" ")[0], torch.bfloat16)
     decoder = Decoder(config, take, dtype, chosen["quantize"], find_kernels(chosen["kernels"], dtype))
     runner = Runner(decoder, bench.runner.cache)
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)

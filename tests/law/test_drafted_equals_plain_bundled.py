@@ -29,7 +29,7 @@ SETTINGS = [
     *({"temperature": 0.0}, {"temperature": 1.0}) * 2,
     {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
 ]
-LONG_ONLY = ("int8 by torch", "int4 by torch")
+LONG_ONLY = ("int8 by torch", "int4 by torch", "float16")
 all_parts = pytest.mark.parametrize("part", range(NUM_PARTS))
 all_formats = pytest.mark.parametrize("dtype", FORMATS)
 
@@ -97,7 +97,9 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
     [
         pytest.param(*each, marks=pytest.mark.full if each[0] in LONG_ONLY else (), id=each[0])
         for each in zip(
-            FORMATS, [CHAINS[4], TREES[1], CHAINS[3], CHAINS[5], TREES[0], CHAINS[2], *TREES[2:]], strict=True
+            FORMATS,
+            [CHAINS[4], TREES[1], CHAINS[3], CHAINS[5], TREES[0], CHAINS[2], *TREES[2:], CHAINS[6]],
+            strict=True,
         )
     ],
 )

@@ -256,7 +256,7 @@ DRAFTS = ("ngram", "model:stories280k", "oracle")
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [d if d == "bfloat16" else pytest.param(d, marks=pytest.mark.full) for d in DTYPES])
 @pytest.mark.parametrize("draft", DRAFTERS)
 def test_every_drafter_under_combinations(draft: str, dtype: str) -> None:
     check_drafted(draft, *plain_combined(dtype), dtype)

@@ -19,7 +19,7 @@ from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from unchecked import unchecked
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
 
 
 def random_decoder(config: ModelConfig, dtype: torch.dtype, scale: float = 4.0) -> Decoder:
@@ -40,7 +40,7 @@ def stories(target_dir: Path) -> ModelConfig:
     return read_config(target_dir)
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16", "fp16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from drafters import DRAFTERS, DTYPES, built
+from drafters import DRAFTERS, EVERY_DTYPE, built
 from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
 from hostile import HOSTILE, Situation, drafted
 from rebuilt import assert_same as assert_same_draft
@@ -40,7 +40,7 @@ ROOM = 4096  # tokens in a drafter's cache that never want for room
 CROWDS = (12, 5, 12, 2)  # sequences that are there at a time: room for guesses, or for nobody
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=EVERY_DTYPE)
 def bench(request: pytest.FixtureRequest, target_dir: Path, draft_dir: Path) -> Bench:
     return Bench.of(target_dir, draft_dir, request.param)
 
@@ -57,7 +57,7 @@ class Traffic:
         options = EngineOptions(max_num_seqs=8, chunk_tokens=48)
         self.engine = bench.engine(self.drafter, num_tokens=512, options=options)
         self.exit = EarlyExitDrafter(self.engine.runner, 2)
-        self.dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[bench.runner.decoder.dtype]
+        self.dtype = str(bench.runner.decoder.dtype).removeprefix("torch.")
         names = [name for name in DRAFTERS if not name.startswith("early-exit")]  # it would want for room
         self.all = {name: built(name, self.engine.runner, self.dtype, ROOM) for name in names}
         self.sizes = {name: size_of(drafter) for name, drafter in self.all.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from drafters import DRAFTERS, DTYPES, TARGET, as_draft
+from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, TARGET, as_draft
 
 from compiled import require_compiler
 from forerun import LLM, SamplingParams
@@ -57,7 +57,7 @@ def test_the_setting_makes_uncertain_draws_common(common: None) -> None:
         assert (chosen is None) == (i in offered.undecided)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
 def test_plain_decoding_is_the_same(dtype: str, request: pytest.FixtureRequest) -> None:
     expected = plain(dtype)
     request.getfixturevalue("common")

@@ -95,11 +95,30 @@ def test_a_faster_backend_is_what_loads(
 @NATIVE
 def test_what_was_asked_for_is_not_measured(cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "measured", lambda *_: pytest.fail("measured"))
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert choose_backend("native", (dtype,), None, config) == BackendChoice(Backend("native", dtype))
         assert choose_backend("torch", (dtype,), None, config) == BackendChoice(Backend("torch", dtype))
+    assert choose_backend("auto", (torch.float16,), None, config).backend == Backend("native", torch.float16)
     monkeypatch.setattr(choice, "SMALL_BYTES", 1 << 40)
-    assert choose_backend("auto", number_formats("auto", config), None, config).backend == BACKENDS[0]
+    for dtype in (torch.bfloat16, torch.float16):
+        of_dtype = replace(config, dtype=dtype)
+        found = choose_backend("auto", number_formats("auto", of_dtype), None, of_dtype)
+        assert found.backend == Backend("native", dtype)
+
+
+@NATIVE
+def test_float16_competes_with_float32(cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_half, seen = replace(config, dtype=torch.float16), set()
+
+    def measured(backends: list[Backend], *_: object) -> dict[Backend, list[float]]:
+        seen.update(backends)
+        return {backend: [1.0 if backend.dtype == torch.float16 else 0.1] * 4 for backend in backends}
+
+    monkeypatch.setattr(choice, "measured", measured)
+    found = choose_backend("auto", number_formats("auto", of_half), None, of_half)
+    assert found.backend == Backend("native", torch.float32)
+    assert Backend("native", torch.float16) in seen
+    assert not {each for each in seen if each.dtype == torch.bfloat16 or each == Backend("torch", torch.float16)}
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -110,6 +129,9 @@ def test_torch_computes_in_16_bits_where_it_has_packed_operators(
     monkeypatch.setattr(choice, "find_kernels", lambda *_: None)
     found = choose_backend("auto", number_formats("auto", config), None, config)
     assert found == BackendChoice(Backend("torch", torch.bfloat16 if half else torch.float32))
+    of_half = replace(config, dtype=torch.float16)
+    wide = choose_backend("auto", number_formats("auto", of_half), None, of_half)
+    assert wide == BackendChoice(Backend("torch", torch.float32))
 
 
 @NATIVE

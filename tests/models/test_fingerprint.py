@@ -95,7 +95,7 @@ def test_options_that_change_the_numbers_change_it_and_others_do_not(target_dir:
 
     require_compiler()
     quantized = [{"dtype": "float32", "quantize": quantize} for quantize in ("int8", "int4")]
-    numbers = [{"dtype": "float32"}, {"dtype": "bfloat16"}, *quantized]
+    numbers = [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, *quantized]
     found = [of(**each, kernels=kernels) for each in numbers for kernels in ("native", "torch")]
-    assert len(set(found)) == 8
+    assert len(set(found)) == 10
     assert of(dtype="float32", kernels="auto", device="cpu", one_gemm=True) == found[0]

@@ -1,31 +1,166 @@
-"""float16 is served on a CPU by torch, and a row's bits are its own there as in every other format."""
+"""float16: weights, keys and values are held in it, and everything is computed in float32, as with wider weights."""
 
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from shutil import copy
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from compiled import LEVELS, compiled_for, require_compiler
 from forerun import LLM, SamplingParams
+from forerun.device import Placement
+from forerun.kernels.variants import runnable
+from forerun.models.config import read_config
+from forerun.models.decoder import Decoder
+from forerun.models.invariance import cancelling_product
+from forerun.models.loading import Blueprint
+from forerun.models.native import Kernels, checked
+from forerun.models.runner import Read, Runner
+from forerun.models.weights import Checkpoint
 from forerun.output import RequestOutput
 
 TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 PROMPTS = ["Once upon a time", "The dog ran and ran and", "Lily", "One day a big cat sat on the mat. The cat"]
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, logprobs=3, ignore_eos=True)
+LARGEST = 65504.0
 
 
-@cache
-def llm() -> LLM:
-    return LLM(str(TARGET), "ngram", dtype=torch.float16, max_num_seqs=4, chunk_tokens=7)
+@pytest.fixture(params=LEVELS)
+def kernels(request: pytest.FixtureRequest, tmp_path: Path) -> Kernels:
+    return checked(compiled_for(request.param, tmp_path))
+
+
+def every_number() -> Tensor:
+    """All float16 there are."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+
+
+def test_every_number_is_multiplied_as_what_it_is(kernels: Kernels) -> None:
+    """Subnormal ones too."""
+    numbers = every_number()
+    finite = numbers[numbers.isfinite()].view(-1, 1024)
+    assert torch.equal(kernels.linear(finite, None)(torch.eye(1024)), finite.float().T)
+    others = numbers[~numbers.isfinite()].view(-1, 1)
+    assert torch.equal(kernels.linear(others, None)(torch.ones(1, 1)).nan_to_num(7.0), others.float().T.nan_to_num(7.0))
+
+
+def test_products_have_the_bits_of_the_same_weights_in_float32(kernels: Kernels) -> None:
+    """With inputs that float16 does not hold."""
+    for shape in ((48, 83), (130, 1000)):
+        x, weight = cancelling_product(40, *shape, torch.float32)
+        x[3] *= 1e6
+        weight = weight.half()
+        assert torch.equal(kernels.linear(weight, None)(x), kernels.linear(weight.float(), None)(x))
+
+
+def test_every_processor_gives_the_same_bits(tmp_path: Path) -> None:
+    require_compiler()
+    x, weight = cancelling_product(40, 130, 1000, torch.float32)
+    each = [checked(compiled_for(v.name, tmp_path)).linear(weight.half(), None)(x) for v in runnable()]
+    assert all(torch.equal(one, other) for one, other in itertools.pairwise(each))
+
+
+def read_in(dtype: torch.dtype, kernels: Kernels, edit: Callable[[str, Tensor], Tensor]) -> tuple[Runner, Tensor]:
+    """A model with edited weights of float16, held in `dtype`, that has read some tokens; and their logits."""
+    stored = Checkpoint(TARGET, torch.float16)
+    decoder = Decoder(read_config(TARGET), lambda n, s: edit(n, stored.take(n, s)), dtype, None, kernels)
+    runner = Runner.of(decoder, 256)
+    return runner, runner.read([Read(0, list(range(3, 203)), judged=range(200))]).logits
+
+
+def test_keys_and_values_alone_are_rounded(kernels: Kernels) -> None:
+    """To the nearest: the first layer's are those of float32, rounded."""
+    (narrow, logits), (wide, expected) = (
+        read_in(dtype, kernels, lambda _, weight: weight) for dtype in (torch.float16, torch.float32)
+    )
+    for own, other in ((narrow.cache.keys, wide.cache.keys), (narrow.cache.values, wide.cache.values)):
+        assert own.dtype == torch.float16
+        assert torch.equal(own[0], other[0].half())
+    assert not torch.equal(logits, expected)
+    assert (logits - expected).abs().max() < 0.005 * expected.abs().max()
+
+
+def test_values_beyond_the_range_become_the_largest_number(kernels: Kernels) -> None:
+    """Infinite ones would make scores, and with them answers, of what is not a number."""
+
+    def edit(name: str, weight: Tensor) -> Tensor:
+        return weight * (2e4 if "k_proj" in name or "v_proj" in name else 20.0 if "input_layernorm" in name else 1.0)
+
+    (narrow, logits), (wide, _) = (read_in(dtype, kernels, edit) for dtype in (torch.float16, torch.float32))
+    for own, other in ((narrow.cache.keys[0], wide.cache.keys[0]), (narrow.cache.values[0], wide.cache.values[0])):
+        assert other.abs().max() > 2 * LARGEST
+        assert torch.equal(own, other.clamp(-LARGEST, LARGEST).half())
+    assert logits.isfinite().all()
+
+
+def test_what_is_infinite_is_not_hidden(kernels: Kernels) -> None:
+    def edit(name: str, weight: Tensor) -> Tensor:
+        return weight.index_fill(0, torch.tensor([0]), math.inf) if "layers.0.self_attn.v_proj" in name else weight
+
+    runner, logits = read_in(torch.float16, kernels, edit)
+    assert not runner.cache.values[0].isfinite().all()
+    assert logits.isnan().all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target as a checkpoint in float16."""
+    folder = tmp_path_factory.mktemp("float16")
+    copy(TARGET / "tokenizer.json", folder)
+    config = json.loads((TARGET / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16", "dtype": "float16"}))
+    save_file({n: t.half() for n, t in load_file(TARGET / "model.safetensors").items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_checkpoint_is_held_in_it(folder: Path) -> None:
+    require_compiler()
+    blueprint = Blueprint.of(str(folder))
+    assert (blueprint.format, blueprint.kernels) == ("float16", "native")
+    assert blueprint.load(64).decoder.embedding.dtype == torch.float16
+    assert Blueprint.of(str(folder), quantize="int8").format == "float16, int8 weights"
+    assert Blueprint.of(str(folder), kernels="torch").format == "float32"
+    assert Blueprint.of(str(folder), device=Placement(torch.device("cpu"), fixed=True)).format == "bfloat16"
+    formats = [Blueprint.of(str(folder), dtype=dtype).fingerprint() for dtype in ("auto", "bfloat16", "float32")]
+    assert len({*formats}) == 3
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "early-exit:2"])
+def test_drafted_answers_are_plain_ones(folder: Path, drafter: str, quantize: str | None) -> None:
+    """The draft model is of float16 too: a chain of its guesses is drawn in one call."""
+    drafter = f"model:{folder}" if drafter == "model" else drafter
+    llm = LLM(str(folder), drafter, quantize=quantize, max_num_seqs=4, chunk_tokens=7)
+    assert llm.format.startswith("float16")
+    together = answered(llm.generate(PROMPTS, PARAMS, speculation=4, use_tqdm=False))
+    alone = [answered(llm.generate(p, PARAMS, speculation=False, use_tqdm=False))[0] for p in PROMPTS]
+    assert together == alone
+    assert llm.stats.num_accepted > 0
 
 
 def answered(results: list[RequestOutput]) -> list[object]:
     return [(result.outputs[0].token_ids, result.outputs[0].logprobs) for result in results]
 
 
-def test_answers_in_float16_are_the_same_to_the_bit_in_any_company() -> None:
-    assert llm().format.startswith("float16")
-    together = answered(llm().generate(PROMPTS, PARAMS, speculation=6, use_tqdm=False))
-    alone = [answered(llm().generate(p, PARAMS, speculation=False, use_tqdm=False))[0] for p in PROMPTS]
+@cache
+def by_torch() -> LLM:
+    return LLM(str(TARGET), "ngram", dtype=torch.float16, kernels="torch", max_num_seqs=4, chunk_tokens=7)
+
+
+def test_answers_by_torch_are_the_same_to_the_bit_in_any_company() -> None:
+    """A row's bits are its own there as in every other format, though slowly."""
+    assert by_torch().format.startswith("float16")
+    together = answered(by_torch().generate(PROMPTS, PARAMS, speculation=6, use_tqdm=False))
+    alone = [answered(by_torch().generate(p, PARAMS, speculation=False, use_tqdm=False))[0] for p in PROMPTS]
     assert together == alone
 
 

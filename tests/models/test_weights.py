@@ -1,6 +1,7 @@
 """Checkpoints are found, judged before they are loaded, and loaded within the memory of their weights."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -57,6 +58,18 @@ def test_shards_and_single_files_give_the_same_tensors(
             taken = checkpoint.take(name, (4, 6))
             assert torch.equal(taken, tensor.to(dtype))
             assert taken.dtype == dtype
+
+
+def test_numbers_that_float16_does_not_have_are_refused(tmp_path: Path) -> None:
+    """Instead of becoming infinities. Those that a checkpoint has itself are its own."""
+    near, beyond, infinite = (torch.tensor(x) for x in ([1.0, 65519.0, 1e-9], [7e4], [math.inf, 1.0]))
+    save_file({"a": near, "b": beyond, "c": infinite.half()}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float16)
+    assert checkpoint.take("a", (3,)).tolist() == [1.0, 65504.0, 0.0]
+    assert torch.equal(checkpoint.take("c", (2,)), infinite.half())
+    with pytest.raises(UnsupportedModel, match=r"b has numbers above 65504, .* use dtype bfloat16 or float32"):
+        checkpoint.take("b", (1,))
+    assert Checkpoint(tmp_path, torch.float32).take("b", (1,)) == 7e4
 
 
 def test_a_tensor_owns_its_memory(tmp_path: Path, sharded: dict[str, Tensor]) -> None:
@@ -268,15 +281,13 @@ def test_explicit_formats_are_taken_at_their_word(target_dir: Path) -> None:
 
 
 def test_auto_prefers_the_checkpoints_own_format(target_dir: Path) -> None:
-    narrow = (torch.bfloat16, torch.float32)
-    wanted = {
-        torch.float32: (torch.float32,),
-        torch.float64: (torch.float32,),
-        torch.float16: narrow,
-        torch.bfloat16: narrow,
-    }
-    for stored, held in wanted.items():
+    """Except where activations would be of float16 too, whose range they might leave."""
+    narrow, wide = (torch.bfloat16, torch.float32), (torch.float32,)
+    wanted = {torch.float32: wide, torch.float64: wide, torch.bfloat16: narrow}
+    for stored, held in (wanted | {torch.float16: (torch.float16, torch.float32)}).items():
         assert number_formats("auto", replace(read_config(target_dir), dtype=stored)) == held
+    for stored, held in (wanted | {torch.float16: narrow}).items():
+        assert number_formats("auto", replace(read_config(target_dir), dtype=stored), activations_too=True) == held
 
 
 @pytest.mark.parametrize("name", ["int8", "", "Float32", "float64", torch.float64, torch.int8])

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "vectors.hpp"
+#include "formats.hpp"
 
 namespace forerun {
 

@@ -24,13 +24,10 @@ struct Chains {
 
 // A token's embedding in float32.
 void embed(const Chains& c, int64_t token, float* x) {
-  for (int64_t i = 0; i < c.hidden; i++)
-    if (c.embedding_format == BFLOAT16) {
-      const uint32_t bits = uint32_t{static_cast<const bfloat16*>(c.embedding)[token * c.hidden + i]} << 16;
-      memcpy(x + i, &bits, 4);
-    } else {
-      x[i] = static_cast<const float*>(c.embedding)[token * c.hidden + i];
-    }
+  const int64_t first = token * c.hidden;
+  if (c.embedding_format == BFLOAT16) get(x, static_cast<const bfloat16*>(c.embedding) + first, c.hidden);
+  else if (c.embedding_format == FLOAT16) get(x, static_cast<const float16*>(c.embedding) + first, c.hidden);
+  else get(x, static_cast<const float*>(c.embedding) + first, c.hidden);
 }
 
 }  // namespace forerun

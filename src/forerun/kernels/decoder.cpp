@@ -261,11 +261,10 @@ void forerun_forward(Decoder* decoder, const Pass* pass) {
   const std::vector<Task> tasks = share_out(decoder->shape, *pass);
 #pragma omp parallel num_threads(pass->num_threads)
   {
-    const int thread = omp_get_thread_num(), num = omp_get_num_threads();
-    if (decoder->shape.cache_format == BFLOAT16)
-      Worker<bfloat16>(*decoder, *pass, tasks, scratch, thread, num).run();
-    else
-      Worker<float>(*decoder, *pass, tasks, scratch, thread, num).run();
+    const int thread = omp_get_thread_num(), num = omp_get_num_threads(), format = decoder->shape.cache_format;
+    if (format == BFLOAT16) Worker<bfloat16>(*decoder, *pass, tasks, scratch, thread, num).run();
+    else if (format == FLOAT16) Worker<float16>(*decoder, *pass, tasks, scratch, thread, num).run();
+    else Worker<float>(*decoder, *pass, tasks, scratch, thread, num).run();
   }
 }
 }

@@ -1,8 +1,9 @@
 // Packed linear layers at the memory limit: y = x @ weight.T, any number of rows, each with bits of its own.
 //
 // This file lays weights and rows out; multiply.hpp multiplies them. Weights lie in panels of 16 outputs, so that a step
-// along the inputs reads one 64-byte line: 1 float32, 2 bfloat16, 4 int8 or 8 int4 inputs of each of the 16 outputs. The
-// scales of int4 weights lie between them, one line before the eight lines that hold 64 inputs.
+// along the inputs reads one 64-byte line: 1 float32, 2 bfloat16 or float16, 4 int8 or 8 int4 inputs of each of the 16
+// outputs. Inputs of an output lie side by side, but those of float16 apart, so that one instruction widens a register's
+// worth of one input. The scales of int4 weights lie between them, one line before the eight lines that hold 64 inputs.
 #pragma once
 #include <sys/mman.h>
 
@@ -10,7 +11,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "vectors.hpp"
+#include "formats.hpp"
 
 // Rows of bfloat16 are the same for tiles and for registers, which is why both have to multiply pairs.
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
@@ -21,7 +22,7 @@
 
 namespace forerun {
 
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, FLOAT16 = 4 };
 
 constexpr int PANELS = 4;  // are multiplied at once: WIDTH outputs
 constexpr int TILE = 16;   // rows of an AMX tile
@@ -72,8 +73,8 @@ constexpr bool SHORT_SUMS = true;  // a group of int4 weights is summed in 16 bi
 constexpr bool SHORT_SUMS = false;
 #endif
 
-// What goes into a product: rows in the layer's format, padded to whole tiles. Rows for int8 and int4 weights are of
-// int8 and have scales; for int4, `starts` lie behind a row's numbers.
+// What goes into a product: rows as the layer's format needs them, padded to whole tiles. Rows for int8 and int4 weights
+// are of int8 and have scales; for int4, `starts` lie behind a row's numbers.
 struct Rows {
   char* data;
   float* scales;
@@ -86,16 +87,16 @@ struct Linear {
   float *bias, *scales;
   int32_t* offsets;  // 128 times the sum of an output's int8 weights
 
-  static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 ? 2 : 1; }
+  static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 || f == FLOAT16 ? 2 : 1; }
   int64_t num_blocks() const { return depth / WIDTH; }  // of int4
   int64_t panel_bytes() const { return format == INT4 ? num_blocks() * BLOCK_LINES * 64 : LANES * depth * size(format); }
   const char* panel(int64_t output) const { return panels.data + output / LANES * panel_bytes(); }
   int64_t num_lines() const { return panel_bytes() / 64; }
   int64_t row_bytes() const {  // as prepared
     const int64_t starts = format == INT4 ? padded(depth / GROUP * 4) : 0;
-    return depth * (format == BFLOAT16 && !PAIRS ? 4 : size(format)) + starts + ROW_GAP;
+    return depth * (format == FLOAT16 || (format == BFLOAT16 && !PAIRS) ? 4 : size(format)) + starts + ROW_GAP;
   }
-  bool tiled() const { return format != FLOAT32 && has_amx(); }
+  bool tiled() const { return format != FLOAT32 && format != FLOAT16 && has_amx(); }  // AMX multiplies neither of these
 
   // `weight` is [outputs, inputs] in the format itself, a byte a number for int4. `scales` are floats, one for each
   // output, for int8, and bfloat16, one for each group of each output, for int4; `bias` may be null.
@@ -111,12 +112,12 @@ struct Linear {
       return;
     }
     if (weight_scales) memcpy(scales, weight_scales, n * sizeof(float));
-    const int64_t row = k * size(f);
+    const int64_t row = k * size(f), unit = f == FLOAT16 ? 2 : 4;  // bytes of an output that lie side by side
 #pragma omp parallel for
     for (int64_t o = 0; o < n; o++) {
       const char* from = static_cast<const char*>(weight) + o * row;
-      char* panel = panels.data + o / LANES * panel_bytes() + o % LANES * 4;
-      for (int64_t at = 0; at < row; at += 4) memcpy(panel + at * LANES, from + at, std::min<int64_t>(4, row - at));
+      char* panel = panels.data + o / LANES * panel_bytes() + o % LANES * unit;
+      for (int64_t at = 0; at < row; at += unit) memcpy(panel + at * LANES, from + at, std::min(unit, row - at));
       if (f == INT8)
         for (int64_t i = 0; i < k; i++) offsets[o] += 128 * reinterpret_cast<const int8_t*>(from)[i];
     }
@@ -151,10 +152,11 @@ inline int32_t group_start(const int8_t* x) {
   return SHORT_SUMS ? static_cast<int32_t>((low & 0xffff) | static_cast<uint32_t>(high) << 16) : low + high;
 }
 
-// One row of floats (padded with zeros to the layer's depth) in the layer's format.
+// One row of floats (padded with zeros to the layer's depth) in the layer's format; for float16 it stays as it is, so
+// that no input is too large.
 __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* x, Rows rows, int64_t row) {
   char* to = rows.data + row * l.row_bytes();
-  if (l.format == FLOAT32) {
+  if (l.format == FLOAT32 || l.format == FLOAT16) {
     memcpy(to, x, l.depth * sizeof(float));
   } else if (l.format == BFLOAT16) {
     for (int64_t i = 0; i < l.depth; i += LANES) {

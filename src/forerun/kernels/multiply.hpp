@@ -23,6 +23,7 @@ inline void multiply(const Linear& l, Rows rows, int64_t num_rows, float* out, i
     if (l.format == INT4) multiply_groups(l, g * WIDTH, rows, num_rows, out);
     else if (l.format == INT8) multiply_rows<INT8>(l, g * WIDTH, rows, num_rows, out);
     else if (l.format == BFLOAT16) multiply_rows<BFLOAT16>(l, g * WIDTH, rows, num_rows, out);
+    else if (l.format == FLOAT16) multiply_rows<FLOAT16>(l, g * WIDTH, rows, num_rows, out);
     else multiply_rows<FLOAT32>(l, g * WIDTH, rows, num_rows, out);
 }
 

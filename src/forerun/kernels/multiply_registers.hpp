@@ -16,6 +16,14 @@ inline IntRegister weights_at(const char* line, int part) {
   return *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
 }
 
+// The weights of one input of 16 outputs times that input of R rows.
+template <int R>
+inline void add_products(FloatRegister (*sums)[PARTS], const FloatRegister* weights, const char* x, int64_t stride) {
+  for (int r = 0; r < R; r++)
+    for (int part = 0; part < PARTS; part++)
+      sums[r][part] = fma(weights[part], number_at<float>(x + r * stride) - FloatRegister{}, sums[r][part]);
+}
+
 // A line of weights times the same inputs of R rows, added to their sums so far, in `TURNS` turns: all panels take the
 // first before any takes the second, so that only one turn's inputs are in registers. `STEP` is how many bytes of a
 // prepared row go with a line, `SPARE` how many registers the sums must leave: found by reading what GCC makes of it.
@@ -57,9 +65,7 @@ struct Dot<BFLOAT16> {  // two inputs of each output
       const IntRegister pairs = weights_at(line, part);
       weights[part] = (FloatRegister)(turn ? upper_halves(pairs) : pairs << 16);
     }
-    for (int r = 0; r < R; r++)
-      for (int part = 0; part < PARTS; part++)
-        sums[r][part] = fma(weights[part], number_at<float>(x + r * stride + 4 * turn) - Sums{}, sums[r][part]);
+    add_products<R>(sums, weights, x + 4 * turn, stride);
   }
 
   static IntRegister upper_halves(IntRegister pairs) {  // by zeros, which need no register for the whole loop as a mask does
@@ -72,6 +78,20 @@ struct Dot<BFLOAT16> {  // two inputs of each output
 #endif
   }
 #endif
+};
+
+template <>
+struct Dot<FLOAT16> {  // two inputs, each of all outputs; widened in registers
+  typedef FloatRegister Sums;
+  static constexpr int STEP = 8, SPARE = PARTS == 4 ? 16 : PARTS == 2 ? 5 : 9, TURNS = 2;
+
+  template <int R>
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride, int turn) {
+    const float16* const halves = reinterpret_cast<const float16*>(line) + turn * LANES;
+    FloatRegister weights[PARTS];
+    for (int part = 0; part < PARTS; part++) weights[part] = widened_register(halves + part * (LANES / PARTS));
+    add_products<R>(sums, weights, x + 4 * turn, stride);
+  }
 };
 
 template <>
@@ -139,7 +159,7 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
     for (int p = 0; p < P; p++) __builtin_prefetch(ahead + p * panel);
     const char* from = line;
     for (int turn = 0; turn < Dot<F>::TURNS; turn++) {
-      if (PARTS == 1 && turn) asm volatile("" : "+r"(from));  // read anew, or the first turn's weights would displace sums
+      if (F == BFLOAT16 && PARTS == 1 && turn) asm volatile("" : "+r"(from));  // read anew, or the first turn's weights would displace sums
       for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], from + p * panel, x, stride, turn);
     }
     x += Dot<F>::STEP, ahead += step;

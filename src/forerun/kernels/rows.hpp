@@ -49,16 +49,4 @@ __attribute__((noinline)) inline void rotate_head(float* x, int64_t head_dim, co
   }
 }
 
-// `size` floats into a cache of another format.
-template <typename T>
-inline void put(T* to, const float* from, int64_t size) {
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) narrow(to + i, load(from + i));
-  float rest[LANES] = {};
-  T narrowed[LANES];
-  memcpy(rest, from + i, (size - i) * sizeof(float));
-  narrow(narrowed, load(rest));
-  memcpy(to + i, narrowed, (size - i) * sizeof(T));
-}
-
 }  // namespace forerun

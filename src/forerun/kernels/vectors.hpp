@@ -31,9 +31,6 @@ typedef int32_t IntRegister __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint32_t WordRegister __attribute__((vector_size(REGISTER_BYTES)));
 typedef FloatRegister FloatRegisterAnywhere __attribute__((aligned(4), may_alias));
 typedef IntRegister IntRegisterAnywhere __attribute__((aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(REGISTER_BYTES / 2)));
-typedef Halves HalvesAnywhere __attribute__((aligned(2), may_alias));
-typedef uint16_t bfloat16;  // the upper half of a float
 
 inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {  // a * b + c, rounded once where it can be
 #if defined(__AVX512F__)
@@ -257,43 +254,5 @@ inline Floats logarithm(Floats x) {
   p = fma(power, all(-2.12194440e-4f), p * y * z) - z * 0.5f;
   return fma(power, all(0.693359375f), y + p);
 }
-
-inline FloatRegister widened_register(const bfloat16* p) {
-  const Halves h = *reinterpret_cast<const HalvesAnywhere*>(p);
-#if defined(__AVX2__) && !defined(__AVX512F__)  // the compiler's own conversion goes through memory
-  return (FloatRegister)(IntRegister)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
-#else
-  return (FloatRegister)(__builtin_convertvector(h, IntRegister) << 16);
-#endif
-}
-
-inline void narrow_register(bfloat16* p, IntRegister x) {  // keeps the lower halves
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
-#else
-  *reinterpret_cast<HalvesAnywhere*>(p) = __builtin_convertvector(x, Halves);
-#endif
-}
-
-inline Floats widened(const float* p) { return load(p); }
-inline void narrow(float* p, Floats x) { store(p, x); }
-
-inline Ints rounded(Floats x) {  // to the nearest bfloat16, ties to even, in the lower half
-  const Ints b = bits(x), near = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
-  return choose(x == x, near, (b >> 16) | 0x40);
-}
-
-#if defined(__AVX512F__)
-inline Floats widened(const bfloat16* p) { return widened_register(p); }
-inline void narrow(bfloat16* p, Floats x) { narrow_register(p, rounded(x)); }
-#else
-inline Floats widened(const bfloat16* p) { FORERUN_EACH_PART(Floats, widened_register(p + i * (LANES / PARTS))) }
-inline void narrow(bfloat16* p, Floats x) {
-  const Ints kept = rounded(x);
-  for (int i = 0; i < PARTS; i++) narrow_register(p + i * (LANES / PARTS), kept.part[i]);
-}
-#endif
 
 }  // namespace forerun

@@ -110,7 +110,7 @@ def fastest(times: Mapping[Backend, float], is_trusted: Callable[[Backend], bool
 
 def torch_dtypes(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
     """Those that torch's operators compute well on this CPU, float32 where there is none among them."""
-    slow = (torch.bfloat16,) if not has_bfloat16_linears() else ()
+    slow = (torch.float16,) if has_bfloat16_linears() else (torch.float16, torch.bfloat16)
     return [dtype for dtype in dtypes if len(dtypes) == 1 or dtype not in slow] or [torch.float32]
 
 

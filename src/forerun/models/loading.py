@@ -82,7 +82,7 @@ class Blueprint:
                 raise InvalidRequest(name, f"{value!r} is for CPUs: leave it out, or use device cpu.")
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
-        dtypes = number_formats(spec.dtype, config)
+        dtypes = number_formats(spec.dtype, config, placement.fixed)
         checkpoint = Checkpoint(folder, dtypes[0])
         judged = check_weights(config, checkpoint)
         if placement.fixed:

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from forerun.models.linear import Linear
     from forerun.models.rope import RopeTables
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
 INT4 = 3  # is handed over as int8, and packed by the library
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # formats of weights that are not quantised
 WIDTH = 64  # rows are padded to a multiple of this
 MAX_HEAD_DIM = 512
 
@@ -112,7 +113,7 @@ class Kernels:
         bias: Float[Tensor, " outputs"] | None,
         quantize: Quantization | None = None,
     ) -> NativeLinear:
-        """A packed layer: of 8 or 4 bits with `quantize`, else in the weight's own format, float32 or bfloat16."""
+        """A packed layer: of 8 or 4 bits with `quantize`, else in the weight's own format, one of WEIGHTS."""
         return NativeLinear(self, weight, bias, quantize)
 
     def decoder(
@@ -130,8 +131,8 @@ def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCal
     if choice == "torch":
         return None
     try:
-        if dtype not in FORMATS:
-            raise NoKernels(f"they compute in float32 and bfloat16, not in {dtype}: set dtype to one of these")
+        if dtype not in WEIGHTS:
+            raise NoKernels(f"they know float32, bfloat16 and float16, not {dtype}: set dtype to one of these")
         return checked(library(progress))
     except NoKernels as error:
         if choice == "native":
@@ -153,10 +154,10 @@ def checked(lib: ctypes.CDLL) -> Kernels:
     """The library if it computes what it should: the definition or nearly, and each row as if it were alone."""
     kernels = Kernels(lib)
     outputs, inputs, rows = 72, 200, 40
-    formats: list[tuple[torch.dtype, Quantization | None]] = [(torch.float32, None), (torch.bfloat16, None)]
+    formats: list[tuple[torch.dtype, Quantization | None]] = [(dtype, None) for dtype in WEIGHTS]
     for dtype, quantize in (*formats, *((torch.float32, each) for each in QUANTIZATIONS)):
-        x, weight = cancelling_product(rows, outputs, inputs, dtype)
-        layer = kernels.linear(weight, None, quantize)
+        x, weight = cancelling_product(rows, outputs, inputs, torch.float32)
+        layer = kernels.linear(weight := weight.to(dtype), None, quantize)
         alone = torch.cat([layer(row[None]) for row in x])
         exact = torch.eye(inputs)[:rows] * 64
         if quantize == "int4":  # too coarse to be close

@@ -31,17 +31,22 @@ AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git 
 log = logging.getLogger(__name__)
 
 
-def number_formats(requested: str | torch.dtype, config: ModelConfig) -> tuple[torch.dtype, ...]:
-    """The number formats to hold the weights and compute in, for what was asked for in any spelling; the best first.
+def number_formats(
+    requested: str | torch.dtype, config: ModelConfig, activations_too: bool = False
+) -> tuple[torch.dtype, ...]:
+    """The number formats to hold the weights in, for what was asked for in any spelling; the best first.
 
-    "auto" keeps 16 bits, or takes float32 where that is faster: float16 is held as bfloat16, which has the kernels, and
-    float64 as float32. A format that is named is taken at its word. float16 has no compiled kernels: on a CPU torch
-    computes it, in blocks of a fixed number of rows. Raises InvalidRequest.
+    "auto" keeps the checkpoint's 16 bits, or takes float32 where that is faster or 16 bits have no fast operators;
+    float64 is held as float32. With `activations_too`, as on GPUs, activations have the format of the weights, and
+    float16 is held as bfloat16, whose range they do not leave. A format that is named is taken at its word. Raises
+    InvalidRequest.
     """
     name = dtype_name(requested)
     if name != "auto":
         return (HELD[name],)
-    return (torch.bfloat16, torch.float32) if config.dtype in (torch.float16, torch.bfloat16) else (torch.float32,)
+    if config.dtype not in (torch.float16, torch.bfloat16):
+        return (torch.float32,)
+    return (torch.bfloat16 if activations_too else config.dtype, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,16 @@ class Checkpoint:
         """One tensor, contiguous, in `dtype`, in memory of its own.
 
         Raises MissingWeights where it is not there, WrongShape where it is not as promised, UnsupportedModel where
-        it is stored in a quantised format.
+        it is stored in a quantised format or has numbers that float16, if that is `dtype`, does not have.
         """
         entry = self.find(name, shape)
         with opened(entry.file) as file:
-            return torch.empty(shape, dtype=self.dtype).copy_(file.get_tensor(name))
+            tensor = torch.empty(shape, dtype=self.dtype).copy_(file.get_tensor(name))
+        if self.dtype == torch.float16 and entry.format != "F16" and tensor.isinf().any():
+            raise UnsupportedModel(
+                f"{entry.file}: {name} has numbers above 65504, the largest of float16: use dtype bfloat16 or float32"
+            )
+        return tensor
 
     def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """Where a tensor lies, judged by its header."""
