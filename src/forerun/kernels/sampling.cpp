@@ -1,4 +1,4 @@
-// A round's bookkeeping over tokens, in plain C: draws, verdicts, and the check of drafts.
+// A round's bookkeeping over tokens, in plain C: draws, verdicts, ranks, and the check of drafts.
 //
 // Each function gives what the tensor code of the same name gives, or says that it cannot. Logarithms here differ from
 // torch's in their last bits, so a draw whose two best scores are too close for that is left to torch.
@@ -210,11 +210,43 @@ std::vector<int64_t> starts_of(const int64_t* lengths, int64_t count) {
   return starts;
 }
 
+// How many of a row's values stand before a token's, larger ones and equal ones of lower ids, and the largest values.
+// False where some value is no number, or too few are above -inf.
+bool rank(const float* values, int64_t count, int64_t token, int64_t top, int64_t* before, int64_t* ids) {
+  Ranked ranked(top);
+  const Floats own = all(values[token]);
+  const Ints picked = Ints{} + static_cast<int32_t>(token);
+  Ints at = counted(0), ahead = {}, bad = {};
+  for (int64_t i = 0; i < count; i += LANES, at += LANES) {
+    float rest[LANES];
+    for (int64_t j = i; j < i + LANES && i + LANES > count; j++) rest[j - i] = j < count ? values[j] : LOWEST;
+    const Floats x = load(i + LANES <= count ? values + i : rest);
+    bad |= x != x;
+    ahead -= (x > own) | ((x == own) & (at < picked));
+    if (top > 0) ranked.take(x, at);
+  }
+  *before = 0;
+  for (int j = 0; j < LANES; j++) *before += ahead[j];
+  for (int64_t i = 0; i < top; i++) ids[i] = ranked.best[i].second;
+  return !any(bad) && (top == 0 || ids[top - 1] >= 0);
+}
+
 }  // namespace forerun
 
 using namespace forerun;
 
 extern "C" {
+
+// For each row the rank of a token, from 1, and the ids of the `top` largest values; returns how many rows have none.
+int64_t forerun_rank(const float* values, int64_t num_rows, int64_t count, const int64_t* tokens, int64_t top,
+                     int64_t* ranks, int64_t* ids, int64_t num_threads) {
+  std::vector<int64_t> failed(num_rows);
+  share(num_rows, num_rows * count, 0, num_threads, [&](int64_t i, int64_t) {
+    failed[i] = !rank(values + i * count, count, tokens[i], top, ranks + i, ids + i * top);
+    ranks[i]++;
+  });
+  return std::count(failed.begin(), failed.end(), 1);
+}
 
 // `places` holds the rows of all nodes, the lengths of their paths, and these, one behind the other.
 void forerun_choose(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,

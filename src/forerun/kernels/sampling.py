@@ -1,4 +1,4 @@
-"""The Python interface to the compiled parts of a round: draws, verdicts, and the check of drafts.
+"""The Python interface to the compiled parts of a round: draws, verdicts, ranks, and the check of drafts.
 
 This file decides how tensors and host numbers become pointers. Each function gives exactly the result of the tensor
 code that defines it, or reports that it cannot, so tokens do not depend on whether the kernels are available.
@@ -48,6 +48,8 @@ class SamplingKernels:
         n, p = c_int64, c_void_p
         drawn_from: list[Any] = [p, c_float, p, n, n, n]
         lib.forerun_choose.restype = None
+        lib.forerun_rank.restype = c_int64
+        lib.forerun_rank.argtypes = [p, n, n, p, n, p, p, n]
         lib.forerun_offer.restype = lib.forerun_judge.restype = lib.forerun_clean.restype = c_int64
         lib.forerun_choose.argtypes = [*drawn_from, p, p, n]
         lib.forerun_offer.argtypes = [*drawn_from, p, n, p, p, p, n]
@@ -114,6 +116,19 @@ class SamplingKernels:
         undecided = self.lib.forerun_judge(*laws.of(logits), *tree, depth, *out, torch.get_num_threads())
         assert undecided >= 0, f"{len(logits)} rows of logits for a tree of {int((tokens >= 0).sum())} nodes"
         return None if undecided else verdict
+
+    def rank(
+        self, values: Float[Tensor, "rows vocab"], tokens: Int[Tensor, " rows"], top: int
+    ) -> tuple[Int[Tensor, " rows"], Int[Tensor, "rows {top}"]] | None:
+        """Each token's rank among its row's values, from 1, and the `top` largest; the lowest id first among equals.
+
+        None where a row has NaN, or fewer values above -inf.
+        """
+        count, vocab = values.shape
+        ranks, ids = torch.empty(count, dtype=torch.int64), torch.empty(count, top, dtype=torch.int64)
+        out, threads = (ranks.data_ptr(), ids.data_ptr()), torch.get_num_threads()
+        failed = self.lib.forerun_rank(values.data_ptr(), count, vocab, tokens.data_ptr(), top, *out, threads)
+        return None if failed else (ranks, ids)
 
     def clean(
         self,
