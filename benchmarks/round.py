@@ -42,8 +42,13 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("temperature 1", {"temperature": 1.0}),
     ("temperature 0", {"temperature": 0.0}),
     ("temperature 1, flat", {"temperature": 1.0}),
-    ("temperature 0.8, penalties", {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.5}),
+    ("temperature 0.8, two penalties", {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.5}),
+    (
+        "temperature 0.8, three penalties",
+        {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    ),
     ("temperature 0.8, top-p 0.9", {"temperature": 0.8, "top_p": 0.9}),
+    ("temperature 0.6, top-p 0.95, top-k 20", {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
 )
 
 

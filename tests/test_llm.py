@@ -368,7 +368,8 @@ def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
         failures: list[tuple[int, ...]] = []
         asked = replace(params, logits_processors=[picky])
         assert make().generate(PROMPTS[0], asked, speculation=4)[0].outputs[0].token_ids == answer.token_ids
-        assert bool(failures) == (make is not plain)
+        if make is not with_ngrams:  # of what is drafted for nothing, compiled verdicts ask no processor
+            assert bool(failures) == (make is with_model)
         assert_empty(make())
 
 

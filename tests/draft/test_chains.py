@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,11 +37,11 @@ class StepByStep(Runner):
 
 
 class AsTrees(Draws):
-    """Draws that want to be told of paths, so that chains are grown as trees are."""
+    """Draws that are said not to be on the host, so that chains are grown as trees are."""
 
-    @property
-    def pathless(self) -> bool:
-        return False
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.on_host = False
 
 
 def drafter_of(blueprint: Blueprint, way: str, vocab: int, num_tokens: int = 2048) -> ModelDrafter:
@@ -50,10 +51,20 @@ def drafter_of(blueprint: Blueprint, way: str, vocab: int, num_tokens: int = 204
     return ModelDrafter(runner, vocab)
 
 
-def draws_of(way: str, rows: Sequence[Row], temperatures: Sequence[float], vocab: int) -> Draws:
+LAWS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.0, "min_p": 0.02, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 2.0, "logit_bias": {7: 3.0}, "min_tokens": 9},
+]
+
+
+def draws_of(way: str, rows: Sequence[Row], laws: Sequence[dict[str, Any]], vocab: int) -> Draws:
     samplings = [
-        RowSampling(row.seq_id, SamplingParams(temperature=t), row.seq_id, 0, list(row.text), 1)
-        for row, t in zip(rows, temperatures, strict=True)
+        RowSampling(row.seq_id, SamplingParams(**law), row.seq_id, 0, list(row.text), 1, (2,), [(5, 6), (7, 8, 9)])
+        for row, law in zip(rows, laws, strict=True)
     ]
     kind = AsTrees if way == "as trees" else Draws
     return kind(samplings, vocab, num_ids=vocab - 3, kernels=find_sampling_kernels())
@@ -71,11 +82,11 @@ def rounds(way: str, blueprint: Blueprint, vocab: int) -> list[tuple[Draft, list
     rng, drafter, found = random.Random(5), drafter_of(blueprint, way, vocab), []
     texts = {seq_id: [rng.randrange(vocab - 3) % VOCAB for _ in range(3 + 7 * seq_id)] for seq_id in range(4)}
     drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
-    for _ in range(8):
+    for _ in range(16):
         rows = [Row(s, list(texts[s])) for s in sorted(rng.sample(sorted(texts), rng.randint(1, 4)))]
         budgets = [Budget(rng.randint(0, 6)) for _ in rows]
-        temperatures = [rng.choice([0.0, 1.0, 0.6]) for _ in rows]
-        draft = drafter.propose(draws_of(way, rows, temperatures, vocab), budgets)
+        laws = [rng.choice(LAWS) for _ in rows]
+        draft = drafter.propose(draws_of(way, rows, laws, vocab), budgets)
         drafted = [row.seq_id for row, budget in zip(rows, budgets, strict=True) if budget.depth]
         left = [cached(drafter, s) for s in drafted]
         found.append((draft, left, [dict(drafter.sequences[s].tail) for s in drafted]))
@@ -116,6 +127,6 @@ def test_want_of_room_makes_steps_of_it(draft_dir: Path) -> None:
             drafter = drafter_of(blueprint, way, VOCAB, num_tokens)
             rows = [Row(i, text) for i, text in enumerate(texts)]
             drafter.observe(committed(rows))
-            trees.append(drafter.propose(draws_of(way, rows, [1.0, 1.0], VOCAB), [Budget(9), Budget(9)]).tree)
+            trees.append(drafter.propose(draws_of(way, rows, LAWS[1:3], VOCAB), [Budget(9), Budget(9)]).tree)
             drafter.runner.cache.check()
         assert torch.equal(trees[0].tokens, trees[1].tokens)

@@ -13,7 +13,7 @@ from draft.rounds import Row, committed, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model import CHUNK_TOKENS, TAIL_TOKENS, ModelDrafter
-from forerun.kernels.sampling import PlainLaws
+from forerun.kernels.laws import RowLaws
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.shape import StaticTree
@@ -33,7 +33,7 @@ class CountingRunner(Runner):
         return states
 
     def draw_chains(
-        self, seq_ids: Sequence[int], depths: Sequence[int], logits: Tensor, laws: PlainLaws
+        self, seq_ids: Sequence[int], depths: Sequence[int], logits: Tensor, laws: RowLaws
     ) -> list[list[int]] | None:
         chains = super().draw_chains(seq_ids, depths, logits, laws)
         for chain, depth in zip(chains or [], depths, strict=False):

@@ -32,6 +32,7 @@ from forerun.engine.sequence import Status
 from forerun.models.runner import Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws
+from forerun.sampling.edits import TextEdits
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from unchecked import unchecked
@@ -76,6 +77,7 @@ class Traffic:
             temperature=self.rng.choice([0.0, 0.8, 1.0]),
             top_k=self.rng.choice([0, 0, 20]),
             repetition_penalty=self.rng.choice([1.0, 1.2]),
+            frequency_penalty=self.rng.choice([0.0, 0.3]),
             max_tokens=self.rng.randrange(1, 90),
             seed=i,
         )
@@ -127,6 +129,9 @@ def check_texts(traffic: Traffic) -> None:
         assert (text.id in engine.runner.cache) == (running and text.num_read > 0)
         assert engine.runner.length(text.id) == text.num_read
         assert len(text.origins) == text.num_output
+        if text.edits is not None:
+            known = text.params, text.tokens, text.num_prompt, text.eos_ids, text.bad_words
+            assert text.edits.at(text.tokens) == TextEdits.of(*known)
     assert not engine.runner.tails
     engine.runner.cache.check()
 

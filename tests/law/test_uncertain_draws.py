@@ -48,13 +48,13 @@ def test_the_setting_makes_uncertain_draws_common(common: None) -> None:
     kernels = find_sampling_kernels()
     assert kernels is not None
     draws = Draws([RowSampling(0, SamplingParams(temperature=1.0), 5, 0, [1], 1)], 512, kernels=kernels)
-    assert draws.plain_laws is not None
+    assert draws.row_laws is not None
     logits = logits_of("steep", 500, 512, 0)
-    offered = kernels.offer(logits, [0] * 500, range(500), draws.plain_laws, 1)
+    paths = [[0] * i for i in range(500)]
+    offered = kernels.offer(logits, [0] * 500, paths, draws.row_laws, 1)
     assert 10 < len(offered.undecided) < 100
-    for i in range(500):
-        chosen = kernels.choose(logits[i : i + 1], [0], [i], draws.plain_laws)
-        assert (chosen is None) == (i in offered.undecided)
+    chosen = kernels.choose(logits, [0] * 500, paths, draws.row_laws)
+    assert [i for i, token in enumerate(chosen) if token < 0] == offered.undecided
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)

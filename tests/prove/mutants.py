@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -141,21 +142,17 @@ def unseen_acceptance(patch: Patch) -> None:
             drawn[:, 0] = torch.where(blind, tree.tokens[:, 1], drawn[:, 0])
         return follow(tree, drawn)
 
-    def compiled_mutant(
-        kernels: SamplingKernels, tokens: Tensor, parents: Tensor, drawn: Sequence[int], depth: int
-    ) -> Tensor:
-        """The same, where compiled kernels judge: `drawn` is packed."""
-        drawn, first = list(drawn), 0
-        for row, above in zip(tokens.tolist(), parents.tolist(), strict=True):
+    def compiled_mutant(kernels: SamplingKernels, tokens: Tensor, parents: Tensor, *given: Any) -> Tensor | None:
+        """The same, where compiled kernels judge: they are told what the root drew."""
+        drawn, columns = given[-1], tokens.shape[1]
+        for b, (row, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
             if len(row) > 1 and sum(row) % 5 == 0 and above[1] == 0:
-                drawn[first] = row[1]
-            first += sum(token >= 0 for token in row)
-        return compiled(kernels, tokens, parents, drawn, depth)
+                drawn[b * columns] = row[1]
+        return compiled(kernels, tokens, parents, *given)
 
-    compiled = SamplingKernels.follow
+    compiled = SamplingKernels.judge
     patch.setattr(judging, "follow", mutant)
-    patch.setattr(SamplingKernels, "follow", compiled_mutant)
-    patch.setattr(SamplingKernels, "judge", lambda *_: None)
+    patch.setattr(SamplingKernels, "judge", compiled_mutant)
 
 
 def skipped_row(patch: Patch) -> None:

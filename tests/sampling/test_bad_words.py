@@ -64,7 +64,6 @@ def test_words_of_one_token_are_banned_tokens_and_others_are_met_with_and_withou
     spelled = [inside(text) for text in ("the", " the", "Lily's", " Lily's")]
     assert {9, *(ids[0] for ids in spelled if len(ids) == 1)} == set(sequence.params.banned_tokens)
     assert {tuple(ids) for ids in spelled if len(ids) > 1} == set(map(tuple, sequence.bad_words))
-    assert not sequence.params.plain
     with pytest.raises(InvalidRequest, match="bad_words: words need a tokenizer"):
         Requests(None, 512, 64, (2,), Speculation(4)).sequences(Request.of([1], SamplingParams(bad_words=["a"])))
     with pytest.raises(InvalidRequest, match="bad_words: a word is not valid Unicode"):

@@ -1,12 +1,16 @@
 """Reported log-probabilities against sorting by hand."""
 
+import itertools
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from logits import SHAPES, logits_of
 
+from compiled import require_compiler
+from forerun.kernels.sampling import find_sampling_kernels
 from forerun.sampling import winners
 from forerun.sampling.logprobs import token_logprobs
 
@@ -39,3 +43,19 @@ def test_low_precision_is_reported_in_float32() -> None:
 
 def test_no_rows() -> None:
     assert token_logprobs(torch.empty(0, 5), [], 2) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("vocab", [1, 15, 16, 100, 4099])
+def test_kernels_rank_as_torch_does(shape: str, vocab: int) -> None:
+    """For logits of every kind; where a row has NaN, or only few possible tokens, torch ranks."""
+    require_compiler()
+    kernels = find_sampling_kernels()
+    assert kernels is not None
+    for seed, top in itertools.product(range(3), (0, 1, 5, 128)):
+        logits, top = logits_of(shape, 4, vocab, seed), min(top, vocab)
+        chosen = torch.randint(0, vocab, (4,), generator=torch.Generator().manual_seed(seed))
+        assert repr(token_logprobs(logits, chosen, top, kernels)) == repr(token_logprobs(logits, chosen, top))
+        law = logits.log_softmax(1)
+        unsure = bool(law.isnan().any() or (law.isneginf().sum(1) > vocab - top).any())
+        assert (kernels.rank(law, chosen, top) is None) == unsure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from logits import SHAPES, logits_of
 from torch import Tensor
 
 from compiled import LEVELS, compiled_for
-from forerun.kernels.sampling import SamplingKernels
+from forerun.kernels.laws import RowLaws
+from forerun.kernels.sampling import UNDECIDED, UNKNOWN, SamplingKernels
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import GREEDY_BELOW, SamplingParams
@@ -45,6 +47,16 @@ def places(draws: Draws, rows: list[int], positions: list[int]) -> PathState:
     return PathState(row, row.new_empty(len(rows), 0), torch.tensor(positions))
 
 
+def paths_to(draws: Draws, rows: list[int], positions: list[int]) -> list[list[int]]:
+    """Guesses, any, that lead to these positions: where temperature is all there is, they do not count."""
+    return [[0] * (at - draws.root_places[row] - 1) for row, at in zip(rows, positions, strict=True)]
+
+
+def laws_of(draws: Draws) -> RowLaws:
+    assert draws.row_laws is not None
+    return draws.row_laws
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(SHAPES),
@@ -63,10 +75,12 @@ def test_draws_are_those_of_torch(
     at = [i % len(rows) for i in range(5)]
     positions = [7 + 3 * i for i in range(5)]
     logits = logits_of(shape, 5, vocab, seed % 1000)
+    paths = paths_to(own, at, positions)
     expected = other.draw(logits, places(other, at, positions)).tolist()
-    assert list(own.choose(logits, at, positions)) == list(other.choose(logits, at, positions)) == expected
+    found = kernels.choose(logits, at, paths, laws_of(own))
+    assert all(token in (-1, drawn) for token, drawn in zip(found, expected, strict=True))
     guesses = other.children(logits, places(other, at, positions), 1, survival=False).tokens[:, 0].tolist()
-    assert list(own.guess(logits, at, positions)) == list(other.guess(logits, at, positions)) == guesses
+    assert list(own.guess(logits, at, paths)) == list(other.guess(logits, at, paths)) == guesses
 
 
 @settings(max_examples=150, deadline=None)
@@ -112,8 +126,7 @@ def test_children_too_close_to_call_are_left_to_torch(
     logits[0, second] = logits[0, first] + noise[0, first] - noise[0, second]
     for _ in range(steps):
         logits[0, second] = torch.nextafter(logits[0, second], torch.tensor(math.inf))
-    assert draws.plain_laws is not None
-    assert kernels.offer(logits, [0], [9], draws.plain_laws, width).undecided == [0]
+    assert kernels.offer(logits, [0], [[0] * 6], laws_of(draws), width).undecided == [0]
     both = torch.cat([logits, logits.roll(1, 1)])
     found = draws.offer(both, [0, 0], [[1] * 6] * 2, width)
     expected = Draws(draws.rows, vocab).children(both, places(draws, [0, 0], [9, 9]), width)
@@ -123,10 +136,9 @@ def test_children_too_close_to_call_are_left_to_torch(
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_offers_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
     draws, undecided = Draws(rows_of([temperature], 11), 4099, kernels=kernels), 0
-    assert draws.plain_laws is not None
     for block in range(10):
-        logits, positions = logits_of("steep", 100, 4099, block), [100 * block + i for i in range(100)]
-        undecided += len(kernels.offer(logits, [0] * 100, positions, draws.plain_laws, 4).undecided)
+        logits, paths = logits_of("steep", 100, 4099, block), [[0] * (100 * block + i) for i in range(100)]
+        undecided += len(kernels.offer(logits, [0] * 100, paths, laws_of(draws), 4).undecided)
     assert undecided <= (0 if temperature < 1e-2 else 10)
 
 
@@ -157,16 +169,13 @@ def test_they_are_nearly_always_certain(kernels: SamplingKernels, temperature: f
     """Else nothing would be won, and no test of theirs would see them: of 4,000 draws from a language model's law."""
     rows = rows_of([temperature], 11)
     draws = Draws(rows, 4099, kernels=kernels)
-    laws = draws.plain_laws
-    assert laws is not None
     undecided = 0
     for block in range(40):
-        logits, positions = logits_of("steep", 100, 4099, block), [100 * block + i for i in range(100)]
-        for i in range(100):
-            found = kernels.choose(logits[i : i + 1], [0], [positions[i]], laws)
-            undecided += found is None
+        logits, positions = logits_of("steep", 100, 4099, block), [3 + 100 * block + i for i in range(100)]
+        paths = paths_to(draws, [0] * 100, positions)
+        undecided += list(kernels.choose(logits, [0] * 100, paths, laws_of(draws))).count(-1)
         expected = draws.draw(logits, places(draws, [0] * 100, positions)).tolist()
-        assert list(draws.choose(logits, [0] * 100, positions)) == expected
+        assert list(draws.guess(logits, [0] * 100, paths)) == expected
     assert undecided <= (0 if temperature < 1e-2 else 8)
 
 
@@ -184,11 +193,11 @@ def test_scores_too_close_to_call_are_left_to_torch(
     logits[0, second] = logits[0, first] + noise[0, first] - noise[0, second]
     for _ in range(steps):
         logits[0, second] = torch.nextafter(logits[0, second], torch.tensor(math.inf))
-    assert draws.plain_laws is not None
-    found = kernels.choose(logits, [0], [9], draws.plain_laws)
-    assert found is None or first == second
+    paths = paths_to(draws, [0], [9])
+    found = kernels.choose(logits, [0], paths, laws_of(draws))
+    assert list(found) == [-1] or first == second
     expected = (logits + noise).argmax(1).tolist()
-    assert list(draws.choose(logits, [0], [9])) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
+    assert list(draws.guess(logits, [0], paths)) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
 
 
 @pytest.mark.sampled(5)
@@ -203,7 +212,8 @@ def test_threads_share_the_ids_of_a_large_vocabulary(kernels: SamplingKernels, s
     try:
         for at in ([0], [1], [0, 0, 1, 1]):
             expected = other.draw(logits[: len(at)], places(other, at, [9] * len(at))).tolist()
-            assert list(own.choose(logits[: len(at)], at, [9] * len(at))) == expected
+            found = own.guess(logits[: len(at)], at, paths_to(own, at, [9] * len(at)))
+            assert all(a == b for a, b in zip(found, expected, strict=True) if b >= 0)
         for row in rows:
             own, other = (Draws([row], vocab, kernels=k) for k in (kernels, None))
             (first,) = other.draw(logits[:1], other.roots()).tolist()
@@ -218,14 +228,20 @@ def test_threads_share_the_ids_of_a_large_vocabulary(kernels: SamplingKernels, s
 def test_draws_behind_a_rejection_are_not_made(kernels: SamplingKernels) -> None:
     """Where only torch could say what follows a guess, nobody asks unless the guess is right."""
     draws = Draws(rows_of([0.0], 0), 16, kernels=kernels)
-    laws, logits = draws.plain_laws, torch.full((3, 16), math.nan)
-    assert laws is not None
+    laws, logits = laws_of(draws), torch.full((3, 16), math.nan)
     logits[0] = torch.arange(16) == 3
     right, wrong = (DraftTree.of_texts([[2, guess, 5]]) for guess in (3, 4))
-    verdict = kernels.judge(wrong.tokens, wrong.parents, draws.root_places, logits, laws, 2)
+    drawn = array("q", [UNKNOWN] * 3)
+    verdict = kernels.judge(wrong.tokens, wrong.parents, logits, laws, 2, drawn)
     assert verdict is not None
     assert verdict.tolist() == [[0, 3, 0, -1, -1]]
-    assert kernels.judge(right.tokens, right.parents, draws.root_places, logits, laws, 2) is None
+    assert list(drawn) == [3, UNKNOWN, UNKNOWN]
+    assert kernels.judge(right.tokens, right.parents, logits, laws, 2, drawn) is None
+    assert list(drawn) == [3, UNDECIDED, UNKNOWN]
+    drawn[1] = 7  # which somebody else has drawn
+    verdict = kernels.judge(right.tokens, right.parents, logits, laws, 2, drawn)
+    assert verdict is not None
+    assert verdict.tolist() == [[1, 7, 0, 1, -1]]
 
 
 def test_equal_logits_go_to_the_lowest_id_of_a_greedy_row(kernels: SamplingKernels) -> None:
@@ -233,30 +249,25 @@ def test_equal_logits_go_to_the_lowest_id_of_a_greedy_row(kernels: SamplingKerne
     for ids in ([3, 40], [40, 41], [99, 15], [16, 0, 32]):
         logits = torch.zeros(1, 100)
         logits[0, ids] = 1.0
-        assert list(draws.choose(logits, [0], [5])) == [min(ids)]
+        assert list(kernels.choose(logits, [0], [[1, 2]], laws_of(draws))) == [min(ids)]
 
 
-def test_only_plain_coupled_draws_are_theirs(kernels: SamplingKernels) -> None:
-    """All else goes to torch: filters, bans, penalties, other number formats, and a drafter's own noise."""
+def test_other_number_formats_and_noise_are_torchs(kernels: SamplingKernels) -> None:
+    """What is drawn in float64, and a drafter's own noise; logits in half precision are drawn from as float32."""
     logits, asked = torch.randn(1, 50), []
 
     class Asked(SamplingKernels):
-        def choose(self, *arguments: object) -> array[int] | None:
+        def choose(self, *arguments: Any) -> array[int]:
             asked.append(arguments)
-            return None
+            return super().choose(*arguments)
 
     spy = Asked(kernels.lib)
-    for params in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"banned_tokens": (4,)}):
-        Draws([RowSampling(0, SamplingParams(**params), 0, 0, [1], 1)], 50, kernels=spy).choose(logits, [0], [1])
-    short = [RowSampling(0, SamplingParams(min_tokens=2), 0, 0, [1], 1, (7,))]
-    Draws(short, 50, kernels=spy).choose(logits, [0], [1])
-    for penalty in ({"repetition_penalty": 1.1}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}):
-        assert not Draws([RowSampling(0, SamplingParams(**penalty), 0, 0, [1], 1)], 50, kernels=spy).pathless
-    Draws(rows_of([1.0], 0), 50, kernels=spy).choose(logits.double(), [0], [1])
-    Draws(rows_of([1.0], 0), 50, kernels=spy, rejection=True).guess(logits, [0], [1])
+    Draws(rows_of([1.0], 0), 50, kernels=spy).guess(logits.double(), [0], [[1]])
+    Draws(rows_of([1.0], 0), 50, kernels=spy, rejection=True).guess(logits, [0], [[1]])
     assert not asked
-    Draws(rows_of([1.0], 0), 50, kernels=spy).choose(logits, [0], [1])
+    found = Draws(rows_of([1.0], 0), 50, kernels=spy).guess(logits.bfloat16(), [0], [[1]])
     assert len(asked) == 1
+    assert list(found) == list(Draws(rows_of([1.0], 0), 50).guess(logits.bfloat16(), [0], [[1]]))
 
 
 @dataclass(frozen=True)
@@ -293,20 +304,14 @@ def trees(draw: st.DrawFn, *, wild: bool = False) -> DraftTree:
 
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.integers(0, 2**30))
-def test_nodes_stand_where_draws_say(kernels: SamplingKernels, tree: DraftTree, seed: int) -> None:
-    draws = Draws(rows_of([1.0] * len(tree.tokens), seed), 6)
-    at = draws.nodes(tree)
-    rows, positions = kernels.places(tree.tokens, tree.parents, draws.root_places)
-    assert (list(rows), list(positions)) == (at.row.tolist(), at.position.tolist())
-
-
-@settings(max_examples=200, deadline=None)
-@given(trees(), st.integers(0, 2**30))
 def test_verdicts_are_those_of_follow(kernels: SamplingKernels, tree: DraftTree, seed: int) -> None:
+    """Whatever the nodes drew; nothing is drawn where that is known."""
     drawn = torch.randint(0, 6, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
-    drawn = torch.where(tree.valid, drawn, -1)
-    packed = drawn[tree.valid].tolist()
-    assert torch.equal(kernels.follow(tree.tokens, tree.parents, packed, tree.depth), follow(tree, drawn).packed)
+    logits = torch.full((int(tree.valid.sum()), 6), math.nan)
+    laws = laws_of(Draws(rows_of([1.0] * len(tree.tokens), seed), 6, kernels=kernels))
+    verdict = kernels.judge(tree.tokens, tree.parents, logits, laws, tree.depth, array("q", drawn.flatten().tolist()))
+    assert verdict is not None
+    assert torch.equal(verdict, follow(tree, torch.where(tree.valid, drawn, -1)).packed)
 
 
 @settings(max_examples=100, deadline=None)
@@ -345,13 +350,9 @@ def test_a_draft_with_wrong_roots_or_a_law_is_not_passed_unseen(kernels: Samplin
 def test_noise_is_computed_closely(kernels: SamplingKernels) -> None:
     """Of two tokens whose true scores are further apart than the slack, the better is found without torch."""
     draws = Draws(rows_of([1.0], 5), 16, kernels=kernels)
-    laws = draws.plain_laws
-    assert laws is not None
-    for position in range(400):
+    for position in range(3, 400):
         noise = gumbel(absorb(draws.row_keys(Purpose.COUPLED), torch.tensor([position])), 16)
         logits: Tensor = -noise
         best = position % 16
         logits[0, best] += 2e-4
-        found = kernels.choose(logits, [0], [position], laws)
-        assert found is not None
-        assert list(found) == [best]
+        assert list(kernels.choose(logits, [0], paths_to(draws, [0], [position]), laws_of(draws))) == [best]

@@ -1,4 +1,4 @@
-"""Chains from a model's logits, token by token, for draws that do not depend on the path.
+"""Chains from a model's logits, token by token, for draws on the host.
 
 This module decides which rows are drafted at each step. It does what `expand` does with a width of 1, but without
 trees: a small model's step is so short that laying out trees would take as long. A callback reads the tokens with the
@@ -26,8 +26,8 @@ class ReadTokens(Protocol):
 
 
 def are_plain_chains(draws: Draws, budgets: Sequence[Budget]) -> bool:
-    """Whether only chains are asked for, without a law, a price, or draws that depend on the path."""
-    return draws.pathless and not draws.rejection and all(b.width == 1 and b.price == 0 for b in budgets)
+    """Whether only chains are asked for, without a law or a price, and the host may have each token at once."""
+    return draws.on_host and not draws.rejection and all(b.width == 1 and b.price == 0 for b in budgets)
 
 
 def grow_chains(
@@ -42,7 +42,7 @@ def grow_chains(
     active, level = [row for row in sorted(most) if most[row] > 0], 0
     while active:
         level += 1
-        drawn = draws.guess(logits, active, [draws.root_places[row] + level for row in active])
+        drawn = draws.guess(logits, active, [chains[row][1:] for row in active])
         offered = [(row, token) for row, token in zip(active, drawn, strict=True) if token >= 0]
         for row, token in offered:
             chains[row].append(token)

@@ -218,12 +218,13 @@ class Passes:
 
     def draw_chains(self, draws: Draws, budgets: Mapping[int, Budget], logits: Tensor) -> DraftTree | None:
         """The chains by one call of the runner; None where it has none for them."""
-        if draws.plain_laws is None:
+        laws = draws.row_laws
+        if laws is None or not laws.compiled:
             return None
         rows, depths = list(budgets), [min(b.depth, b.nodes) for b in budgets.values()]
         states = torch.empty(len(rows), max(depths), self.runner.decoder.config.hidden)
         seq_ids = [self.seq_ids[row] for row in rows]
-        found = self.timed(self.runner.draw_chains, seq_ids, depths, logits, draws.plain_laws.of(rows), states)
+        found = self.timed(self.runner.draw_chains, seq_ids, depths, logits, laws.some(rows), states)
         if found is None:
             return None
         drawn = [[row.tokens[-1]] for row in draws.rows]

@@ -152,11 +152,12 @@ class ModelDrafter:
         self, draws: Draws, budgets: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
     ) -> list[list[int]] | None:
         """The chains, roots first, by one call of the runner; None where it has none for them."""
-        if draws.plain_laws is None or self.shared is not None:
+        laws = draws.row_laws if self.shared is None else None
+        if laws is None or not laws.compiled:
             return None
         started_s = time.perf_counter()
         seq_ids, depths = [draws.seq_ids[row] for row in budgets], [min(b.depth, b.nodes) for b in budgets.values()]
-        guesses = self.runner.draw_chains(seq_ids, depths, logits, draws.plain_laws.of(list(budgets)))
+        guesses = self.runner.draw_chains(seq_ids, depths, logits, laws.some(list(budgets)))
         self.pass_s += time.perf_counter() - started_s  # its draws are in the call with its passes
         if guesses is None:
             return None

@@ -15,6 +15,7 @@ from forerun.accept.outcome import RowOutcome
 from forerun.annotations import Float
 from forerun.engine.reading import Part
 from forerun.engine.sequence import Origin, Sequence
+from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.logprobs import TokenLogprobs, token_logprobs
 
 FinishReason = Literal["stop", "length", "error"]
@@ -59,7 +60,13 @@ class Delta:
         return "".join(segment.text for segment in self.segments)
 
 
-def delta_of(sequence: Sequence, run: Accepted, logits: Float[Tensor, "rows vocab"], first: int = 0) -> Delta:
+def delta_of(
+    sequence: Sequence,
+    run: Accepted,
+    logits: Float[Tensor, "rows vocab"],
+    first: int = 0,
+    kernels: SamplingKernels | None = None,
+) -> Delta:
     """What an accepted run adds to its sequence, up to the token that ends it; its nodes' logits begin at `first`.
 
     The sequence is not told yet, but for its stop checker, which has seen the run.
@@ -70,7 +77,7 @@ def delta_of(sequence: Sequence, run: Accepted, logits: Float[Tensor, "rows voca
     logprobs: list[TokenLogprobs] = []
     if sequence.params.logprobs is not None:
         rows = [first + node for node in run.nodes[: len(tokens)]]
-        logprobs = token_logprobs(logits[rows], tokens, sequence.params.logprobs)
+        logprobs = token_logprobs(logits[rows], tokens, sequence.params.logprobs, kernels)
 
     def origin(ordinal: int) -> Origin:
         return sequence.origins[ordinal] if ordinal < num_before else origins[ordinal - num_before]
@@ -95,7 +102,9 @@ def run_origins(run: Accepted) -> list[Origin]:
     return [Origin.DRAFTED] * run.length + [drafted if run.num_drafted else Origin.TARGET]
 
 
-def score_prompt(sequence: Sequence, part: Part, logits: Float[Tensor, "judged vocab"]) -> None:
+def score_prompt(
+    sequence: Sequence, part: Part, logits: Float[Tensor, "judged vocab"], kernels: SamplingKernels | None = None
+) -> None:
     """Record the log-probabilities of the prompt tokens behind a scored chunk."""
     if not part.num_scored:
         return
@@ -103,5 +112,5 @@ def score_prompt(sequence: Sequence, part: Part, logits: Float[Tensor, "judged v
     last = min(first + part.num_scored, sequence.num_prompt)
     wanted = sequence.params.prompt_logprobs
     assert wanted is not None, "only sequences that ask for it score their prompt"
-    new = token_logprobs(logits[: last - first], sequence.tokens[first:last], wanted)
+    new = token_logprobs(logits[: last - first], sequence.tokens[first:last], wanted, kernels)
     sequence.prompt_logprobs += new[len(sequence.prompt_logprobs) - first + 1 :]

@@ -334,12 +334,12 @@ class Engine:
         for part, first in zip(reading.parts, reading.first_rows(), strict=True):
             sequence = part.row.sequence
             if part.num_scored:
-                score_prompt(sequence, part, logits[first:])
+                score_prompt(sequence, part, logits[first:], self.kernels)
             if part.tree is None:
                 kept.append(CommittedPart(part, []))
                 continue
             run = next(runs)
-            delta = delta_of(sequence, run, logits, first + part.num_scored)
+            delta = delta_of(sequence, run, logits, first + part.num_scored, self.kernels)
             assert delta.outcome is not None, "a committed run has an outcome"
             outcomes.append(delta.outcome)
             deltas.append(delta)

@@ -13,6 +13,7 @@ from enum import Enum
 from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
 from forerun.sampling.draws import RowSampling
+from forerun.sampling.edits import TextEdits
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 
@@ -63,6 +64,7 @@ class Sequence:
     origins: list[Origin] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_preempted: int = 0
+    edits: TextEdits | None = None  # of the text as it was when `sampling` was last called
 
     @property
     def num_output(self) -> int:
@@ -98,6 +100,9 @@ class Sequence:
 
     def sampling(self) -> RowSampling:
         """What a round's draws need of this sequence."""
+        if self.edits is None:
+            self.edits = TextEdits.of(self.params, self.tokens, self.num_prompt, self.eos_ids, self.bad_words)
+        self.edits = self.edits.at(self.tokens)
         return RowSampling(
             seq_id=self.id,
             params=self.params,
@@ -107,4 +112,5 @@ class Sequence:
             num_prompt=self.num_prompt,
             eos_ids=self.eos_ids,
             bad_words=self.bad_words,
+            edits=self.edits,
         )

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "decoder.hpp"
+#include "draws.hpp"
 
 namespace forerun {
 
@@ -11,8 +12,7 @@ struct Chains {
   const int64_t *depths, *starts, *positions;   // of each row: guesses wanted, its run's first slot, its first guess
   const float* logits;                          // after the roots, [num_rows, stride]
   int64_t stride, num_ids;
-  const uint64_t* keys;
-  const float* temperatures;  // 0: greedy
+  const RowLaw* laws;
   const void* embedding;      // [vocab, hidden]
   int64_t embedding_format, hidden, num_layers;
   const Linear* head;
@@ -39,7 +39,7 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
   const Chains& c = *chains;
   const int64_t width = c.head->width;
   std::vector<float> x(c.num_rows * c.hidden), logits(c.num_rows * width);
-  std::vector<int64_t> rows, chosen(c.num_rows), positions, slots, starts, order;
+  std::vector<int64_t> rows, chosen(c.num_rows), first_guesses, lengths, positions, slots, starts, order;
   const std::vector<int64_t> whole(c.num_rows, int64_t{1} << 62), none(c.num_rows, 0);
   const float* given = c.logits;
   int64_t stride = c.stride;
@@ -47,10 +47,13 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
   for (int64_t row = 0; row < c.num_rows; row++)
     if (c.depths[row] > 0) rows.push_back(row);
   for (int64_t level = 0; !rows.empty(); level++) {
-    positions.clear();
-    for (int64_t row : rows) positions.push_back(c.positions[row] + level);
-    forerun_choose(given, stride, c.num_ids, rows.size(), rows.data(), positions.data(), c.keys, c.temperatures, c.slack,
-                   chosen.data(), frame->num_threads);
+    first_guesses.clear();
+    for (int64_t row : rows) first_guesses.push_back(row * c.depth);
+    lengths.assign(rows.size(), level);
+    const int64_t count = rows.size();
+    const Nodes nodes = {c.laws, c.slack, given, stride, c.num_ids, count, rows.data(), lengths.data(),
+                         first_guesses.data(), c.tokens};
+    choose_each(nodes, chosen.data(), frame->num_threads);
     std::vector<int64_t> ahead;
     positions.clear(), slots.clear(), starts.clear(), order.clear();
     for (size_t i = 0; i < rows.size(); i++) {

@@ -34,7 +34,4 @@ extern "C" {
 void forerun_forward(forerun::Decoder* decoder, const forerun::Pass* pass);
 void forerun_multiply(const forerun::Linear* linear, const float* x, int64_t num_rows, const float* norm, float eps,
                       float* out, int64_t num_threads);
-int64_t forerun_choose(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
-                       const int64_t* positions, const uint64_t* row_keys, const float* temperatures, float slack,
-                       int64_t* chosen, int64_t num_threads);
 }

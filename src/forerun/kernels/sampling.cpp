@@ -1,60 +1,19 @@
-// A round's bookkeeping over tokens, in plain C: draws, where a tree's nodes are, and how far a verdict follows them.
+// A round's bookkeeping over tokens, in plain C: draws, verdicts, ranks, and the check of drafts.
 //
 // Each function gives what the tensor code of the same name gives, or says that it cannot. Logarithms here differ from
 // torch's in their last bits, so a draw whose two best scores are too close for that is left to torch.
 #include <omp.h>
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
 #include <utility>
-#include <vector>
 
-#include "vectors.hpp"
+#include "draws.hpp"
+#include "filters.hpp"
 
 namespace forerun {
 
-constexpr float LOWEST = -std::numeric_limits<float>::infinity();
-constexpr float ROUNDING = 0x1p-21f;  // more than the rounding of two scores, in parts of them
-constexpr uint32_t LOUD = 1 << 23;    // hashes below this have the loudest noise, all others
-constexpr float QUIET = 6.25f;        // at most so much
 constexpr int64_t SERIAL = 1 << 17;   // below so many scores a second thread costs more than it brings
 constexpr int64_t LEAST = 1 << 15;    // scores of one node that a thread should have
-
-// `sampling/noise.py`: one round of the hash within a key.
-inline Words keyed_round(Words x, uint32_t key) {
-  x = (x ^ (x >> 16)) * 0x7feb352du + key;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-inline uint64_t absorbed(uint64_t key, uint64_t word) {
-  uint64_t x = (key ^ word) + 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-// The Gumbel noise of 16 hashes, to a few units in the last place; the uniform below it has the very bits.
-inline Floats gumbel(Words hash) {
-  Floats minus = converted(bits(hash)) * -0x1p-32f;
-  minus = minus - choose(minus > Floats{}, all(1.0f), Floats{}) - 0x1p-33f;
-  minus = larger(minus, all(-(1.0f - 0x1p-24f)));
-  const Floats rest = minus + 1.0f;  // what rounding took from it counts where w is tiny
-  return -logarithm(-(logarithm(rest) + (minus - (rest - 1.0f)) / rest));
-}
-
-// How a node draws: the key of its noise, and its temperature, 0 where it is greedy. `slack` is more than noise can
-// differ from torch's.
-struct Law {
-  uint64_t key;
-  float temperature, slack;
-
-  bool noisy() const { return temperature > 0; }
-
-  // How far below the best a score can be and still pass for it.
-  float margin(float best) const { return slack + ROUNDING * std::abs(best); }
-};
+constexpr int64_t UNKNOWN = -2, UNDECIDED = -3;  // in the place of a token; -1 is what torch draws without a law
 
 // The two best of some scores, lane by lane.
 struct Best {
@@ -85,27 +44,28 @@ struct Best {
       other = std::max({other, second[j], wins ? best : score[j]});
       if (wins) best = score[j], found = at[j];
     }
-    if (!(std::abs(best) <= std::numeric_limits<float>::max())) return -1;
+    if (!(std::abs(best) <= LARGEST)) return -1;
     return law.noisy() && best - other <= law.margin(best) ? -1 : found;
   }
 };
 
-// The best scores of the ids from `first`, a multiple of LANES, to `count`: logits, or with a temperature logits over it
+// The best scores of the ids from `first`, a multiple of LANES, to `last`: logits, or with a temperature logits over it
 // plus noise.
 //
 // Noise above QUIET belongs to one id in 512, which the hash tells. Where no id of sixteen has it, and no logit reaches
 // as far without, the sixteen are passed over: nothing of theirs could win, or come close.
-Best best_from(int64_t first, int64_t count, const float* logits, const Law& law) {
-  const uint32_t low = static_cast<uint32_t>(law.key), high = static_cast<uint32_t>(law.key >> 32);
+Best best_from(int64_t first, int64_t last, const Shaped& node, const Law& law) {
   const Words loud = words(Ints{} + int32_t{LOUD});
+  const float temperature = law.row.temperature;
+  const uint64_t key = law.key;
   Best best;
   Floats least = all(LOWEST);
   Ints ids = counted(static_cast<int32_t>(first));
-  const auto take = [&](Floats x) {
+  node.each(first, last, [&](Floats x, int64_t) {
     best.bad |= x != x;
-    if (law.noisy()) {
-      x = x / law.temperature;
-      const Words hash = keyed_round(keyed_round(words(ids), 0) ^ low, high);
+    if (temperature > 0) {
+      x = x / temperature;
+      const Words hash = hashed(ids, key);
       if (any((hash < loud) | (x >= least))) {
         best.take(x + gumbel(hash), ids);
         const float reached = largest(best.score);
@@ -115,25 +75,48 @@ Best best_from(int64_t first, int64_t count, const float* logits, const Law& law
       best.take(x, ids);
     }
     ids += LANES;
-  };
-  int64_t i = first;
-  for (; i + LANES <= count; i += LANES) take(load(logits + i));
-  if (i < count) {
-    float rest[LANES];
-    for (int j = 0; j < LANES; j++) rest[j] = i + j < count ? logits[i + j] : LOWEST;
-    take(load(rest));
-  }
+  });
   return best;
 }
 
-// The id of the best of `count` scores, or -1 where only torch can say; so many threads share the ids.
-int64_t choose(const float* logits, int64_t count, const Law& law, int64_t num_threads) {
-  if (num_threads == 1) return best_from(0, count, logits, law).id(law);
+// Calls take(scores, ids) for sixteen at a time of the ids that filters left.
+template <typename Take>
+void each_score(const Candidates& left, const Law& law, const Take& take) {
+  for (size_t i = 0; i < left.size(); i += LANES) {
+    float values[LANES];
+    int32_t ids[LANES];
+    for (size_t j = 0; j < LANES; j++) {
+      values[j] = i + j < left.size() ? left[i + j].value : LOWEST;
+      ids[j] = i + j < left.size() ? left[i + j].id : 0;
+    }
+    const Ints at = load(ids);
+    take(load(values) + gumbel(hashed(at, law.key)), at);
+  }
+}
+
+// The winner of the ids that filters leave, or -1.
+int64_t choose_filtered(const Shaped& node, const Law& law) {
+  Filtered f;
+  if (!filter(node, law, f)) return -1;
+  Best best;
+  each_score(f.left, law, [&](Floats x, Ints ids) { best.take(x, ids); });
+  const int64_t found = best.id(law);
+  for (const Candidate& c : f.left)
+    if (c.id == found) return f.certain(c.value) ? found : -1;
+  return -1;
+}
+
+// The token of a node, or -1 where only torch can say; so many threads share the ids.
+int64_t choose(const Law& law, const float* logits, int64_t num_ids, int64_t num_threads) {
+  if (law.row.torch_decides) return -1;
+  const Shaped node(law, logits, num_ids);
+  if (law.row.filters()) return choose_filtered(node, law);
+  if (num_threads == 1) return best_from(0, node.count, node, law).id(law);
   std::vector<Best> parts(num_threads);
-  const int64_t part = (count / num_threads / LANES + 1) * LANES;
+  const int64_t part = (node.count / num_threads / LANES + 1) * LANES;
 #pragma omp parallel for num_threads(num_threads)
   for (int64_t t = 0; t < num_threads; t++)
-    parts[t] = best_from(t * part, std::min((t + 1) * part, count), logits, law);
+    parts[t] = best_from(t * part, std::min((t + 1) * part, node.count), node, law);
   for (int64_t t = 1; t < num_threads; t++) parts[0].join(parts[t]);
   return parts[0].id(law);
 }
@@ -150,40 +133,102 @@ void share(int64_t num_tasks, int64_t size, int64_t count, int64_t num_threads, 
   for (int64_t i = 0; i < num_tasks; i++) task(i, 1);
 }
 
-// The `width` largest of the same scores, the first ids among equals, and their shares of all, by softmax; -1 and 0 where
-// there are fewer. False where only torch can say. `scores` is room for all of them.
-bool offer(const float* logits, int64_t count, const Law& law, int64_t width, float* scores, int64_t* tokens,
+// The `width` largest scores of a node in falling order, and one more, to tell it from the last.
+struct Ranked {
+  std::vector<std::pair<float, int64_t>> best;
+
+  explicit Ranked(int64_t width) : best(width + 1, {LOWEST, -1}) {}
+
+  void take(Floats x, Ints ids) {
+    if (!any(x > all(best.back().first))) return;
+    for (int j = 0; j < LANES; j++) {
+      if (!(x[j] > best.back().first)) continue;
+      size_t i = best.size() - 1;
+      for (; i > 0 && x[j] > best[i - 1].first; i--) best[i] = best[i - 1];
+      best[i] = {x[j], ids[j]};
+    }
+  }
+
+  // Writes them with their shares of a mass, -1 and 0 where there are fewer; false where their order is not certain.
+  bool write(const Law& law, float mass, int64_t* tokens, float* survival) const {
+    for (size_t i = 0; i + 1 < best.size(); i++) {
+      const float score = best[i].first, next = best[i + 1].first;
+      if (law.noisy() && next > LOWEST && score - next <= law.margin(std::max(std::abs(score), std::abs(next)))) return false;
+      tokens[i] = best[i].second;
+      survival[i] = tokens[i] < 0 ? 0.0f : std::exp(score - best[0].first) / mass;
+    }
+    return true;
+  }
+};
+
+// The `width` largest of a node's scores, the first ids among equals, and their shares of all, by softmax. False where
+// only torch can say. `scores` is room for all of them.
+bool offer(const Law& law, const float* logits, int64_t num_ids, int64_t width, float* scores, int64_t* tokens,
            float* survival) {
-  const uint32_t low = static_cast<uint32_t>(law.key), high = static_cast<uint32_t>(law.key >> 32);
-  Ints ids = counted(0), bad = {};
-  std::vector<std::pair<float, int64_t>> best(width + 1, {LOWEST, -1});  // one more, to tell it from the last
-  const auto insert = [&](float score, int64_t id) {
-    int64_t i = width;
-    for (; i > 0 && score > best[i - 1].first; i--) best[i] = best[i - 1];
-    best[i] = {score, id};
+  if (law.row.torch_decides) return false;
+  const Shaped node(law, logits, num_ids);
+  Ranked ranked(width);
+  Filtered f;
+  Ints bad = {};
+  float* end = scores;
+  const auto take = [&](Floats x, Ints ids) {
+    store(end, x);
+    end += LANES;
+    ranked.take(x, ids);
   };
-  for (int64_t i = 0; i < count; i += LANES, ids += LANES) {
-    float rest[LANES];
-    for (int64_t j = i; j < i + LANES && i + LANES > count; j++) rest[j - i] = j < count ? logits[j] : LOWEST;
-    Floats x = load(i + LANES <= count ? logits + i : rest);
-    bad |= x != x;
-    if (law.noisy()) x = x / law.temperature + gumbel(keyed_round(keyed_round(words(ids), 0) ^ low, high));
-    store(scores + i, x);
-    if (any(x > all(best[width].first)))
-      for (int j = 0; j < LANES; j++)
-        if (x[j] > best[width].first) insert(x[j], i + j);
+  if (law.row.filters()) {
+    if (!filter(node, law, f)) return false;
+    each_score(f.left, law, take);
+  } else {
+    Ints ids = counted(0);
+    node.each(0, node.count, [&](Floats x, int64_t) {
+      bad |= x != x;
+      take(law.noisy() ? x / law.row.temperature + gumbel(hashed(ids, law.key)) : x, ids);
+      ids += LANES;
+    });
   }
-  if (any(bad) || !(std::abs(best[0].first) <= std::numeric_limits<float>::max())) return false;
+  const float top = ranked.best[0].first;
+  if (any(bad) || !(std::abs(top) <= LARGEST)) return false;
+  for (const Candidate& c : f.left)
+    for (int64_t i = 0; i < width; i++)
+      if (ranked.best[i].second == c.id && !f.certain(c.value)) return false;
   Floats mass = {};
-  for (int64_t i = 0; i < count; i += LANES) mass = mass + exponential(load(scores + i) - best[0].first);
-  const float whole = sum(mass);
-  for (int64_t i = 0; i < width; i++) {
-    const float score = best[i].first, next = best[i + 1].first;
-    if (law.noisy() && score - next <= law.margin(std::max(std::abs(score), std::abs(next)))) return false;
-    tokens[i] = best[i].second;
-    survival[i] = tokens[i] < 0 ? 0.0f : std::exp(score - best[0].first) / whole;
+  for (const float* s = scores; s < end; s += LANES) mass = mass + exponential(load(s) - top);
+  return ranked.write(law, sum(mass), tokens, survival);
+}
+
+void choose_each(const Nodes& n, int64_t* chosen, int64_t num_threads) {
+  share(n.count, n.count * n.num_ids, n.num_ids, num_threads, [&](int64_t i, int64_t own_threads) {
+    chosen[i] = choose(n.law(i), n.logits + i * n.stride, n.num_ids, own_threads);
+  });
+}
+
+// Where paths begin that lie one behind the other.
+std::vector<int64_t> starts_of(const int64_t* lengths, int64_t count) {
+  std::vector<int64_t> starts(count + 1);
+  for (int64_t i = 0; i < count; i++) starts[i + 1] = starts[i] + lengths[i];
+  return starts;
+}
+
+// How many of a row's values stand before a token's, larger ones and equal ones of lower ids, and the largest values.
+// False where some value is no number, or too few are above -inf.
+bool rank(const float* values, int64_t count, int64_t token, int64_t top, int64_t* before, int64_t* ids) {
+  Ranked ranked(top);
+  const Floats own = all(values[token]);
+  const Ints picked = Ints{} + static_cast<int32_t>(token);
+  Ints at = counted(0), ahead = {}, bad = {};
+  for (int64_t i = 0; i < count; i += LANES, at += LANES) {
+    float rest[LANES];
+    for (int64_t j = i; j < i + LANES && i + LANES > count; j++) rest[j - i] = j < count ? values[j] : LOWEST;
+    const Floats x = load(i + LANES <= count ? values + i : rest);
+    bad |= x != x;
+    ahead -= (x > own) | ((x == own) & (at < picked));
+    if (top > 0) ranked.take(x, at);
   }
-  return true;
+  *before = 0;
+  for (int j = 0; j < LANES; j++) *before += ahead[j];
+  for (int64_t i = 0; i < top; i++) ids[i] = ranked.best[i].second;
+  return !any(bad) && (top == 0 || ids[top - 1] >= 0);
 }
 
 }  // namespace forerun
@@ -192,92 +237,75 @@ using namespace forerun;
 
 extern "C" {
 
-// For each node its first largest score, -1 where undecided; returns how many are. A row's temperature of 0 is greedy.
-int64_t forerun_choose(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
-                       const int64_t* positions, const uint64_t* row_keys, const float* temperatures, float slack,
-                       int64_t* chosen, int64_t num_threads) {
-  share(num_nodes, num_nodes * num_ids, num_ids, num_threads, [&](int64_t i, int64_t own_threads) {
-    const Law law = {absorbed(row_keys[rows[i]], positions[i]), temperatures[rows[i]], slack};
-    chosen[i] = choose(logits + i * stride, num_ids, law, own_threads);
+// For each row the rank of a token, from 1, and the ids of the `top` largest values; returns how many rows have none.
+int64_t forerun_rank(const float* values, int64_t num_rows, int64_t count, const int64_t* tokens, int64_t top,
+                     int64_t* ranks, int64_t* ids, int64_t num_threads) {
+  std::vector<int64_t> failed(num_rows);
+  share(num_rows, num_rows * count, 0, num_threads, [&](int64_t i, int64_t) {
+    failed[i] = !rank(values + i * count, count, tokens[i], top, ranks + i, ids + i * top);
+    ranks[i]++;
   });
-  return std::count_if(chosen, chosen + num_nodes, [](int64_t id) { return id < 0; });
+  return std::count(failed.begin(), failed.end(), 1);
+}
+
+// `places` holds the rows of all nodes, the lengths of their paths, and these, one behind the other.
+void forerun_choose(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
+                    int64_t count, const int64_t* places, int64_t* chosen, int64_t num_threads) {
+  const std::vector<int64_t> starts = starts_of(places + count, count);
+  choose_each({laws, slack, logits, stride, num_ids, count, places, places + count, starts.data(), places + 2 * count},
+              chosen, num_threads);
 }
 
 // For each node its `width` best guesses and their survival; returns how many nodes are undecided, and marks them.
-int64_t forerun_offer(const float* logits, int64_t stride, int64_t num_ids, int64_t num_nodes, const int64_t* rows,
-                      const int64_t* positions, const uint64_t* row_keys, const float* temperatures, float slack,
-                      int64_t width, int64_t* tokens, float* survival, int64_t* undecided, int64_t num_threads) {
-  int64_t num_undecided = 0;
-#pragma omp parallel for num_threads(num_nodes * num_ids < SERIAL ? 1 : num_threads) reduction(+ : num_undecided)
-  for (int64_t i = 0; i < num_nodes; i++) {
-    std::vector<float> scores(num_ids + LANES);
-    const Law law = {absorbed(row_keys[rows[i]], positions[i]), temperatures[rows[i]], slack};
-    undecided[i] = !offer(logits + i * stride, num_ids, law, width, scores.data(), tokens + i * width,
+int64_t forerun_offer(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
+                      int64_t count, const int64_t* places, int64_t width, int64_t* tokens, float* survival,
+                      int64_t* undecided, int64_t num_threads) {
+  const std::vector<int64_t> starts = starts_of(places + count, count);
+  const Nodes n = {laws, slack, logits, stride, num_ids, count, places, places + count, starts.data(),
+                   places + 2 * count};
+  share(n.count, n.count * n.num_ids, 0, num_threads, [&](int64_t i, int64_t) {
+    std::vector<float> scores(n.num_ids + LANES);
+    undecided[i] = !offer(n.law(i), n.logits + i * n.stride, n.num_ids, width, scores.data(), tokens + i * width,
                           survival + i * width);
-    num_undecided += undecided[i];
-  }
-  return num_undecided;
+  });
+  return std::count(undecided, undecided + n.count, 1);
 }
 
-// `Draws.nodes`: row of the batch and position of what is drawn there, for every valid node; returns their number.
-int64_t forerun_places(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
-                       const int64_t* roots, int64_t* rows, int64_t* positions) {
-  std::vector<int64_t> position(columns);
-  int64_t count = 0;
-  for (int64_t b = 0; b < batch; b++, tokens += columns, parents += columns)
-    for (int64_t i = 0; i < columns; i++) {
-      position[i] = (parents[i] < 0 ? roots[b] : position[parents[i]]) + 1;
-      if (tokens[i] < 0) continue;
-      rows[count] = b;
-      positions[count++] = position[i];
-    }
-  return count;
-}
-
-// `rules.follow`: per row the accepted length, the next token and the path of depth + 1 nodes. `drawn` is packed.
-void forerun_follow(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
-                    const int64_t* drawn, int64_t depth, int64_t* verdict) {
-  std::vector<int64_t> said(columns);
-  for (int64_t b = 0; b < batch; b++, tokens += columns, parents += columns, verdict += depth + 3) {
-    for (int64_t i = 0; i < columns; i++) said[i] = tokens[i] < 0 ? -1 : *drawn++;
-    int64_t *const path = verdict + 2, node = 0, length = 0;
-    path[0] = 0;
-    for (int64_t i = 1; i < columns && length < depth; i++)  // parents come before their children
-      if (parents[i] == node && tokens[i] == said[node]) path[++length] = node = i;
-    for (int64_t i = length + 1; i <= depth; i++) path[i] = -1;
-    verdict[0] = length;
-    verdict[1] = said[node];
-  }
-}
-
-// A whole verdict by coupled draws, of which only those on accepted paths are made; returns how many rows have one that
-// is undecided, and then there is no verdict. -1 where the tree has another number of nodes than there are logits.
-int64_t forerun_judge(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
-                      const int64_t* roots, const float* logits, int64_t num_rows, int64_t stride, int64_t num_ids,
-                      const uint64_t* keys, const float* temperatures, float slack, int64_t depth, int64_t* verdict,
-                      int64_t num_threads) {
+// A whole verdict by coupled draws, of which only those on accepted paths are made: per row the accepted length, the
+// next token and the path of depth + 1 nodes. `drawn` has a token for every column, UNKNOWN where it is still to be
+// drawn; a row that comes to an undecided draw marks it there and has no verdict. Returns how many rows do, and -1 where
+// the tree has another number of nodes than there are logits.
+int64_t forerun_judge(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
+                      int64_t count, const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
+                      int64_t depth, int64_t* drawn, int64_t* verdict, int64_t num_threads) {
   std::vector<int64_t> place(batch * columns + 1);  // of each node's logits
   for (int64_t i = 0; i < batch * columns; i++) place[i + 1] = place[i] + (tokens[i] >= 0);
-  if (place.back() != num_rows) return -1;
-  share(batch, num_rows * num_ids, num_ids, num_threads, [&](int64_t b, int64_t own_threads) {
+  if (place.back() != count) return -1;
+  std::vector<int64_t> undecided(batch);
+  share(batch, count * num_ids, num_ids, num_threads, [&](int64_t b, int64_t own_threads) {
     const int64_t *const own = tokens + b * columns, *const above = parents + b * columns;
-    int64_t *const result = verdict + b * (depth + 3), *const path = result + 2, node = 0, length = 0, said;
+    int64_t *const result = verdict + b * (depth + 3), *const path = result + 2, node = 0, length = 0;
+    std::vector<int64_t> guesses;
     path[0] = 0;
     while (true) {
-      const Law law = {absorbed(keys[b], roots[b] + length + 1), temperatures[b], slack};
-      said = choose(logits + place[b * columns + node] * stride, num_ids, law, own_threads);
+      int64_t& said = drawn[b * columns + node];
+      const float* const own_logits = logits + place[b * columns + node] * stride;
+      if (said == UNKNOWN) {
+        said = choose({laws[b], {guesses.data(), length}, slack}, own_logits, num_ids, own_threads);
+        if (said < 0) said = UNDECIDED;
+      }
       int64_t next = node + 1;
       while (next < columns && !(above[next] == node && own[next] == said)) next++;
+      undecided[b] = said == UNDECIDED;
+      result[0] = length;
+      result[1] = said;
       if (said < 0 || length == depth || next == columns) break;
+      guesses.push_back(said);
       path[++length] = node = next;
     }
     for (int64_t i = length + 1; i <= depth; i++) path[i] = -1;
-    result[0] = length;
-    result[1] = said;
   });
-  int64_t undecided = 0;
-  for (int64_t b = 0; b < batch; b++) undecided += verdict[b * (depth + 3) + 1] < 0;
-  return undecided;
+  return std::count(undecided.begin(), undecided.end(), 1);
 }
 
 // Whether `sanitize` would leave every row of a tree as it is. `limits` holds depth, width and nodes of each row.

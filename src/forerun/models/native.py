@@ -13,7 +13,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from copy import copy
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -27,8 +27,8 @@ from forerun.cache.paged import PagedCache
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.build import NoKernels
+from forerun.kernels.laws import RowLaws, address
 from forerun.kernels.library import library, warn_of_torch
-from forerun.kernels.sampling import PlainLaws, address, as_array
 from forerun.models.invariance import cancelling_product
 from forerun.models.quantized import quantize_rows
 from forerun.models.quantized4 import Quantized4Linear, quantize_groups
@@ -83,7 +83,7 @@ class CChains(Structure):
         *((name, c_int64) for name in ("num_rows", "depth")),
         *((name, c_void_p) for name in ("depths", "starts", "positions", "logits")),
         *((name, c_int64) for name in ("stride", "num_ids")),
-        *((name, c_void_p) for name in ("keys", "temperatures", "embedding")),
+        *((name, c_void_p) for name in ("laws", "embedding")),
         *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
         *((name, c_void_p) for name in ("head", "norm")),
         *((name, c_float) for name in ("norm_eps", "slack")),
@@ -294,7 +294,7 @@ class NativeDecoder:
     def draw_chains(
         self,
         logits: Float[Tensor, "rows vocab"],
-        laws: PlainLaws,
+        laws: RowLaws,
         depths: Sequence[int],
         starts: Sequence[int],
         positions: Sequence[int],
@@ -310,7 +310,7 @@ class NativeDecoder:
         given, is of float32 and gets the residual stream behind every guess that is read.
         """
         deepest, logits = max(depths), logits.float().contiguous()
-        tables = [as_array(numbers) for numbers in (depths, starts, positions)]
+        tables = [array("q", numbers) for numbers in (depths, starts, positions)]
         tokens = array("q", bytes(8 * deepest * len(depths)))
         chains = CChains(
             num_rows=len(depths),
@@ -319,8 +319,7 @@ class NativeDecoder:
             logits=logits.data_ptr(),
             stride=logits.shape[1],
             num_ids=min(laws.num_ids, logits.shape[1], self.head.outputs),
-            keys=address(laws.keys),
-            temperatures=address(laws.temperatures),
+            laws=addressof(laws.rows),
             embedding=embedding.data_ptr(),
             embedding_format=FORMATS[embedding.dtype],
             hidden=embedding.shape[1],

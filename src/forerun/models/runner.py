@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.kernels.sampling import PlainLaws
+from forerun.kernels.laws import RowLaws
 from forerun.models.attention import AttentionPath, Copy, QueryRule, make_paths
 from forerun.models.decoder import Decoder, Hidden, TokenBatch
 
@@ -202,7 +202,7 @@ class Runner:
         seq_ids: Sequence[int],
         depths: Sequence[int],
         logits: Float[Tensor, "rows vocab"],
-        laws: PlainLaws,
+        laws: RowLaws,
         states: Float[Tensor, "rows depth hidden"] | None = None,
     ) -> list[list[int]] | None:
         """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, upload
-from forerun.kernels.sampling import PlainLaws, SamplingKernels
-from forerun.sampling.noise import Purpose, absorb, mix, signed, uniform
+from forerun.kernels.laws import RowLaws
+from forerun.kernels.sampling import UNDECIDED, UNKNOWN, SamplingKernels
+from forerun.sampling.noise import Purpose, absorb, coupled_key, mix, signed, uniform
+from forerun.sampling.row_laws import row_laws
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms
 from forerun.sampling.winners import RoundNoise, first_largest, largest
 from forerun.tree import DraftTree
@@ -55,7 +57,7 @@ class Draws:
 
     `num_ids` is the number of ids the tokenizer has: padding ids above are never drawn. `rejection` is for the
     verification modes `token` and `block`: drafters then draw with noise of their own. `level` tells the levels of
-    a cascade apart, which share no noise in those modes. `kernels` make plain draws faster, and no other.
+    a cascade apart, which share no noise in those modes. `kernels` make coupled draws faster, not different.
     """
 
     def __init__(
@@ -93,11 +95,6 @@ class Draws:
     def root_positions(self) -> Int[Tensor, " batch"]:
         """The positions of the roots; the same as `root_places`, on the device."""
         return self._column(self.root_places)
-
-    @property
-    def pathless(self) -> bool:
-        """Whether a draw is a function of logits, row and position alone, and the host may have it at once."""
-        return self.on_host and self.transforms.pathless
 
     @property
     def greedy(self) -> Sequence[bool]:
@@ -152,7 +149,7 @@ class Draws:
 
     def foresee(self, depth: int) -> None:
         """Make the noise of paths of `depth` guesses at once, cheaper than level by level; unless kernels make it."""
-        if self.plain_laws is not None and not self.rejection:
+        if self.row_laws is not None and not self.rejection:
             return
         purpose, levels = (Purpose.DRAFT, depth) if self.rejection else (Purpose.COUPLED, depth + 1)
         if not self.transforms.all_greedy:
@@ -183,19 +180,6 @@ class Draws:
         tokens = self._chosen(shaped, narrowed, at, Purpose.COUPLED)
         reached = self._choose(at, lambda: shaped.gather(1, tokens), lambda: narrowed.gather(1, tokens))
         return torch.where(reached > -math.inf, tokens, -1)[:, 0]  # of a row with NaN the largest is NaN
-
-    def choose(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
-        """What `draw` gives at these rows and positions, on the host; for pathless draws only."""
-        found = self._quickly(logits, rows, positions)
-        return self.draw(logits, self._placed(rows, positions)).tolist() if found is None else found
-
-    def guess(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
-        """The one token that `children` gives at these rows and positions, on the host; for pathless draws only."""
-        found = None if self.rejection else self._quickly(logits, rows, positions)
-        if found is None:
-            children = self.children(logits, self._placed(rows, positions), 1, survival=False)
-            return children.tokens[:, 0].tolist()
-        return found
 
     def scores(self, logits: Logits, at: PathState) -> Logits:
         """What `draw` takes the largest of: transformed logits, and the position's noise unless the row is greedy."""
@@ -242,6 +226,20 @@ class Draws:
         chance = None if chance is None else torch.where(offered, chance, 0.0)
         return Children(torch.where(offered, tokens, -1), chance, law)
 
+    def guess(self, logits: Logits, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Sequence[int]:
+        """The one token that `children` gives after these guesses behind the roots of `rows`, on the host."""
+        kernels, laws = self.kernels, self._laws_for(logits)
+        if kernels is None or laws is None or self.rejection:
+            return self.children(logits, self._behind(rows, paths), 1, survival=False).tokens[:, 0].tolist()
+        found = kernels.choose(logits.float().contiguous(), rows, paths, laws)
+        if -1 in found:
+            left = [i for i, token in enumerate(found) if token < 0]
+            alone, at = self._alone([rows[i] for i in left], [paths[i] for i in left])
+            children = alone.children(logits[left], at, 1, survival=False)
+            for i, token in zip(left, children.tokens[:, 0].tolist(), strict=True):
+                found[i] = token
+        return found
+
     def offer(
         self,
         logits: Logits,
@@ -255,61 +253,75 @@ class Draws:
 
         The very tokens; by compiled kernels survival is the same only up to rounding.
         """
-        positions = [self.root_places[row] + 1 + len(path) for row, path in zip(rows, paths, strict=True)]
-        found = self._offered(logits, rows, positions, width) if survival and not self.rejection else None
-        if found is not None:
-            return found
-        at = self._placed(rows, positions)
-        if not self.pathless:
-            longest = max(map(len, paths))
-            drawn = [[*path, *[-1] * (longest - len(path))] for path in paths]
-            at = replace(at, drawn=upload(drawn, torch.int64, self.device).view(len(rows), longest))
-        children = self.children(logits, at, width, survival=survival)
-        chances = None if children.survival is None else children.survival.tolist()
-        return HostChildren(children.tokens.tolist(), chances, children.law)
-
-    def _offered(
-        self, logits: Logits, rows: Sequence[int], positions: Sequence[int], width: int
-    ) -> HostChildren | None:
-        """Coupled children by compiled kernels, and by torch where those are not certain; None where there are none."""
-        if self.kernels is None or self.plain_laws is None or logits.dtype != torch.float32:
-            return None
-        found = self.kernels.offer(logits.contiguous(), rows, positions, self.plain_laws, width)
-        tokens, survival = found.tokens, found.survival
-        if found.undecided:
-            at = self._placed([rows[i] for i in found.undecided], [positions[i] for i in found.undecided])
-            children = self.children(logits[found.undecided], at, width)
+        laws = self._laws_for(logits)
+        if self.kernels is None or laws is None or self.rejection:
+            children = self.children(logits, self._behind(rows, paths), width, survival=survival)
+            chances = None if children.survival is None else children.survival.tolist()
+            return HostChildren(children.tokens.tolist(), chances, children.law)
+        found = self.kernels.offer(logits.float().contiguous(), rows, paths, laws, width)
+        if left := found.undecided:
+            alone, at = self._alone([rows[i] for i in left], [paths[i] for i in left])
+            children = alone.children(logits[left], at, width)
             assert children.survival is not None, "it was asked for"
-            for i, own, chances in zip(
-                found.undecided, children.tokens.tolist(), children.survival.tolist(), strict=True
-            ):
-                tokens[i], survival[i] = own, chances
-        return HostChildren(tokens, survival)
+            for i, own, chances in zip(left, children.tokens.tolist(), children.survival.tolist(), strict=True):
+                found.tokens[i], found.survival[i] = own, chances
+        return HostChildren(found.tokens, found.survival)
 
-    def _placed(self, rows: Sequence[int], positions: Sequence[int]) -> PathState:
-        """States without paths."""
-        row = self._column(rows)
-        return PathState(row, row.new_empty(len(rows), 0), self._column(positions))
+    def verdict(
+        self, tree: DraftTree, logits: Logits, drawn: array[int] | None = None
+    ) -> Int[Tensor, "batch verdict"] | None:
+        """What `follow` says of the tokens that `draw` gives; None where there are no compiled kernels for it.
 
-    def _quickly(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int] | None:
-        """Coupled draws by compiled kernels; None where there are none for these, or they are not certain."""
-        if self.kernels is None or self.plain_laws is None or logits.dtype != torch.float32:
+        Per row the accepted length, the next token and the path; only draws on accepted paths are made. `drawn` tells
+        the tokens of some nodes, UNKNOWN in the place of others, and is changed.
+        """
+        laws = self._laws_for(logits)
+        if self.kernels is None or laws is None:
             return None
-        return self.kernels.choose(logits.contiguous(), rows, positions, self.plain_laws)
+        drawn = array("q", [UNKNOWN]) * tree.tokens.numel() if drawn is None else drawn
+        tokens, parents, logits = tree.tokens.contiguous(), tree.parents.contiguous(), logits.float().contiguous()
+        while True:
+            verdict = self.kernels.judge(tokens, parents, logits, laws, tree.depth, drawn)
+            if verdict is not None:
+                return verdict
+            self._draw_undecided(tree, logits, drawn)
+
+    def _draw_undecided(self, tree: DraftTree, logits: Logits, drawn: array[int]) -> None:
+        """Have torch draw what is marked so, one node of a row at most."""
+        nodes = [i for i, token in enumerate(drawn) if token == UNDECIDED]
+        paths = tree.path_tokens().flatten(0, 1)[nodes].tolist()
+        rows = [node // tree.tokens.shape[1] for node in nodes]
+        alone, at = self._alone(rows, [[token for token in path if token >= 0] for path in paths])
+        place = (tree.valid.flatten().long().cumsum(0) - 1)[nodes]
+        for node, token in zip(nodes, alone.draw(logits[place], at).tolist(), strict=True):
+            drawn[node] = token
+
+    def _alone(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> tuple[Draws, PathState]:
+        """Draws of these rows without the others, whose transforms would cost time, and states after these guesses."""
+        own = sorted(set(rows))
+        texts = [self.rows[row] for row in own]
+        draws = Draws(texts, self.vocab, rejection=self.rejection, num_ids=self.num_ids, level=self.level)
+        draws.rounds = [self.rounds[row] for row in own]
+        return draws, draws._behind([own.index(row) for row in rows], paths)
+
+    def _behind(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> PathState:
+        """The states after these guesses."""
+        row = self._column(rows)
+        longest = max(map(len, paths), default=0)
+        drawn = [[*path, *[-1] * (longest - len(path))] for path in paths]
+        at = [self.root_places[i] + 1 + len(path) for i, path in zip(rows, paths, strict=True)]
+        return PathState(row, upload(drawn, torch.int64, self.device).view(len(rows), longest), self._column(at))
+
+    def _laws_for(self, logits: Logits) -> RowLaws | None:
+        """How rows draw from these logits by compiled kernels, which compute in float32."""
+        return None if logits.dtype == torch.float64 else self.row_laws
 
     @cached_property
-    def plain_laws(self) -> PlainLaws | None:
-        """What compiled kernels need for coupled draws; None where there are none, or more than temperature counts."""
-        if self.kernels is None or not self.transforms.plain:
+    def row_laws(self) -> RowLaws | None:
+        """What compiled kernels need for coupled draws; None where there are none."""
+        if self.kernels is None:
             return None
-        temperatures = [0.0 if row.params.greedy else row.params.temperature for row in self.rows]
-        keys = array("Q", self._host_keys(Purpose.COUPLED))
-        return PlainLaws(keys, array("f", temperatures), self.num_ids, self.kernels.slack)
-
-    @property
-    def judging_laws(self) -> PlainLaws | None:
-        """The same, where they are all that the target's own choice depends on."""
-        return self.plain_laws
+        return row_laws(self.rows, self._host_keys(Purpose.COUPLED), self.num_ids, self.kernels.slack)
 
     def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:
         """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
@@ -365,9 +377,9 @@ class Draws:
         again would not be fresh if the round did not count: its root, and the roots of the rounds it lies in. The
         tokens that a cascade's middle model draws are drafts too, whatever they are drawn for.
         """
-        shared = purpose is Purpose.COUPLED and not (self.rejection and self.level)
-        where = (0, 0) if shared else (self.level, round_)
-        return mix((row.seed, row.sample, purpose, *where))
+        if purpose is Purpose.COUPLED and not (self.rejection and self.level):
+            return coupled_key(row.seed, row.sample)
+        return mix((row.seed, row.sample, purpose, self.level, round_))
 
     def _perturb(self, logits: Logits, at: PathState, purpose: Purpose) -> Logits:
         """Logits plus each node's noise."""

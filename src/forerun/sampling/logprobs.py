@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
+from forerun.device import is_cpu
+from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.winners import largest
 
 
@@ -32,20 +34,28 @@ class TokenLogprobs:
 
 
 def token_logprobs(
-    logits: Float[Tensor, "rows vocab"], chosen: Sequence[int] | Int[Tensor, " rows"], top: int
+    logits: Float[Tensor, "rows vocab"],
+    chosen: Sequence[int] | Int[Tensor, " rows"],
+    top: int,
+    kernels: SamplingKernels | None = None,
 ) -> list[TokenLogprobs]:
     """The log-probability and rank of each row's `chosen` token, and its `top` likeliest tokens; in float32.
 
-    `logits` are the model's own, of real ids alone; `top` is at most their number and may be 0.
+    `logits` are the model's own, of real ids alone; `top` is at most their number and may be 0. `kernels` rank faster,
+    not differently.
     """
     law = logits.to(torch.float32).log_softmax(1)
-    picked = torch.as_tensor(chosen, dtype=torch.int64, device=law.device)[:, None]
-    mine = law.gather(1, picked)
-    ids = torch.arange(law.shape[1], device=law.device)
-    ahead = (law > mine) | ((law == mine) & (ids < picked))
-    top_ids = largest(law, top)
-    columns = (picked[:, 0], mine[:, 0], ahead.sum(1) + 1, top_ids, law.gather(1, top_ids))
+    picked = torch.as_tensor(chosen, dtype=torch.int64, device=law.device)
+    ranked = kernels.rank(law.contiguous(), picked, top) if kernels is not None and is_cpu(law.device) else None
+    ranks, top_ids = (rank_of(law, picked), largest(law, top)) if ranked is None else ranked
+    columns = (picked, law.gather(1, picked[:, None])[:, 0], ranks, top_ids, law.gather(1, top_ids))
     return [
         TokenLogprobs(token, logprob, rank, tuple(ids), tuple(logprobs))
         for token, logprob, rank, ids, logprobs in zip(*(column.tolist() for column in columns), strict=True)
     ]
+
+
+def rank_of(law: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """How many tokens are likelier than those picked, or as likely with a lower id, and one more."""
+    mine, ids = law.gather(1, picked[:, None]), torch.arange(law.shape[1], device=law.device)
+    return ((law > mine) | ((law == mine) & (ids < picked[:, None]))).sum(1) + 1

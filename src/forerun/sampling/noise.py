@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -60,6 +60,12 @@ def mix(words: Sequence[int]) -> int:
         key = ((key ^ (key >> 27)) * _MIX2) & _MASK
         key ^= key >> 31
     return key
+
+
+@lru_cache(maxsize=4096)  # asked for in every round
+def coupled_key(seed: int, sample: int) -> int:
+    """The key of a sample's coupled noise, without its position."""
+    return mix((seed, sample, Purpose.COUPLED, 0, 0))
 
 
 def absorb(keys: Int[Tensor, " rows"], words: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:

@@ -119,14 +119,6 @@ class SamplingParams:
         """Whether the law is the point mass at the largest logit."""
         return self.temperature < GREEDY_BELOW
 
-    @property
-    def plain(self) -> bool:
-        """Whether temperature is the only transform of logits; `min_tokens` is not counted."""
-        edited = self.banned_tokens or self.bad_words or self.logit_bias or self.logits_processors
-        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        filtered = not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
-        return not (edited or penalised or filtered)
-
     def resolve_seed(self) -> int:
         """64 bits: the seed asked for, else fresh random ones (report them, so that the answer can be repeated)."""
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64

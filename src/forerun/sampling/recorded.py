@@ -7,6 +7,7 @@ the rules that judge by laws never ask for a choice.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Int
+from forerun.kernels.sampling import UNKNOWN
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.transforms import Logits
+from forerun.tree import DraftTree
 
 
 class Recorded(Draws):
@@ -40,16 +43,14 @@ class Recorded(Draws):
         recorded = torch.tensor(said, dtype=drawn.dtype, device=drawn.device)
         return torch.where(recorded >= 0, recorded, drawn)
 
-    def choose(self, logits: Logits, rows: Sequence[int], positions: Sequence[int]) -> Sequence[int]:
-        """The same, on the host."""
-        drawn = super().choose(logits, rows, positions)
-        said = [self.said(row, position) for row, position in zip(rows, positions, strict=True)]
-        return [recorded if recorded >= 0 else own for recorded, own in zip(said, drawn, strict=True)]
-
-    @property
-    def judging_laws(self) -> None:
-        """None: the recorded token takes precedence."""
-        return None
+    def verdict(
+        self, tree: DraftTree, logits: Logits, drawn: array[int] | None = None
+    ) -> Int[Tensor, "batch verdict"] | None:
+        """The same, judged: what rows would draw themselves is drawn too, for its time."""
+        super().verdict(tree, logits, drawn)
+        depths = tree.depths().tolist()
+        said = [self.said(row, self.root_places[row] + 1 + depth) for row, own in enumerate(depths) for depth in own]
+        return super().verdict(tree, logits, array("q", [UNKNOWN if token < 0 else token for token in said]))
 
     def said(self, row: int, position: int) -> int:
         """The token of a row's text at a position; -1 where nothing is recorded."""

@@ -28,6 +28,7 @@ from forerun.device import is_cpu, upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.guard import no_interrupt
 from forerun.limits import INT64
+from forerun.sampling.edits import TextEdits
 from forerun.sampling.params import SamplingParams
 
 
@@ -37,7 +38,7 @@ class RowSampling:
 
     `tokens` is all committed text, prompt and output, the root last; it is the sequence's own list, read only.
     `bad_words` are words of two tokens or more that must not be completed; those of one token are banned tokens.
-    `seed` is the resolved one (64 bits).
+    `seed` is the resolved one (64 bits). `edits` are those of the text or of its beginning, if somebody keeps them.
     """
 
     seq_id: int
@@ -48,6 +49,7 @@ class RowSampling:
     num_prompt: int
     eos_ids: tuple[int, ...] = ()
     bad_words: Sequence[Sequence[int]] = ()
+    edits: TextEdits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +71,12 @@ ANY, NEVER = -2, -3  # in the place of a token: what every text has there, and w
 
 
 class Transforms:
-    """The transforms that the rows of one round ask for, their tables built at first use.
-
-    `plain` tells whether temperature, and ids that do not exist, are all there is to transform.
-    """
+    """The transforms that the rows of one round ask for, their tables built at first use."""
 
     def __init__(self, rows: Sequence[RowSampling], vocab: int, num_ids: int, device: torch.device) -> None:
         self.rows, self.vocab, self.num_ids, self.device = rows, vocab, num_ids, device
         self._short = any(len(r.tokens) - r.num_prompt < r.params.min_tokens for r in rows)
-        self.plain = not self._short and all(row.params.plain for row in rows)
         self._tables: dict[str, tuple[Tensor, ...]] = {}
-
-    @cached_property
-    def pathless(self) -> bool:
-        """Whether laws depend on logits, row and position alone, not on what was drawn above a node."""
-        return self.plain or not (self._worded or self._processed or self._repeating or self._counting)
 
     @cached_property
     def all_greedy(self) -> bool:

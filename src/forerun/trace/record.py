@@ -161,11 +161,6 @@ class WatchedDraws(Draws):
         watched.q = {}
         return watched
 
-    @property
-    def pathless(self) -> bool:
-        """No: what is remembered is found by its path."""
-        return False
-
     def children(self, logits: Logits, at: PathState, width: int, *, survival: bool = True) -> Children:
         """The same guesses, and how likely each of them was by the drafter's own law."""
         children = super().children(logits, at, width, survival=survival)

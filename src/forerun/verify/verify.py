@@ -15,7 +15,6 @@ from torch import Tensor
 from forerun.annotations import Bool, Float, Int
 from forerun.config import Verification
 from forerun.device import upload
-from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftTree
 from forerun.verify.rules import AcceptLaw, Verdict, block_law, follow, token_law, walk
@@ -30,8 +29,8 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
     the draws must have been made for rejection, since the drafter must not share the noise of its judge.
     """
     lawful = None if rule == "coupled" else tree.rows_with_law()
-    if draws.kernels is not None and draws.pathless and lawful is None:
-        return _follow_on_host(tree, logits, draws, draws.kernels)
+    if lawful is None and (judged := draws.verdict(tree, logits)) is not None:
+        return Verdict(judged)
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
     valid = tree.valid
@@ -47,12 +46,12 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
     law = _accept_law(tree, draws.probs(logits, at), at, row, rule)
     walked = walk(tree, law, _coins(tree, draws, at, row))
     stop = row.gather(1, walked.node[:, None])[:, 0]
-    judged = Verdict.of(walked.path, walked.length, draws.recover(law.after[stop].log(), _select(at, stop)))
+    rejected = Verdict.of(walked.path, walked.length, draws.recover(law.after[stop].log(), _select(at, stop)))
     drawn = _drawn_where(~lawful, logits, at, draws)
     if drawn is None:
-        return judged
+        return rejected
     followed = follow(tree, torch.where(valid, drawn[row], -1))
-    return Verdict(torch.where(lawful[:, None], judged.packed, followed.packed))
+    return Verdict(torch.where(lawful[:, None], rejected.packed, followed.packed))
 
 
 def _accept_law(
@@ -87,20 +86,6 @@ def _drawn_where(
         return None
     drawn = torch.full_like(at.row, -1)
     return drawn.index_copy_(0, nodes, draws.draw(logits[nodes], _select(at, nodes)))
-
-
-def _follow_on_host(
-    tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, kernels: SamplingKernels
-) -> Verdict:
-    """`follow`, by compiled kernels; the tree lies on the CPU, and its draws depend on no path."""
-    tokens, parents, laws = tree.tokens.contiguous(), tree.parents.contiguous(), draws.judging_laws
-    if laws is not None and logits.dtype == torch.float32:
-        judged = kernels.judge(tokens, parents, draws.root_places, logits.contiguous(), laws, tree.depth)
-        if judged is not None:
-            return Verdict(judged)
-    rows, positions = kernels.places(tokens, parents, draws.root_places)
-    assert len(logits) == len(rows), f"{len(logits)} rows of logits for {len(rows)} nodes"
-    return Verdict(kernels.follow(tokens, parents, draws.choose(logits, rows, positions), tree.depth))
 
 
 def _coins(

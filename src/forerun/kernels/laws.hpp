@@ -1,0 +1,61 @@
+// How rows draw: what a request and its text do to logits, as `sampling/transforms.py` defines it.
+#pragma once
+#include <cmath>
+#include <limits>
+
+#include "noise.hpp"
+
+namespace forerun {
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr float LARGEST = std::numeric_limits<float>::max();
+constexpr float ROUNDING = 0x1p-21f;  // more than the rounding of two scores, in parts of them
+
+// One row of a round. Lists of ids are in rising order, and no id stands twice in one list.
+struct RowLaw {
+  uint64_t key;           // of the row's noise; the position is still to be absorbed
+  int64_t root;           // position of the last token of the text
+  int64_t torch_decides;  // not 0: nothing of this row can be decided here
+  int64_t top_k;          // 0: off
+  float temperature;      // 0: greedy
+  float min_p;            // its logarithm; -inf: off
+  float top_p;            // infinite: off
+  float repetition, frequency, presence;  // 1, 0 and 0: off
+  int64_t ends_from;                      // the position from which `ends` may be drawn
+  int64_t num_fixed, num_ends, num_counted, num_words, num_said;
+  const int32_t *fixed, *ends, *counted;
+  const float* added;              // to the logits of `fixed`; -inf bans them
+  const int32_t* times;            // how often each of `counted` stands in the answer; all stand in the text
+  const int32_t *words, *lengths;  // words not to be completed, one behind the other, and their numbers of tokens
+  const int32_t* said;             // the answer's last tokens, as many as a word can need
+
+  bool noisy() const { return temperature > 0; }
+  bool filters() const { return noisy() && (top_k > 0 || min_p > LOWEST || top_p < LARGEST); }
+  bool penalises() const { return repetition != 1 || counts(); }
+  bool counts() const { return frequency != 0 || presence != 0; }
+};
+
+// The guesses between a row's root and a node.
+struct Path {
+  const int64_t* tokens;
+  int64_t length;
+};
+
+// How a node draws. `slack` is more than noise can differ from torch's.
+struct Law {
+  const RowLaw& row;
+  Path path;
+  float slack;
+  int64_t position;
+  uint64_t key;
+
+  Law(const RowLaw& row, const Path& path, float slack)
+      : row(row), path(path), slack(slack), position(row.root + 1 + path.length), key(absorbed(row.key, position)) {}
+
+  bool noisy() const { return row.noisy(); }
+
+  // How far below the best a score can be and still pass for it.
+  float margin(float best) const { return slack + ROUNDING * std::abs(best); }
+};
+
+}  // namespace forerun

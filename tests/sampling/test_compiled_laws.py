@@ -1,0 +1,267 @@
+"""Compiled kernels draw by every law that torch defines, to the bit, or leave the draw to torch; and they seldom do."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from logits import SHAPES, logits_of
+from test_sampling_kernels import trees
+from torch import Tensor
+
+from compiled import LEVELS, compiled_for
+from forerun.kernels.sampling import SamplingKernels
+from forerun.sampling.draws import Draws, PathState, RowSampling
+from forerun.sampling.noise import Purpose, absorb, gumbel
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+from forerun.verify.verify import verify
+from unchecked import unchecked
+
+FEW = 12  # ids that texts and lists are made of, so that they meet
+NUM_TEXTS = 3
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SamplingKernels:
+    """The library as compiled for a processor that can do less than this one, perhaps."""
+    return SamplingKernels(compiled_for(request.param, tmp_path_factory.mktemp("kernels")))
+
+
+class Unsure(SamplingKernels):
+    """Kernels that are certain of little, so that torch decides many draws."""
+
+    slack = 2.0**-4
+
+
+def odd(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    """A request's own processor."""
+    return logits.index_fill(0, torch.arange(tokens[-1] % 2, len(logits), 2), -math.inf)
+
+
+def params_of(rng: random.Random, vocab: int, *, processors: bool = False) -> SamplingParams:
+    """A few transforms of any strength."""
+
+    def some(*values: Any) -> Any:
+        return rng.choice(values) if rng.random() < 0.4 else values[0]
+
+    bias = {rng.randrange(min(vocab, FEW)): rng.choice([2.0, -5.0, 3e38, -math.inf, 1e-30]) for _ in range(4)}
+    return SamplingParams(
+        temperature=rng.choice([0.0, 1.0, 0.7, 1e-3, 3.0]),
+        top_k=some(0, 1, 2, 20, vocab - 1, vocab, 10**6),
+        top_p=some(1.0, 0.01, 0.5, 0.9, 0.95, 0.999, 0.9999999, 1 - 1e-9),
+        min_p=some(0.0, 1e-3, 0.05, 0.5, 1.0),
+        repetition_penalty=some(1.0, 1.1, 0.8, 3e38, 1.2e-38),
+        presence_penalty=some(0.0, 0.5, -1.0, 2.0),
+        frequency_penalty=some(0.0, 0.5, -1.0, 0.1),
+        logit_bias=some(None, bias),
+        banned_tokens=some((), tuple(rng.randrange(min(vocab, FEW)) for _ in range(3))),
+        min_tokens=some(0, 1, 4, 9),
+        stop_token_ids=some((), (rng.randrange(min(vocab, FEW)),)),
+        logits_processors=(odd,) if processors and rng.random() < 0.3 else (),
+        max_tokens=None,
+    )
+
+
+def rows_of(rng: random.Random, vocab: int, count: int, *, processors: bool = False) -> list[RowSampling]:
+    """Texts of few ids, so that words are met and counts grow."""
+
+    def text(least: int, most: int) -> list[int]:
+        return [rng.randrange(min(vocab, FEW)) for _ in range(rng.randint(least, most))]
+
+    rows = []
+    for seq_id in range(count):
+        tokens, words = text(1, 12), [text(2, 3) for _ in range(rng.choice([0, 0, 20]))]
+        params, num_prompt, ends = (
+            params_of(rng, vocab, processors=processors),
+            rng.randint(1, len(tokens)),
+            (vocab // 8,),
+        )
+        rows.append(RowSampling(seq_id, params, rng.getrandbits(64), 0, tokens, num_prompt, ends, words))
+    return rows
+
+
+def states(draws: Draws, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> PathState:
+    """Nodes behind these guesses, as torch sees them."""
+    longest = max(map(len, paths))
+    padded = [[*path, *[-1] * (longest - len(path))] for path in paths]
+    drawn = torch.tensor(padded, dtype=torch.long).view(len(paths), longest)
+    row = torch.tensor(rows)
+    return PathState(row, drawn, draws.root_positions[row] + 1 + (drawn >= 0).sum(1))
+
+
+@pytest.mark.parametrize("sure", [True, False])
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(SHAPES), st.sampled_from([1, 16, 17, 50, 1024, 4096, 17_001]), st.integers(0, 2**40))
+def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: str, vocab: int, seed: int) -> None:
+    """Guesses, and several of them, for random rows behind random paths, and logits of every kind."""
+    rng, used = random.Random(seed), kernels if sure else Unsure(kernels.lib)
+    rows, num_ids = rows_of(rng, vocab, NUM_TEXTS, processors=True), max(1, vocab - rng.randrange(3))
+    own, other = (Draws(rows, vocab, num_ids=num_ids, kernels=k) for k in (used, None))
+    at = [rng.randrange(NUM_TEXTS) for _ in range(6)]
+    paths = [[rng.randrange(min(vocab, FEW)) for _ in range(rng.randrange(4))] for _ in at]
+    logits, nodes = logits_of(shape, 6, vocab, seed % 1000), states(other, at, paths)
+    expected = other.children(logits, nodes, 1, survival=False).tokens[:, 0].tolist()
+    assert own.row_laws is not None
+    found = used.choose(logits, at, paths, own.row_laws)
+    assert all(token in (-1, drawn) for token, drawn in zip(found, expected, strict=True))
+    assert list(own.guess(logits, at, paths)) == expected
+    drawn = other.draw(logits, nodes).tolist()
+    assert all(token in (-1, drawn) for token, drawn in zip(found, drawn, strict=True))
+    width = rng.randint(1, 5)
+    children, offered = other.children(logits, nodes, width), own.offer(logits, at, paths, width)
+    assert [list(tokens) for tokens in offered.tokens] == children.tokens.tolist()
+    assert children.survival is not None
+    # What may be outside of a nucleus counts as inside: with little certainty that is much.
+    torch.testing.assert_close(
+        torch.tensor(offered.survival), children.survival, rtol=2e-2 if sure else 1.0, atol=1e-2 if sure else 1.0
+    )
+
+
+@pytest.mark.parametrize("sure", [True, False])
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.integers(0, 2**40))
+def test_verdicts_are_those_of_torch(kernels: SamplingKernels, sure: bool, tree: DraftTree, seed: int) -> None:
+    """Of random trees over so few ids that guesses are often right, each node with the counts of its own path."""
+    rng, used = random.Random(seed), kernels if sure else Unsure(kernels.lib)
+    rows = rows_of(rng, 6, len(tree.tokens), processors=True)
+    logits = 3 * torch.randn(int(tree.valid.sum()), 6, generator=torch.Generator().manual_seed(seed % 1000))
+    found = [verify(tree, logits, Draws(rows, 6, kernels=k), "coupled").packed for k in (used, None)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("vocab", [6, 40, 17_000])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_edge_of_a_nucleus_is_torchs(kernels: SamplingKernels, vocab: int, quantised: bool) -> None:
+    """`top_p` where torch's own sums change rank, and beside it: what is decided here is right, and not all is left.
+
+    Kernels without a margin are wrong there.
+    """
+
+    class Rash(SamplingKernels):
+        slack = 0.0
+
+    wrong = decided = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        logits = logits_of("flat", 1, vocab, seed) * (2.0 if vocab < 1000 else 4.0)
+        logits = (logits * 4).round() / 4 if quantised else logits
+        mass = logits.softmax(1).sort(descending=True).values.cumsum(1)[0]
+        edge = mass[rng.randrange(min(vocab - 1, 2000))]
+        top_p = min(float(torch.nextafter(edge, torch.tensor(rng.choice([0.0, edge.item(), 2.0])))), 1 - 2.0**-24)
+        rows = [RowSampling(0, SamplingParams(top_p=top_p), seed, 0, [1], 1)]
+        paths = [[0] * i for i in range(40)]
+        expected = Draws(rows, vocab).children(
+            logits.expand(40, -1), states(Draws(rows, vocab), [0] * 40, paths), 1, survival=False
+        )
+        for used in (kernels, Rash(kernels.lib)):
+            laws = Draws(rows, vocab, kernels=used).row_laws
+            assert laws is not None
+            found = used.choose(logits.expand(40, -1).contiguous(), [0] * 40, paths, laws)
+            differ = sum(a not in (-1, b) for a, b in zip(found, expected.tokens[:, 0].tolist(), strict=True))
+            if used is kernels:
+                assert differ == 0
+                decided += 40 - list(found).count(-1)
+            wrong += differ
+    assert decided > 60 * 40 // 2
+    assert wrong > 0 or vocab > 6  # the margin for sums of many terms is not the slack's
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", ["steep", "flat", "bfloat16", "tied", "filtered"])
+def test_threads_share_rows_and_ids_of_a_large_vocabulary(kernels: SamplingKernels, shape: str, threads: int) -> None:
+    vocab, before = 131_109, torch.get_num_threads()
+    texts = [list(range(i, 3000 + i, 7)) for i in range(4)]
+    every = (
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 5000, "logit_bias": {131_108: 1.0}},
+    )
+    rows = [RowSampling(i, SamplingParams(**p, max_tokens=None), 7, 0, texts[i], 9, (2,)) for i, p in enumerate(every)]
+    logits = logits_of(shape, 4, vocab, 5)
+    torch.set_num_threads(threads)
+    try:
+        own, other = (Draws(rows, vocab, kernels=k) for k in (kernels, None))
+        expected = other.children(logits, other.roots(), 1, survival=False).tokens[:, 0].tolist()
+        assert list(own.guess(logits, range(4), [[]] * 4)) == expected
+        for i, row in enumerate(rows):
+            one = Draws([row], vocab, kernels=kernels)
+            assert list(one.guess(logits[i : i + 1], [0], [[]])) == expected[i : i + 1]
+    finally:
+        torch.set_num_threads(before)
+
+
+ORDINARY: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 50, "repetition_penalty": 1.1},
+    {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "repetition_penalty": 1.1},
+)
+
+
+@pytest.mark.parametrize("vocab", [4099, pytest.param(151_936, marks=pytest.mark.full)])
+@pytest.mark.parametrize("params", ORDINARY)
+def test_they_nearly_always_decide(kernels: SamplingKernels, params: dict[str, Any], vocab: int) -> None:
+    """Else nothing would be won: of laws such as a language model's, and the very tokens."""
+    undecided, num_blocks = 0, 20 if vocab < 10_000 else 4
+    for block in range(num_blocks):
+        rows = [RowSampling(0, SamplingParams(**params), block, 0, list(range(300)), 9)]
+        own, other = (Draws(rows, vocab, kernels=k) for k in (kernels, None))
+        logits, paths = logits_of("steep", 50, vocab, block), [[i] * (i % 4) for i in range(50)]
+        with unchecked():
+            expected = other.children(logits, states(other, [0] * 50, paths), 1, survival=False).tokens[:, 0].tolist()
+        assert own.row_laws is not None
+        found = list(kernels.choose(logits, [0] * 50, paths, own.row_laws))
+        assert all(token in (-1, drawn) for token, drawn in zip(found, expected, strict=True))
+        undecided += found.count(-1)
+    assert undecided <= num_blocks * 50 // 100
+
+
+def test_a_processor_is_asked_by_torch_and_its_batch_mates_are_not(
+    kernels: SamplingKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch sees the nodes of the one request with a processor, and of a verdict only those on its accepted path."""
+    seen: list[int] = []
+    shape = "forerun.sampling.transforms.Transforms.shape"
+    real = Draws(rows_of(random.Random(0), 50, 1), 50).transforms.__class__.shape
+
+    def watched(self: Any, logits: Tensor, at: PathState) -> Tensor:
+        seen.extend(self.rows[i].seq_id for i in at.row.tolist())
+        return real(self, logits, at)
+
+    monkeypatch.setattr(shape, watched)
+    mates: list[dict[str, Any]] = [{"top_k": 5}, {"logits_processors": [odd]}, {"repetition_penalty": 1.3}]
+    rows = [RowSampling(i, SamplingParams(**p), 3, 0, [1, 4, 6], 1) for i, p in enumerate(mates)]
+    logits = 3 * torch.randn(12, 50, generator=torch.Generator().manual_seed(0))
+    draws = Draws(rows, 50, kernels=kernels)
+    draws.guess(logits[:4], [0, 1, 2, 1], [[], [], [3], [5]])
+    assert seen == [1, 1]
+    seen.clear()
+    draws.offer(logits[:4], [0, 1, 2, 1], [[], [], [3], [5]], 3)
+    assert seen == [1, 1]
+    seen.clear()
+    tree = DraftTree.of_texts([[6, 1, 2, 3]] * 3)
+    verdict = verify(tree, logits, draws, "coupled").packed
+    assert seen == [1] * (1 + int(verdict[1, 0]))
+    assert torch.equal(verdict, verify(tree, logits, Draws(rows, 50), "coupled").packed)
+
+
+def test_noise_counts_among_the_ids_that_are_left(kernels: SamplingKernels) -> None:
+    """The best of those with noise, not the likeliest: the law of the draw is that of the filters."""
+    logits = torch.tensor([[0.0, 0.0, 0.0, -1.0, -9.0]])
+    row = RowSampling(0, SamplingParams(top_k=3), 5, 0, [1], 1)
+    draws = Draws([row], 5, kernels=kernels)
+    assert draws.row_laws is not None
+    found = kernels.choose(logits.expand(300, 5).contiguous(), [0] * 300, [[0] * i for i in range(300)], draws.row_laws)
+    noise = gumbel(absorb(draws.row_keys(Purpose.COUPLED).expand(300), torch.arange(1, 301)), 5)
+    assert list(found) == noise[:, :3].argmax(1).tolist()
+    assert set(found) == {0, 1, 2}
