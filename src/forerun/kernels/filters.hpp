@@ -114,12 +114,19 @@ inline float reaches(Candidates& some, double mass) {
   return first < last && first->mass >= mass ? first->value : LOWEST;
 }
 
+// How far a sum of torch's can be off, in parts of it and for each number: it has so many sums side by side.
+#if defined(__AVX2__)
+constexpr double SUM_ERROR = 0x1p-24 / 8;
+#else
+constexpr double SUM_ERROR = 0x1p-24 / 4;
+#endif
+
 // Finds the edge of the nucleus; `whole` is the mass of all ids that top-k and min-p leave, which are `count`. Values
 // that differ by less than half the slack may have probabilities in any order. Equal values have the same.
 // Returns the value below which nothing is left, -inf where `left` does not reach so far.
 inline double keep_nucleus(Filtered& f, const Law& law, double whole, int64_t count) {
   const double near = law.slack / 2;
-  const double error = law.slack / 8 + count * 0x1p-27;  // torch sums eight numbers or more side by side
+  const double error = law.slack / 8 + count * SUM_ERROR;
   const double wanted = whole * law.row.top_p;
   const double last = reaches(f.left, wanted * (1 + error)) - near;
   const float edge = reaches(f.left, wanted * (1 - error));
