@@ -7,6 +7,7 @@
 
 #include "attention.hpp"
 #include "decoder.hpp"
+#include "laws.hpp"
 
 using namespace forerun;
 
@@ -15,6 +16,8 @@ const char* forerun_instructions();
 Linear* forerun_linear(int64_t format, int64_t outputs, int64_t inputs, const void* weight, const float* scales,
                        const float* bias);
 void forerun_free_linear(Linear* linear);
+void forerun_choose(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
+                    int64_t count, const int64_t* places, int64_t* chosen, int64_t num_threads);
 }
 
 static int failures = 0;
@@ -210,21 +213,52 @@ static void check_functions() {
   printf("functions %016" PRIx64 "\n", hash.value);
 }
 
-static void check_greedy_draws() {
+// Laws with nothing but a temperature; the lists are the caller's.
+static RowLaw plain_law(uint64_t key, float temperature) {
+  RowLaw law = {};
+  law.key = key, law.root = 4 + key, law.temperature = temperature;
+  law.min_p = LOWEST, law.top_p = INFINITY, law.repetition = 1;
+  return law;
+}
+
+// Greedy draws against plain loops, with biases, bans, and penalties for what the text and a node's path hold. Draws
+// with filters have a hash alone.
+static void check_draws() {
   Hash hash;
-  for (int64_t count : {1, 15, 16, 17, 1000}) {
+  const int32_t fixed[] = {0, 3}, counted[] = {1, 2, 7}, times[] = {2, 0, 1};
+  const float added[] = {-INFINITY, 1.5f};
+  const int64_t path[] = {2, 9};
+  for (int64_t count : {12, 15, 16, 17, 1000}) {
     std::vector<float> logits(3 * count);
     for (float& each : logits) each = static_cast<int>(number() * 8);  // with many equals, of which the first wins
-    const int64_t rows[] = {0, 1, 2}, positions[] = {5, 6, 7};
-    const uint64_t keys[] = {1, 2, 3};
-    const float cold[] = {0, 0, 0}, warm[] = {1, 1, 1};
-    int64_t chosen[3];
-    forerun_choose(logits.data(), count, count, 3, rows, positions, keys, cold, 0, chosen, 1);
-    for (int64_t i = 0; i < 3; i++) {
-      const auto from = logits.begin() + i * count;
-      expect(chosen[i] == std::max_element(from, from + count) - from, "greedy draw", count, i);
+    std::vector<RowLaw> laws;
+    for (uint64_t key : {1, 2, 3}) {
+      RowLaw law = plain_law(key, 0);
+      law.fixed = fixed, law.added = added, law.num_fixed = 2;
+      law.counted = counted, law.times = times, law.num_counted = 3;
+      law.repetition = 1.25f, law.frequency = 0.5f, law.presence = 0.25f;
+      laws.push_back(law);
     }
-    forerun_choose(logits.data(), count, count, 3, rows, positions, keys, warm, 1e-4f, chosen, 2);
+    const int64_t places[] = {0, 1, 2, 0, 2, 1, path[0], path[1], path[1]};  // rows, lengths of paths, paths
+    int64_t chosen[3];
+    forerun_choose(laws.data(), 0, logits.data(), count, count, 3, places, chosen, 1);
+    for (int64_t i = 0; i < 3; i++) {
+      std::vector<float> shaped(logits.begin() + i * count, logits.begin() + (i + 1) * count);
+      shaped[0] = -INFINITY, shaped[3] += 1.5f;
+      std::vector<int> said(count), seen(count);
+      for (int j = 0; j < 3; j++) said[counted[j]] = times[j], seen[counted[j]] = 1;
+      const int64_t begin = i == 2 ? 2 : 0;
+      for (int64_t j = begin; j < begin + places[3 + i]; j++) said[places[6 + j]]++, seen[places[6 + j]] = 1;
+      for (int64_t j = 0; j < count; j++) {
+        if (seen[j]) shaped[j] = shaped[j] > 0 ? shaped[j] / 1.25f : shaped[j] * 1.25f;
+        if (said[j]) shaped[j] = shaped[j] - 0.5f * said[j] - 0.25f;
+      }
+      expect(chosen[i] == std::max_element(shaped.begin(), shaped.end()) - shaped.begin(), "greedy draw", count, i);
+    }
+    for (RowLaw& law : laws) law.temperature = 0.7f, law.top_p = 0.9f, law.top_k = law.key == 2 ? 5 : 0;
+    laws[2].min_p = -2.0f;
+    for (float& each : logits) each += number();
+    forerun_choose(laws.data(), 1e-4f, logits.data(), count, count, 3, places, chosen, 2);
     hash.add(chosen, sizeof chosen);
   }
   printf("draws %016" PRIx64 "\n", hash.value);
@@ -241,6 +275,6 @@ int main() {
   check_attention<float16>("attention in float16");
   check_conversions();
   check_functions();
-  check_greedy_draws();
+  check_draws();
   return failures != 0;
 }

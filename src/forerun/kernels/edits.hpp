@@ -27,7 +27,7 @@ inline float penalised(const RowLaw& row, float x, int32_t times) {
 }
 
 // Whether the answer up to a node ends with all tokens of a word but its last.
-inline bool completes(const RowLaw& row, const Path& path, const int32_t* word, int64_t length) {
+inline bool completes(const RowLaw& row, const GuessPath& path, const int32_t* word, int64_t length) {
   for (int64_t back = 1; back < length; back++) {
     const int64_t in_path = path.length - back, in_answer = row.num_said + in_path;
     if (in_answer < 0) return false;

@@ -36,7 +36,7 @@ struct RowLaw {
 };
 
 // The guesses between a row's root and a node.
-struct Path {
+struct GuessPath {
   const int64_t* tokens;
   int64_t length;
 };
@@ -44,12 +44,12 @@ struct Path {
 // How a node draws. `slack` is more than noise can differ from torch's.
 struct Law {
   const RowLaw& row;
-  Path path;
+  GuessPath path;
   float slack;
   int64_t position;
   uint64_t key;
 
-  Law(const RowLaw& row, const Path& path, float slack)
+  Law(const RowLaw& row, const GuessPath& path, float slack)
       : row(row), path(path), slack(slack), position(row.root + 1 + path.length), key(absorbed(row.key, position)) {}
 
   bool noisy() const { return row.noisy(); }
