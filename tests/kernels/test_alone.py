@@ -18,6 +18,7 @@ from forerun.kernels.variants import VARIANTS, architecture, runnable
 SOURCE = Path(__file__).with_name("alone.cpp")
 PORTABLE = "x86-64"  # before all variants: what the compiler makes of code without instructions for it
 INSTRUCTIONS = {variant.name: variant.instructions for variant in VARIANTS} | {PORTABLE: "vectors"}
+BEST = next((variant.name for variant in runnable()), PORTABLE)
 MACHINES = {variant.name: variant.machine for variant in VARIANTS}
 
 
@@ -51,8 +52,10 @@ def run(level: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("level", [level for level in LEVELS if level in MACHINES])
+@pytest.mark.parametrize(
+    "level",
+    [level if level == BEST else pytest.param(level, marks=pytest.mark.full) for level in LEVELS if level in MACHINES],
+)
 def test_kernels_are_right_without_python(level: str, tmp_path: Path) -> None:
     assert len(run(level, tmp_path)) == 10
 
