@@ -7,6 +7,7 @@ call. Times are taken as a streamer is given tokens: its own metrics note them a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -57,6 +58,8 @@ def load(setup: Setup) -> Service:
     place = Path(setup.place)
     target, draft = (str(export_of(place, f, setup.format)) for f in (setup.target, setup.draft))
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads, "PERFORMANCE_HINT": "LATENCY"}
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2":  # it would still choose bfloat16 by the processor, and fail
+        options["INFERENCE_PRECISION_HINT"] = "f32"
 
     class Watching(openvino_genai.StreamerBase):  # type: ignore[misc]
         """Tells a stopwatch of tokens, which come one by one or several at once."""
