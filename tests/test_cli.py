@@ -175,7 +175,7 @@ def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     given += " --max-model-len 100 --threads 2"
     assert generate("x", *given.split()).exit_code == 0
     assert generate("x").exit_code == 0
-    assert seen[0] == ModelOptions("some/model", "model:DIR", 3, "block", "bfloat16", "int8", "torch", 100, 2)
+    assert seen[0] == ModelOptions("some/model", "model:DIR", "3", "block", "bfloat16", "int8", "torch", 100, 2)
     assert seen[1] == ModelOptions("some/model")
 
 

@@ -47,7 +47,7 @@ class Setting:
 
     model: str
     draft: str | None
-    depth: int
+    depth: int | str
     verification: str
     seed: int
     format: str

@@ -19,6 +19,8 @@ Quantization = Literal["int8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
+AUTO = "auto"
+AUTO_DEPTH = 16  # guesses of a round at most where the depth is chosen
 DEFAULT_DEPTH = 4
 
 
@@ -31,6 +33,9 @@ def require_whole(name: str, value: object, least: int) -> None:
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` guesses where `width` > 1.
+
+    A depth of "auto" drafts as far as measured gain and cost say it pays in each round, and not at all where it does
+    not; with `auto=True` a number is the most that it may be. Alone it is the depth of every round.
 
     The guesses of a tree are chosen in every round, by how likely they are; with `tree` its shape is fixed, and depth,
     width and nodes are those of that shape. `drafter` names an arm of the engine's drafter; None leaves the
@@ -46,12 +51,20 @@ class Speculation:
     nodes: int | None = None
     drafter: str | None = None
     tree: StaticTree | None = None
+    auto: bool = False
 
     def __post_init__(self) -> None:
+        given: object = self.depth
+        if isinstance(given, str) and given == AUTO:
+            object.__setattr__(self, "depth", AUTO_DEPTH if self.tree is None else DEFAULT_DEPTH)
+            object.__setattr__(self, "auto", True)
+        if self.tree is not None:
+            object.__setattr__(self, "auto", False)
         for name, least, most in (("depth", 0, MOST_DEPTH), ("width", 1, MOST_WIDTH), ("nodes", 1, INT64)):
             value = getattr(self, name)
             if name != "nodes" or value is not None:
-                fix = f"use a whole number from {least} to {MOST_NODES if name == 'nodes' else most}"
+                first = "use auto, or" if name == "depth" else "use"
+                fix = f"{first} a whole number from {least} to {MOST_NODES if name == 'nodes' else most}"
                 object.__setattr__(self, name, whole(f"speculation.{name}", value, fix, least, most))
         if self.tree is not None:
             self._take_shape(self.tree)
@@ -59,6 +72,11 @@ class Speculation:
             raise refusal("speculation.nodes", self.nodes, f"use at most {MOST_NODES}, or a smaller depth or width")
         if self.drafter is not None and not isinstance(self.drafter, str):
             raise refusal("speculation.drafter", self.drafter, "use None, or the name of an arm of the drafter")
+
+    @property
+    def shown_depth(self) -> int | str:
+        """The depth as a user gives it."""
+        return AUTO if self.auto else self.depth
 
     def nodes_within(self, depth: int) -> int:
         """The most guesses that a tree of this wish has at `depth`: no more than fit its depth and width."""
@@ -85,8 +103,8 @@ class Speculation:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, wish: bool | int | Speculation | None, default: Speculation) -> Speculation:
-        """A request's speculation as a value: None or True is the default, False or 0 no drafting, k a depth."""
+    def of(cls, wish: bool | int | str | Speculation | None, default: Speculation) -> Speculation:
+        """A request's speculation: None or True is the default, False no drafting, k or "auto" a depth."""
         if wish is None or wish is True:
             return default
         if isinstance(wish, Speculation):
@@ -94,7 +112,9 @@ class Speculation:
         if wish is False:
             return cls(depth=0)
         if not isinstance(wish, Integral):
-            raise refusal("speculation", wish, "use True, False, a depth, or a Speculation")
+            if isinstance(wish, str) and wish == AUTO:
+                return cls()
+            raise refusal("speculation", wish, "use True, False, a depth, 'auto', or a Speculation")
         return cls(depth=wish)
 
 

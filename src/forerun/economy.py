@@ -8,14 +8,20 @@ draft, a mix which of its arms to ask, and a cascade how long the drafts of its 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 MOST = 16  # depths at which acceptance is counted
-FADING = 0.98  # what counts of the past after each round: some 50 rounds do
+FADING = 0.97  # what counts of the past after each round: some 30 rounds do
 BELIEF, WEIGHT = 0.7, 2.0  # acceptance as long as nothing is known, and how many guesses that counts as
-OTHERS_WEIGHT = 8.0  # the same where other sequences are known: a few bad guesses do not settle a text
+OTHERS_WEIGHT = 24.0  # the same where other sequences are known: a few bad guesses do not settle a text
+LARGEST_UNIT = 1e12
 OUTLIER = 4.0  # times what was expected: a busy machine, not a price
+LEVEL_SHARE = 0.1  # of a round's surprise that the level takes
+LATEST = 32  # passes of a size that count
+NO_TIME_S = 1e-9
+CLEAR, CHANGED = 3, 1.5  # so many rounds in a row that take so many times more, or less, are a change
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
@@ -77,31 +83,151 @@ class LinearCost:
 
 @dataclass(slots=True)
 class Acceptance:
-    """a_j by depth, as counted; the latest rounds count most."""
+    """a_j by depth, as counted; the latest rounds count most.
+
+    What is counted weighs more from round to round instead of all that was counted before weighing less: `unit` is what
+    a guess of now weighs.
+    """
 
     offered: list[float] = field(default_factory=lambda: [0.0] * MOST)  # by depth: guesses that were up for judgement
     accepted: list[float] = field(default_factory=lambda: [0.0] * MOST)
+    unit: float = 1.0
 
     def rates(self, belief: float = BELIEF, weight: float = WEIGHT) -> list[float]:
         """a_j for every depth: as counted there, starting from what was counted at all depths together."""
-        overall = self.overall(belief, weight)
-        return [(a + WEIGHT * overall) / (o + WEIGHT) for a, o in zip(self.accepted, self.offered, strict=True)]
+        more = WEIGHT * self.unit
+        start = more * self.overall(belief, weight)
+        return [(a + start) / (o + more) for a, o in zip(self.accepted, self.offered, strict=True)]
 
     def overall(self, belief: float = BELIEF, weight: float = WEIGHT) -> float:
         """Of all depths together, starting from a belief that counts as `weight` guesses."""
+        weight *= self.unit
         return (sum(self.accepted) + weight * belief) / (sum(self.offered) + weight)
+
+    def of_one(self, all_rates: Sequence[float]) -> list[float]:
+        """a_j of one sequence, starting from what is known of all of them: a few bad guesses do not settle a text."""
+        more = OTHERS_WEIGHT * self.unit
+        pairs = zip(self.accepted, self.offered, all_rates, strict=True)
+        return [(a + more * rate) / (o + more) for a, o, rate in pairs]
+
+    def limit(self, most: float) -> None:
+        """Let what was counted at any depth weigh no more than so many guesses, since it was long ago."""
+        share = min(1.0, most * self.unit / max(self.offered)) if any(self.offered) else 1.0
+        self.offered = [share * n for n in self.offered]
+        self.accepted = [share * n for n in self.accepted]
 
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
         """A round's guesses and how many of them were accepted, by sequence.
 
         A guess counts where all before it were accepted.
         """
-        self.offered = [FADING * n for n in self.offered]
-        self.accepted = [FADING * n for n in self.accepted]
+        self.unit /= FADING
         for num_guesses, num_accepted in runs:
             for depth in range(min(num_guesses, num_accepted + 1, MOST)):
-                self.offered[depth] += 1
-                self.accepted[depth] += depth < num_accepted
+                self.offered[depth] += self.unit
+                if depth < num_accepted:
+                    self.accepted[depth] += self.unit
+        if self.unit > LARGEST_UNIT:
+            self.offered = [n / self.unit for n in self.offered]
+            self.accepted = [n / self.unit for n in self.accepted]
+            self.unit = 1.0
+
+
+@dataclass(slots=True)
+class Level:
+    """How much longer everything takes now than was expected: slowly, or at once where it is clear."""
+
+    factor: float = 1.0
+    recent: list[float] = field(default_factory=list)
+
+    def record(self, surprise: float) -> bool:
+        """Learn from what was taken over what was expected at this level; whether that is near what is usual now."""
+        self.recent = [*self.recent[1 - CLEAR :], surprise * self.factor]
+        ratios = [each / self.factor for each in self.recent]
+        if len(ratios) == CLEAR and (min(ratios) > CHANGED or max(ratios) < 1 / CHANGED):
+            self.factor = sorted(self.recent)[CLEAR // 2]
+        elif 1 / CHANGED <= surprise <= CHANGED:
+            self.factor *= surprise**LEVEL_SHARE
+        return 1 / CHANGED <= self.recent[-1] / self.factor <= CHANGED
+
+
+@dataclass(slots=True)
+class Size:
+    """Seconds of passes of a size at the usual level; `odd` is the last one's if that was far from it."""
+
+    usual_s: float
+    num_seen: int = 1
+    odd_s: float = 0.0
+
+    def record(self, taken_s: float, is_usual: bool) -> None:
+        """Learn from a pass. What is far from usual counts if it comes twice."""
+        if not is_usual and not self.odd_s / CHANGED < taken_s < self.odd_s * CHANGED:
+            self.odd_s = taken_s
+            return
+        self.num_seen = min(self.num_seen + 1, LATEST) if is_usual else 1
+        self.usual_s += (taken_s - self.usual_s) / self.num_seen
+        self.odd_s = 0.0
+
+
+@dataclass(slots=True)
+class PassCost:
+    """Seconds that the target takes for a round, by the tokens in its pass.
+
+    Every size is known by itself once it was seen. Others are told from `table`, (tokens, seconds) of passes that were
+    measured at the start, by rising size; or where there is none from a line through what was seen. `level` follows
+    what makes all sizes dearer, such as a busy machine or longer texts.
+    """
+
+    table: Sequence[tuple[int, float]] = ()
+    line: LinearCost = field(default_factory=LinearCost)
+    level: Level = field(default_factory=Level)
+    sizes: dict[int, Size] = field(default_factory=dict)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self.table or self.sizes)
+
+    def expect(self, num_tokens: int) -> float:
+        """Seconds with so many tokens; 0 as long as nothing was seen."""
+        own = self.sizes.get(size_class(num_tokens))
+        return self.level.factor * (own.usual_s if own else self.untried(num_tokens))
+
+    def untried(self, num_tokens: int) -> float:
+        """Seconds at the usual level of a size that was not seen."""
+        if not self.table:
+            return self.line.expect(num_tokens)
+        nearest = min(self.sizes, key=lambda size: abs(size - num_tokens), default=None)
+        return self.by_table(num_tokens) * (self.sizes[nearest].usual_s / self.by_table(nearest) if nearest else 1.0)
+
+    def by_table(self, num_tokens: int) -> float:
+        """Seconds as they were measured at the start, by straight lines between and beyond the sizes there."""
+        place = bisect_left(self.table, (num_tokens, 0.0))
+        if place < len(self.table) and self.table[place][0] == num_tokens:
+            return self.table[place][1]
+        place = min(max(place, 1), len(self.table) - 1)
+        (low, low_s), (high, high_s) = self.table[place - 1], self.table[place]
+        return max(low_s + (high_s - low_s) * (num_tokens - low) / (high - low), 0.1 * low_s)
+
+    def record(self, num_tokens: int, taken_s: float) -> bool:
+        """Learn from a round; whether it took much less than was expected."""
+        size, expected_s = size_class(num_tokens), self.expect(num_tokens)
+        own = self.sizes.get(size)
+        is_usual = own is None or self.level.record(taken_s / max(NO_TIME_S, expected_s))
+        at_level_s = taken_s / self.level.factor
+        if own is None:
+            self.sizes[size] = Size(at_level_s)
+        else:
+            own.record(at_level_s, is_usual)
+        if is_usual:
+            self.line.record(num_tokens, at_level_s)
+        return taken_s * CHANGED < expected_s
+
+
+def size_class(num_tokens: int) -> int:
+    """Sizes that are corrected together: each of the small ones by itself, larger ones by eighths of their octave."""
+    shift = max(0, num_tokens.bit_length() - 4)
+    return num_tokens >> shift << shift
 
 
 def damped(taken_s: float, expected_s: float) -> float:

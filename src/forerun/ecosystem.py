@@ -175,8 +175,8 @@ def memory_of(memory_bytes: int | None, share: object, device: torch.device) -> 
 
 
 def drafting_of(
-    draft: str | Drafter | None, speculation: bool | int | Speculation, config: object
-) -> tuple[str | Drafter | None, bool | int | Speculation]:
+    draft: str | Drafter | None, speculation: bool | int | str | Speculation, config: object
+) -> tuple[str | Drafter | None, bool | int | str | Speculation]:
     """What drafts and how far, as given, or as `speculative_config` says in vLLM's form."""
     if config is None:
         return draft, speculation

@@ -18,7 +18,6 @@ import torch
 from forerun.accept.outcome import Stats
 from forerun.annotations import ProgressCallback
 from forerun.config import (
-    DEFAULT_DEPTH,
     EngineOptions,
     KernelChoice,
     Quantization,
@@ -87,7 +86,7 @@ class LLM:
         kernels: KernelChoice = "auto",
         device: str | torch.device | Placement | None = None,
         one_gemm: bool = False,
-        speculation: bool | int | Speculation = True,
+        speculation: bool | int | str | Speculation = True,
         verification: Verification = "coupled",
         speculative_config: Mapping[str, Any] | None = None,
         max_model_len: int | None = None,
@@ -106,7 +105,7 @@ class LLM:
         check_words(words, LLM)
         spec = spec_of(model, tokenizer, revision, dtype, quantize, kernels, device, one_gemm)
         draft, speculation = drafting_of(draft, speculation, speculative_config)
-        default = Speculation.of(speculation, Speculation(depth=DEFAULT_DEPTH))
+        default = Speculation.of(speculation, Speculation())
         options = EngineOptions(max_num_seqs, chunk_tokens, verification, default)
         require_limits(threads=threads, max_model_len=max_model_len, memory_bytes=memory_bytes)
         seed = SamplingParams(seed=seed).seed

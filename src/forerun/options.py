@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Protocol, cast, get_type_hints, run
 
 import typer
 
-from forerun.config import DEFAULT_DEPTH, KernelChoice, Quantization, Speculation, Verification
+from forerun.config import AUTO, DEFAULT_DEPTH, KernelChoice, Quantization, Speculation, Verification
 from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
@@ -32,6 +32,18 @@ def complete_model(incomplete: str) -> Iterator[str]:
     """Bundled names and folders that begin like this, for the shell."""
     yield from (name for name in BUNDLED if name.startswith(incomplete))
     yield from (f"{path}/" for path in Path().glob(f"{incomplete}*") if path.is_dir())
+
+
+def depth_text(text: str) -> str:
+    """What --depth takes: auto, or a whole number from 0 on."""
+    if text != AUTO and not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is neither auto nor a whole number from 0 on.")
+    return text
+
+
+def depth_of(text: str) -> int:
+    """The same as Speculation takes it."""
+    return AUTO if text == AUTO else int(text)  # type: ignore[return-value]
 
 
 def complete_draft(incomplete: str) -> Iterator[str]:
@@ -121,7 +133,9 @@ class ModelOptions:
 
     model: ModelOption
     draft: Annotated[str | None, DRAFT] = None
-    depth: Annotated[int, typer.Option(min=0, help="Tokens drafted per round.")] = DEFAULT_DEPTH
+    depth: Annotated[
+        str, typer.Option(help="Tokens drafted per round; auto: as many as measurement says pay.", parser=depth_text)
+    ] = str(DEFAULT_DEPTH)
     verification: Annotated[
         Verification,
         typer.Option(
@@ -150,8 +164,8 @@ class ModelOptions:
     def speculation(self, width: int = 1) -> Speculation:
         """How far to draft: by depth and width, or in the shape given by a file."""
         if self.tree is None:
-            return Speculation(self.depth, width)
-        return Speculation(self.depth, width, tree=StaticTree.load(self.tree))
+            return Speculation(depth_of(self.depth), width)
+        return Speculation(depth_of(self.depth), width, tree=StaticTree.load(self.tree))
 
 
 @dataclass(frozen=True, slots=True)

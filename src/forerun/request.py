@@ -17,7 +17,7 @@ from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.sampling.params import SamplingParams
 
-Wish = bool | int | Speculation | None
+Wish = bool | int | str | Speculation | None
 """How far to draft: None or True for the engine's default, False for no drafting, a depth, or a Speculation."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 FORMS = 'use text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'

@@ -33,6 +33,7 @@ class Outcome:
     """One round: its sequences, and where its time went.
 
     `draft_pass_s`, part of `draft_s`, is in drafters' passes; `arm_s`, part of it too, in each member of a mix.
+    `verdict_s` is what verifying and accepting took.
     """
 
     rows: Sequence[RowOutcome]
@@ -41,6 +42,7 @@ class Outcome:
     pass_s: float
     draft_pass_s: float = 0.0
     arm_s: Sequence[float] = ()
+    verdict_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -47,7 +47,7 @@ def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
     return Setting(
         model=llm.name or options.model,
         draft=llm.draft_name or options.draft,
-        depth=options.speculation().depth,
+        depth=options.speculation().shown_depth,
         verification=options.verification,
         seed=seed,
         format=llm.format,

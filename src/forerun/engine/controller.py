@@ -7,14 +7,13 @@ loads, outlooks, free slots and counts; models and caches are not involved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from forerun.accept.outcome import Outcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
-from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
-from forerun.engine.arms import Arms
+from forerun.draft.base import MERGED, NO_DRAFT, Budget, Draft, Outlook
 from forerun.tree import DraftTree
 
 
@@ -54,36 +53,37 @@ class Controller(Protocol):
 
 
 class FixedDepth:
-    """Every request is drafted as far as it wished, within what fits; by the arm of a mix that seems to pay most."""
-
-    def __init__(self) -> None:
-        self.arms = Arms()
+    """Every request is drafted as far as it wished, within what fits; by all members of a mix, if it names none."""
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare room."""
-        budgets, num_blocks = [], spare.num_blocks
-        for seq_id, wanted in zip(load.seq_ids, self.wanted(load, outlook), strict=True):
-            needed = [spare.blocks_for(seq_id, slots_of(budget)) for budget in wanted]
-            fitting = next((i for i, blocks in enumerate(needed) if blocks <= num_blocks), None)
-            budgets.append(NO_DRAFT if fitting is None else wanted[fitting])
-            num_blocks -= 0 if fitting is None else needed[fitting]
-        return budgets
-
-    def wanted(self, load: Load, outlook: Outlook) -> list[list[Budget]]:
-        """For every row its budget, and the ones to fall back on where that does not fit."""
-        if outlook.arms:
-            return self.arms.choose(load.seq_ids, load.wishes, load.rooms, outlook)
-        wishes = zip(load.wishes, load.rooms, outlook.limit, strict=True)
-        return [[Budget.of(wish, min(room, limit))] for wish, room, limit in wishes]
+        arms = [*outlook.arms, MERGED] if outlook.arms else []
+        wanted = []
+        for wish, room, limit in zip(load.wishes, load.rooms, outlook.limit, strict=True):
+            budget = Budget.of(wish, min(room, limit))
+            if arms and budget.depth > 0:
+                arm = arms.index(wish.drafter) if wish.drafter in arms else len(outlook.arms)
+                budget = budget.merging(arm) if arm == len(outlook.arms) else replace(budget, arm=arm)
+            wanted.append([budget])
+        return fitting(load.seq_ids, wanted, spare)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         """All of it."""
         return draft.tree
 
     def record(self, outcome: Outcome) -> None:
-        """A fixed depth learns nothing but which arm of a mix to take."""
-        if self.arms.options:
-            self.arms.record(outcome)
+        """Nothing is learned."""
+
+
+def fitting(seq_ids: Sequence[int], wanted: Sequence[Sequence[Budget]], spare: Spare) -> list[Budget]:
+    """For every row the first of the budgets that it wants which fits into the spare room, the oldest rows first."""
+    budgets, num_blocks = [], spare.num_blocks
+    for seq_id, own in zip(seq_ids, wanted, strict=True):
+        needed = [spare.blocks_for(seq_id, slots_of(budget)) for budget in own]
+        first = next((i for i, blocks in enumerate(needed) if blocks <= num_blocks), None)
+        budgets.append(NO_DRAFT if first is None else own[first])
+        num_blocks -= 0 if first is None else needed[first]
+    return budgets
 
 
 def slots_of(budget: Budget) -> int:

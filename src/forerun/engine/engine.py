@@ -23,6 +23,7 @@ from forerun.draft.base import Committed, Draft, Drafter
 from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.engine.delta import Delta, delta_of, score_prompt
 from forerun.engine.inquiry import Inquiry
+from forerun.engine.measured import MeasuredDepth
 from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, begun_rows, drawn_tokens, resumable
 from forerun.engine.roster import Hear, Roster
 from forerun.engine.scheduler import RowPlan, Scheduler
@@ -78,7 +79,7 @@ class Engine:
         self.runner = runner
         self.drafter = drafter
         self.options = options or EngineOptions()
-        self.controller = controller or FixedDepth()
+        self.controller = controller or MeasuredDepth()
         self.num_ids = num_ids
         self.draws = draws
         self.kernels = kernels
@@ -251,7 +252,13 @@ class Engine:
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
         outcome = Outcome(
-            rows, plan.num_prompt_tokens, drafted - started, passed - drafted, draft.pass_s, tuple(draft.arm_s)
+            rows=rows,
+            num_prompt_tokens=plan.num_prompt_tokens,
+            draft_s=drafted - started,
+            pass_s=passed - drafted,
+            draft_pass_s=draft.pass_s,
+            arm_s=tuple(draft.arm_s),
+            verdict_s=time.perf_counter() - passed,
         )
         self.controller.record(outcome)
         self.stats.record(outcome)

@@ -12,17 +12,16 @@ from dataclasses import replace
 
 from forerun.accept.commit import HostTree, accept
 from forerun.accept.outcome import RowOutcome
-from forerun.config import Speculation
 from forerun.draft.base import Draft
-from forerun.engine.controller import FixedDepth
 from forerun.engine.delta import Delta, run_origins
 from forerun.engine.engine import Engine
 from forerun.engine.engine import Round as Plan
+from forerun.engine.measured import MeasuredDepth
 from forerun.engine.reading import Reading
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.request import Request
+from forerun.request import Request, Wish
 from forerun.sampling.draws import Children, Draws, PathState
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import Logits
@@ -34,9 +33,7 @@ from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
 
 
-def trace(
-    llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation: bool | int | Speculation | None = None
-) -> Trace:
+def trace(llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation: Wish = None) -> Trace:
     """Answer one prompt and tell every round of it. The LLM must be idle.
 
     Drafts go as far as `speculation` wishes, whether it pays or not. Where plain decoding must give the same tokens
@@ -87,7 +84,7 @@ class WatchedEngine(Engine):
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         super().__init__(
-            engine.runner, engine.drafter, options=engine.options, controller=FixedDepth(), num_ids=engine.num_ids
+            engine.runner, engine.drafter, options=engine.options, controller=MeasuredDepth(), num_ids=engine.num_ids
         )
         self.tokenizer = tokenizer
         self.rounds: list[TracedRound] = []

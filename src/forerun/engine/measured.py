@@ -1,0 +1,288 @@
+"""MeasuredDepth: the controller that drafts as far as measured gain and cost say it pays, or not at all.
+
+For every set of members, the empty one included, each row gets the way with most gain, and then guesses are admitted by
+falling chance of being accepted as long as that gives more tokens per second; the set whose rounds give most is taken.
+Chances and costs come from earlier rounds alone, so the choice is made before anything is drawn, and it is
+deterministic. What was given up is tried again, at ever longer intervals as long as that shows nothing new. A request
+with a fixed depth is drafted so far, and only the arm is chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.cache.paged import Spare
+from forerun.config import Speculation
+from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
+from forerun.economy import NO_TIME_S, PassCost, damped
+from forerun.engine.arms import TRIAL_DEPTH, Arms, Rest, Way
+from forerun.engine.controller import Load, fitting
+from forerun.tree import DraftTree
+
+MANY = 5  # members, above which sets of some of them are not looked at
+HYSTERESIS = 1.015  # how many times as good a round must be for the ways of the last one to be left
+FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
+WORSE = 0.75  # of what rounds were worth: something has changed
+HOLD = 8  # rounds for which a plan is held at most
+
+Ways = Mapping[int, Way]
+Choice = Sequence[tuple[Way, int] | None]  # a way and its depth, for every row
+
+
+@dataclass(slots=True)
+class Planned:
+    """The choice for a round, and what it would be worth."""
+
+    choice: Choice
+    tokens_per_s: float
+
+
+@dataclass(slots=True)
+class Drafts:
+    """The drafts of a round that is being planned: how deep each row is, what they give and what they take."""
+
+    arms: Arms
+    depths: list[int]
+    num_tokens: int  # in the target's pass
+    gain: float
+    deepest: dict[int, int] = field(default_factory=dict)  # by member
+    num_rows: dict[int, int] = field(default_factory=dict)
+    num_unread: dict[int, int] = field(default_factory=dict)
+
+    def deepen(self, row: int, way: Way, depth: int, gain: float) -> None:
+        """Draft a row so far, which adds so many accepted guesses."""
+        before, self.depths[row] = self.depths[row], depth
+        self.num_tokens += way.nodes(depth) - way.nodes(before)
+        self.gain += gain
+        for member in way.members:
+            self.deepest[member] = max(depth, self.deepest.get(member, 0))
+            if before == 0:
+                self.num_rows[member] = self.num_rows.get(member, 0) + 1
+                self.num_unread[member] = self.num_unread.get(member, 0) + way.num_unread.get(member, 0)
+
+    def tokens_per_s(self, passes: PassCost) -> float:
+        """Tokens that the round gives, over the time that it takes."""
+        taken_s = passes.expect(self.num_tokens)
+        for member, depth in self.deepest.items():
+            taken_s += self.arms.arms[member].cost_s(depth, self.num_rows[member], self.num_unread[member])
+        return self.gain / max(NO_TIME_S, taken_s)
+
+
+@dataclass
+class MeasuredDepth:
+    """The controller. `passes` is what the target's part of a round takes."""
+
+    passes: PassCost = field(default_factory=PassCost)
+    merging: PassCost = field(default_factory=PassCost)  # the same with a merged tree among the drafts
+    arms: Arms = field(default_factory=Arms)
+    plain: Rest = field(default_factory=Rest)
+    taken: dict[int, tuple[Way, int] | None] = field(default_factory=dict)  # by sequence, in the last round planned
+    possible: frozenset[int] = frozenset()  # arms of that round
+    tried: int | None = None  # the arm that is on trial in it; -1 for drafting nothing
+    pending: bool = False  # whether that round's outcome is still to come
+    wanted: Sequence[Sequence[Budget]] = ()
+    wishes: Sequence[Speculation] = ()
+    held: int = HOLD  # rounds for which that plan was held
+    usual: float = 0.0  # tokens per second of a row that plans promised of late
+    planning_s: float = 0.0  # what drafting takes where nothing is drafted
+
+    def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
+        """The best ways, as far as they fit into what the cache has to spare, the oldest sequences first."""
+        self.arms.meet(outlook)
+        if self.holds(load, outlook):
+            self.held, self.pending = self.held + 1, True
+            return fitting(load.seq_ids, self.wanted, spare)
+        rows = [
+            self.arms.ways(i, seq_id, wish, room, outlook)
+            for i, (seq_id, wish, room) in enumerate(zip(load.seq_ids, load.wishes, load.rooms, strict=True))
+        ]
+        self.possible = frozenset(arm for own in rows for arm in own)
+        planned = self.plan(load.seq_ids, rows, load.num_prompt_tokens)
+        self.watch(planned.tokens_per_s / len(rows))
+        self.taken, self.pending = dict(zip(load.seq_ids, planned.choice, strict=True)), True
+        self.wanted = [fallbacks(taken, own) for taken, own in zip(planned.choice, rows, strict=True)]
+        lasting = self.tried is None and not load.num_prompt_tokens and all(rows)  # rows without a way may get one
+        self.wishes, self.held = load.wishes, 0 if lasting else HOLD
+        return fitting(load.seq_ids, self.wanted, spare)
+
+    def watch(self, tokens_per_s: float) -> None:
+        """Try everything soon where rounds are worth much less than they were."""
+        if tokens_per_s < WORSE * self.usual:
+            self.usual = tokens_per_s
+            for rest in (self.plain, *(arm.rest for arm in self.arms.arms)):
+                rest.wake()
+        self.usual += (tokens_per_s - self.usual) / 8
+
+    def holds(self, load: Load, outlook: Outlook) -> bool:
+        """Whether the last plan is still as good: what was counted since can have changed little, and rows nothing."""
+        if self.held >= HOLD or load.num_prompt_tokens or list(self.taken) != list(load.seq_ids):
+            return False
+        if not all(wish is before for wish, before in zip(load.wishes, self.wishes, strict=True)):
+            return False
+        told = any(each is not None for own in outlook.arms.values() or [outlook] for each in own.expected)
+        limits = zip(load.rooms, outlook.limit, self.taken.values(), strict=True)
+        return not told and all(taken is None or taken[1] <= min(room, limit) for room, limit, taken in limits)
+
+    def admit(self, draft: Draft, load: Load) -> DraftTree:
+        """All of it."""
+        return draft.tree
+
+    def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways], num_prompt_tokens: int = 0) -> Planned:
+        """The choice for these rows."""
+        best = max(self.plans(rows, num_prompt_tokens), key=lambda planned: planned.tokens_per_s)
+        self.tried = self.trial(rows)
+        if self.tried is not None:
+            return Planned(self.on_trial(best.choice, rows, self.tried), best.tokens_per_s)
+        last = self.last(seq_ids, rows, num_prompt_tokens)
+        return last if last and best.tokens_per_s < HYSTERESIS * last.tokens_per_s else best
+
+    def plans(self, rows: Sequence[Ways], num_prompt_tokens: int) -> Iterator[Planned]:
+        """The best plan for every set of members, small sets first."""
+        members = sorted({member for own in rows for way in own.values() for member in way.members})
+        for among in sets(members):
+            for merging in (False, True) if len(among) > 1 else (False,):
+                ways = [best_of(own, among, merging) for own in rows]
+                yield self.deepest(ways, num_prompt_tokens)
+
+    def deepest(self, ways: Sequence[Way | None], num_prompt_tokens: int) -> Planned:
+        """How far each row should be drafted if it is drafted in this way."""
+        drafts = Drafts(self.arms, [0] * len(ways), num_tokens=len(ways) + num_prompt_tokens, gain=float(len(ways)))
+        passes = self.pass_cost([(way, 1) for way in ways if way])
+        guesses = []
+        for row, way in enumerate(ways):
+            if way is not None and way.free:
+                guesses += [(-chance, depth, row) for depth, chance in enumerate(way.survival, 1)]
+            elif way is not None:
+                drafts.deepen(row, way, way.budget.depth, way.gain)
+        best, depths, step = drafts.tokens_per_s(passes), list(drafts.depths), max(1, len(guesses) // FINE)
+        for number, (chance, depth, row) in enumerate(sorted(guesses), 1):
+            way = ways[row]
+            assert way is not None, "it has guesses"
+            drafts.deepen(row, way, depth, -chance)
+            if number <= FINE or number % step == 0 or number == len(guesses):
+                value = drafts.tokens_per_s(passes)
+                if value > best:
+                    best, depths = value, list(drafts.depths)
+        return Planned([(way, depth) if way and depth else None for way, depth in zip(ways, depths, strict=True)], best)
+
+    def tokens_per_s(self, choice: Choice, num_prompt_tokens: int) -> float:
+        """What a round of this choice would give. Prompt tokens in the same pass cost and give nothing."""
+        drafts = Drafts(
+            self.arms, [0] * len(choice), num_tokens=len(choice) + num_prompt_tokens, gain=float(len(choice))
+        )
+        taken = [each for each in choice if each is not None]
+        for row, (way, depth) in enumerate(taken):
+            drafts.deepen(row, way, depth, sum(way.survival[:depth]))
+        return drafts.tokens_per_s(self.pass_cost(taken))
+
+    def pass_cost(self, taken: Sequence[tuple[Way, int]], measured: bool = False) -> PassCost:
+        """The target's part; with a merged tree among the drafts as without one until one was `measured`."""
+        merges = any(len(way.members) > 1 for way, _ in taken)
+        return self.merging if merges and (measured or self.merging.known) else self.passes
+
+    def last(self, seq_ids: Sequence[int], rows: Sequence[Ways], num_prompt_tokens: int) -> Planned | None:
+        """What the last round's ways would be worth now; None where the rows are others, or cannot have them."""
+        if list(self.taken) != list(seq_ids):
+            return None
+        choice: list[tuple[Way, int] | None] = []
+        for own, before in zip(rows, self.taken.values(), strict=True):
+            way = own.get(before[0].budget.arm) if before else None
+            if before is None and all(each.free for each in own.values()):
+                choice.append(None)
+            elif before and way and (before[1] == way.budget.depth or (way.free and before[1] < way.budget.depth)):
+                choice.append((way, before[1]))
+            else:
+                return None
+        return Planned(choice, self.tokens_per_s(choice, num_prompt_tokens))
+
+    def trial(self, rows: Sequence[Ways]) -> int | None:
+        """An arm that is due for a trial; -1 for drafting nothing, where some row is free to."""
+        if self.plain.due and any(way.free for own in rows for way in own.values()):
+            return -1
+        return next((arm for arm in sorted(self.possible) if self.arms.arms[arm].rest.due), None)
+
+    def on_trial(self, best: Choice, rows: Sequence[Ways], arm: int) -> Choice:
+        """The best choice, but for the rows that try the arm: one of them, or at first all that are free to."""
+        choice = list(best)
+        for row, own in enumerate(rows):
+            if arm == -1:
+                choice[row] = None if all(way.free for way in own.values()) else choice[row]
+            elif arm in own:
+                way = own[arm]
+                choice[row] = (way, min(TRIAL_DEPTH, way.budget.depth) if way.free else way.budget.depth)
+                if not self.arms.arms[arm].rest.new:
+                    break
+        return choice
+
+    def record(self, outcome: Outcome) -> None:
+        """Learn from the round of the last choice."""
+        if not self.pending or list(self.taken) != [row.seq_id for row in outcome.rows]:
+            return
+        self.pending = False
+        taken = [(row, *way) for row in outcome.rows if (way := self.drafted(row)) is not None]
+        cheap = self.time([(way, depth) for _, way, depth in taken], outcome)
+        self.count([(row, way) for row, way, _ in taken], cheap)
+        self.arms.forget_others(list(self.taken))
+
+    def drafted(self, row: RowOutcome) -> tuple[Way, int] | None:
+        """The way in which a row was drafted; None where it was not, as its draft found no room."""
+        chosen = self.taken[row.seq_id]
+        return chosen if chosen is not None and row.arm in (-1, chosen[0].budget.arm) else None
+
+    def count(self, taken: Sequence[tuple[RowOutcome, Way]], cheap: bool) -> None:
+        """Learn how many guesses were accepted, and who was in use; `cheap`: the pass took less than was thought."""
+        for arm in self.possible:
+            learned, own = self.arms.arms[arm], [(row, way) for row, way in taken if way.budget.arm == arm]
+            if own:
+                learned.count(own)
+            expected = sum(sum(way.survival[: row.num_drafted]) for row, way in own)
+            hopeful = arm == self.tried and sum(row.accepted for row, _ in own) > expected + 1
+            learned.rest.count(len(own), arm == self.tried, hopeful)
+        if self.possible:
+            self.plain.count(0 if taken else 1, self.tried == -1, cheap and self.tried == -1)
+
+    def time(self, taken: Sequence[tuple[Way, int]], outcome: Outcome) -> bool:
+        """Learn what rounds and drafts took; passes that read prompts too say nothing of guesses.
+
+        Whether the target's part took much less than was expected.
+        """
+        if not taken:
+            self.planning_s += (damped(outcome.draft_s, self.planning_s) - self.planning_s) / 8
+        for arm, taken_s in enumerate(outcome.arm_s or [max(NO_TIME_S, outcome.draft_s - self.planning_s)]):
+            own = [(way, depth) for way, depth in taken if arm in way.members]
+            if own:
+                unread = [way.num_unread.get(arm, 0) for way, _ in own]
+                self.arms.arms[arm].time(max(depth for _, depth in own), unread, taken_s)
+        if outcome.num_prompt_tokens:
+            return False
+        num_tokens = sum(1 + row.num_drafted for row in outcome.rows)
+        return self.pass_cost(taken, measured=True).record(num_tokens, outcome.pass_s + outcome.verdict_s)
+
+
+def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:
+    """The sets of members that are looked at, small ones first, none at all before them."""
+    sizes = range(len(members) + 1) if len(members) <= MANY else (0, 1, len(members))
+    return (frozenset(chosen) for size in sizes for chosen in itertools.combinations(members, size))
+
+
+def best_of(own: Ways, among: frozenset[int] | range, merging: bool) -> Way | None:
+    """The way with the most gain among those that these members can draft, the first of several; None if none.
+
+    A row that must be drafted has a way in every set.
+    """
+    possible = [way for way in own.values() if merging or len(way.members) == 1]
+    inside = [way for way in possible if way.members <= frozenset(among)]
+    forced = [way for way in possible or own.values() if not way.free]
+    return max(inside or forced, key=lambda way: way.gain, default=None)
+
+
+def fallbacks(taken: tuple[Way, int] | None, own: Ways) -> list[Budget]:
+    """The budget that was chosen; behind a merged one, which takes the most room, that of its best member."""
+    if taken is None:
+        return [NO_DRAFT]
+    way, depth = taken
+    single = best_of(own, way.members, merging=False) if len(way.members) > 1 else None
+    return [way.to(depth)] + ([single.to(min(depth, single.budget.depth))] if single else [])

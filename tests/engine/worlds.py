@@ -1,0 +1,104 @@
+"""Simulated rounds of known chances and costs, for controllers, and the best fixed choice in them."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.cache.paged import Spare
+from forerun.config import AUTO_DEPTH, Speculation
+from forerun.draft.base import AHEAD, Budget, Outlook
+from forerun.engine.controller import Controller, Load
+
+NAMES = ("a", "b", "c", "d")
+AMPLE = 10**6
+AUTO_WISH = Speculation(AUTO_DEPTH, auto=True)
+
+
+@dataclass
+class World:
+    """Members that guess right by `chances`, depth by depth the same; what their levels and the passes take.
+
+    `told`: whether a member says beforehand what it expects. `merged` is the chance of a merged tree. A lone member is
+    no mix. `noise` is how far times are off, to either side.
+    """
+
+    chances: Sequence[float]
+    level_s: Sequence[float]
+    pass_s: Callable[[int], float] = lambda num_tokens: 0.1
+    merged: float = 0.0
+    told: Sequence[bool] = field(default_factory=lambda: [False] * len(NAMES))
+    noise: float = 0.05
+
+    @property
+    def is_mix(self) -> bool:
+        return len(self.chances) > 1
+
+    def chance(self, arm: int) -> float:
+        return self.merged if arm == len(self.chances) else self.chances[arm]
+
+    def members(self, arm: int) -> Sequence[int]:
+        return range(len(self.chances)) if arm == len(self.chances) else [arm]
+
+    def outlook(self, batch: int) -> Outlook:
+        own = {}
+        for name, chance, told in zip(NAMES, self.chances, self.told, strict=False):
+            expected = sum(chance**j for j in range(1, AHEAD + 1)) if told else None
+            own[name] = Outlook([0] * batch, [AMPLE] * batch, [expected] * batch)
+        if not self.is_mix:
+            return own[NAMES[0]]
+        return Outlook([0] * batch, [AMPLE] * batch, [None] * batch, own)
+
+    def round_s(self, budgets: Sequence[Budget]) -> tuple[float, list[float]]:
+        """The pass, and what each member takes: so much for a level of the deepest row that it drafts."""
+        levels = [0] * len(self.chances)
+        for budget in budgets:
+            for member in self.members(budget.arm) if budget.depth else ():
+                levels[member] = max(levels[member], budget.depth)
+        num_tokens = sum(1 + budget.nodes for budget in budgets)
+        return self.pass_s(num_tokens), [level * each for level, each in zip(levels, self.level_s, strict=True)]
+
+    def tokens(self, budget: Budget) -> float:
+        """What a row gives on average."""
+        return sum(self.chance(budget.arm) ** j for j in range(budget.depth + 1))
+
+    def speed(self, budgets: Sequence[Budget]) -> float:
+        """Tokens per second, on average."""
+        pass_s, draft_s = self.round_s(budgets)
+        return sum(map(self.tokens, budgets)) / (pass_s + sum(draft_s))
+
+    def best_speed(self, batch: int, most: int = 16) -> float:
+        """That of the best choice that is the same for all rows."""
+        arms = range(len(self.chances) + self.is_mix)
+        choices = [Budget(0), *(Budget(d, 1, d, a) for d, a in itertools.product(range(1, most + 1), arms))]
+        return max(self.speed([budget] * batch) for budget in choices)
+
+
+def rounds(
+    controller: Controller, world: World, count: int, batch: int = 1, wish: Speculation | None = None, seed: int = 0
+) -> Iterator[Sequence[Budget]]:
+    """The budgets of so many rounds, each reported to the controller."""
+    dice, wish = random.Random(seed), wish or AUTO_WISH
+    for _ in range(count):
+        load = Load(range(batch), [wish] * batch, [AMPLE] * batch, 0)
+        budgets = controller.budgets(load, world.outlook(batch), Spare(dict.fromkeys(range(batch), AMPLE), AMPLE, 16))
+        rows = []
+        for row, budget in enumerate(budgets):
+            depth = budget.depth
+            accepted = next((i for i in range(depth) if dice.random() >= world.chance(budget.arm)), depth)
+            arm = budget.arm if world.is_mix and depth else -1
+            rows.append(RowOutcome(row, budget.nodes, min(depth, accepted + 1), accepted, accepted + 1, arm))
+        pass_s, draft_s = world.round_s(budgets)
+        pass_s *= dice.uniform(1 - world.noise, 1 + world.noise)
+        draft_s = [each * dice.uniform(1 - world.noise, 1 + world.noise) for each in draft_s]
+        arm_s = draft_s if world.is_mix and any(budget.depth for budget in budgets) else ()
+        controller.record(Outcome(rows, 0, sum(draft_s), pass_s, 0.0, arm_s))
+        yield budgets
+
+
+def share_of_best(world: World, played: Sequence[Sequence[Budget]]) -> float:
+    """How much of the best choice's speed these rounds had."""
+    tokens = sum(sum(map(world.tokens, budgets)) for budgets in played)
+    taken_s = sum(pass_s + sum(draft_s) for pass_s, draft_s in map(world.round_s, played))
+    return tokens / taken_s / world.best_speed(len(played[0]))
