@@ -251,15 +251,8 @@ class Engine:
         passed = time.perf_counter()
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
-        outcome = Outcome(
-            rows=rows,
-            num_prompt_tokens=plan.num_prompt_tokens,
-            draft_s=drafted - started,
-            pass_s=passed - drafted,
-            draft_pass_s=draft.pass_s,
-            arm_s=tuple(draft.arm_s),
-            verdict_s=time.perf_counter() - passed,
-        )
+        times = drafted - started, passed - drafted, draft.pass_s, tuple(draft.arm_s), time.perf_counter() - passed
+        outcome = Outcome(rows, plan.num_prompt_tokens, *times)
         self.controller.record(outcome)
         self.stats.record(outcome)
         return deltas
