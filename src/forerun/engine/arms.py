@@ -176,7 +176,7 @@ class Arms:
     def ways(self, i: int, seq_id: int, wish: Speculation, room: int, outlook: Outlook) -> dict[int, Way]:
         """All ways to draft the i-th row of an outlook, by arm; the merged one where there is more than one member's.
 
-        A request that names an arm has no other. The chains of a mix are as long as pays, and at most as was asked for.
+        A request that names an arm has no other. Else chains of a mix are as long as pays, at most as was asked for.
         """
         found: dict[int, Way] = {}
         for arm, own in enumerate(outlook.arms.values() if outlook.arms else [outlook]):
@@ -187,7 +187,8 @@ class Arms:
             promised = learned.promises(expected, seq_id, budget.depth)
             trust = 1.0 if expected is None else learned.trust
             survival = [min(1.0, trust * chance) for chance in promised]
-            unread, free = {arm: own.unread[i]}, wish.auto or (bool(outlook.arms) and budget.width == 1)
+            unread = {arm: own.unread[i]}
+            free = wish.auto or (bool(outlook.arms) and budget.width == 1 and wish.drafter is None)
             found[arm] = Way(replace(budget, arm=arm), frozenset([arm]), survival, promised, unread, free)
         if len(found) > 1 or (wish.drafter == MERGED and found):
             told = any(own.expected and own.expected[i] is not None for own in outlook.arms.values())
