@@ -8,7 +8,6 @@ draft, a mix which of its arms to ask, and a cascade how long the drafts of its 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,9 +37,9 @@ def cost_per_token(depth: int, acceptance: Sequence[float], round_s: Callable[[i
     return round_s(depth) / expected_tokens(acceptance, depth)
 
 
-def best_depth(acceptance: Sequence[float], round_s: Callable[[int], float], least: int = 0) -> int:
-    """The depth from `least` on whose tokens cost least, the smallest of several; `acceptance` knows of the deepest."""
-    return min(range(least, len(acceptance) + 1), key=lambda depth: cost_per_token(depth, acceptance, round_s))
+def best_depth(acceptance: Sequence[float], round_s: Callable[[int], float]) -> int:
+    """The depth whose tokens cost least, the smallest of several; as many guesses at most as `acceptance` knows of."""
+    return min(range(len(acceptance) + 1), key=lambda depth: cost_per_token(depth, acceptance, round_s))
 
 
 @dataclass(slots=True)
@@ -173,12 +172,10 @@ class Size:
 class PassCost:
     """Seconds that the target takes for a round, by the tokens in its pass.
 
-    Every size is known by itself once it was seen. Others are told from `table`, (tokens, seconds) of passes that were
-    measured at the start, by rising size; or where there is none from a line through what was seen. `level` follows
-    what makes all sizes dearer, such as a busy machine or longer texts.
+    Every size is known by itself once it was seen, others by a line through what was seen. `level` follows what makes
+    all sizes dearer, such as a busy machine or longer texts.
     """
 
-    table: Sequence[tuple[int, float]] = ()
     line: LinearCost = field(default_factory=LinearCost)
     level: Level = field(default_factory=Level)
     sizes: dict[int, Size] = field(default_factory=dict)
@@ -186,28 +183,12 @@ class PassCost:
     @property
     def known(self) -> bool:
         """Whether anything was measured."""
-        return bool(self.table or self.sizes)
+        return bool(self.sizes)
 
     def expect(self, num_tokens: int) -> float:
         """Seconds with so many tokens; 0 as long as nothing was seen."""
         own = self.sizes.get(size_class(num_tokens))
-        return self.level.factor * (own.usual_s if own else self.untried(num_tokens))
-
-    def untried(self, num_tokens: int) -> float:
-        """Seconds at the usual level of a size that was not seen."""
-        if not self.table:
-            return self.line.expect(num_tokens)
-        nearest = min(self.sizes, key=lambda size: abs(size - num_tokens), default=None)
-        return self.by_table(num_tokens) * (self.sizes[nearest].usual_s / self.by_table(nearest) if nearest else 1.0)
-
-    def by_table(self, num_tokens: int) -> float:
-        """Seconds as they were measured at the start, by straight lines between and beyond the sizes there."""
-        place = bisect_left(self.table, (num_tokens, 0.0))
-        if place < len(self.table) and self.table[place][0] == num_tokens:
-            return self.table[place][1]
-        place = min(max(place, 1), len(self.table) - 1)
-        (low, low_s), (high, high_s) = self.table[place - 1], self.table[place]
-        return max(low_s + (high_s - low_s) * (num_tokens - low) / (high - low), 0.1 * low_s)
+        return self.level.factor * (own.usual_s if own else self.line.expect(num_tokens))
 
     def record(self, num_tokens: int, taken_s: float) -> bool:
         """Learn from a round; whether it took much less than was expected."""

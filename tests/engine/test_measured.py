@@ -57,7 +57,9 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     num, batch, most = rng.randint(1, 3), rng.randint(1, 2), 3
     expected = [[rng.choice([0.2, 1.0, 3.0, 6.0]) for _ in range(batch)] for _ in range(num)]
     controller = priced(0.1, [rng.choice([0.0, 0.01, 0.05, 0.2]) for _ in range(num)])
-    controller.passes = PassCost([(1, 0.1), (9, rng.choice([0.1, 0.2, 0.9]))])
+    controller.passes, most_s = PassCost(), rng.choice([0.1, 0.2, 0.9])
+    for num_tokens in range(1, 20):
+        controller.passes.record(num_tokens, 0.1 + (most_s - 0.1) * (num_tokens - 1) / 8)
     if num > 1:
         controller.arms.arms[-1].accepted = rng.choice([0.0, 30.0])
     outlook, wish = outlook_of([[most] * batch] * num, expected), Speculation(most, auto=True)

@@ -19,7 +19,7 @@ from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
 from forerun.economy import NO_TIME_S, PassCost, damped
 from forerun.engine.arms import TRIAL_DEPTH, Arms, Rest, Way
-from forerun.engine.controller import Load, fitting
+from forerun.engine.controller import FixedDepth, Load, fitting
 from forerun.tree import DraftTree
 
 MANY = 5  # members, above which sets of some of them are not looked at
@@ -91,6 +91,9 @@ class MeasuredDepth:
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The best ways, as far as they fit into what the cache has to spare, the oldest sequences first."""
+        if not outlook.arms and not any(wish.auto for wish in load.wishes):  # there is nothing to choose
+            self.taken, self.pending = {}, False
+            return FixedDepth().budgets(load, outlook, spare)
         self.arms.meet(outlook)
         if self.holds(load, outlook):
             self.held, self.pending = self.held + 1, True
