@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 MOST = 16  # depths at which acceptance is counted
 FADING = 0.97  # what counts of the past after each round: some 30 rounds do
 BELIEF, WEIGHT = 0.7, 2.0  # acceptance as long as nothing is known, and how many guesses that counts as
-OTHERS_WEIGHT = 24.0  # the same where other sequences are known: a few bad guesses do not settle a text
+OTHERS_WEIGHT = 8.0  # the same where other sequences are known: a few bad guesses do not settle a text
 LARGEST_UNIT = 1e12
 OUTLIER = 4.0  # times what was expected: a busy machine, not a price
 LEVEL_SHARE = 0.1  # of a round's surprise that the level takes
@@ -103,9 +103,9 @@ class Acceptance:
         weight *= self.unit
         return (sum(self.accepted) + weight * belief) / (sum(self.offered) + weight)
 
-    def of_one(self, all_rates: Sequence[float]) -> list[float]:
-        """a_j of one sequence, starting from what is known of all of them: a few bad guesses do not settle a text."""
-        more = OTHERS_WEIGHT * self.unit
+    def of_one(self, all_rates: Sequence[float], weight: float) -> list[float]:
+        """a_j of one sequence, starting from those of all sequences, which count as `weight` guesses at each depth."""
+        more = weight * self.unit
         pairs = zip(self.accepted, self.offered, all_rates, strict=True)
         return [(a + more * rate) / (o + more) for a, o, rate in pairs]
 

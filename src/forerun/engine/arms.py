@@ -20,6 +20,7 @@ from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
 from forerun.economy import FADING, MOST, Acceptance, Level, LinearCost, damped
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
+ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one of them
 TRIES = 6  # rounds in which every arm is tried at first
 TRIAL_DEPTH = 4  # guesses of a row for which an arm is tried
 RETRY, LONGEST = 24, 512  # rounds out of use after which one is tried again: twice as many each time, up to this
@@ -122,7 +123,7 @@ class Arm:
             return geometric(expected)[:depth]
         rates = self.acceptance.rates()
         own = self.by_row.get(seq_id)
-        return list(accumulate((own.of_one(rates) if own else rates)[:depth], mul))
+        return list(accumulate((own.of_one(rates, ALL_WEIGHT) if own else rates)[:depth], mul))
 
     def count(self, rows: Sequence[tuple[RowOutcome, Way]]) -> None:
         """Learn from the rows that it drafted in a round."""
