@@ -125,7 +125,7 @@ def test_the_text_goes_to_standard_output_and_nothing_else_does(llm: ScriptedLLM
     assert result.exit_code == 0
     assert result.stdout == TOKENIZER.decode(STORY, skip_special_tokens=True)
     assert llm.closed == 1
-    for word in ("some/model", "ngram, depth 4", "tokens/s", "tokens per round", "3.00", "66.7%", "1.00 1.00 0.00"):
+    for word in ("some/model", "ngram, depth auto", "tokens/s", "tokens per round", "3.00", "66.7%", "1.00 1.00 0.00"):
         assert word in result.stderr
     assert all(line in result.stderr for line in llm.plan.lines())
     assert str(llm.asked[0][1].seed) in result.stderr
@@ -145,7 +145,7 @@ def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
         "merged in 1 rounds",
     )
     assert f"by arm {' '.join(lines)}" in shown
-    assert "mix[ngram,model:A], depth 4" in generate("x", "--draft", "mix[ngram,model:A]").stderr
+    assert "mix[ngram,model:A], depth auto" in generate("x", "--draft", "mix[ngram,model:A]").stderr
     told = json.loads(generate("x", "--json").stdout)["stats"]["arms"]
     assert told["ngram"] == {"num_rounds": 0, "num_drafted": 3, "num_accepted": 2}
     assert told["merged"] == {"num_rounds": 1, "num_drafted": 0, "num_accepted": 0}
@@ -397,7 +397,7 @@ def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
 def test_an_adapter_goes_with_an_exit(tmp_path: Path) -> None:
     """It is found in the drafter's name, the text stays, and with anything else one line says what to write."""
     folder = adapter_of(TARGET, tmp_path / "an adapter, trained", 2, range(3, 5))
-    common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--json")
+    common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--json", "--depth", "4")
     plain = json.loads(forerun_(*common).stdout)
     drafted = json.loads(forerun_(*common, "--draft", "early-exit:2", "--adapter", str(folder)).stdout)
     spelt = json.loads(forerun_(*common, "--draft", f'early-exit:"2:{folder}"').stdout)

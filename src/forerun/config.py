@@ -34,8 +34,8 @@ def require_whole(name: str, value: object, least: int) -> None:
 class Speculation:
     """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` guesses where `width` > 1.
 
-    A depth of "auto" drafts as far as measured gain and cost say it pays in each round, and not at all where it does
-    not; with `auto=True` a number is the most that it may be. Alone it is the depth of every round.
+    A depth of "auto", the default, drafts as far as measured gain and cost say it pays in each round, and not at all
+    where it does not; with `auto=True` a number is the most that it may be. Alone it is the depth of every round.
 
     The guesses of a tree are chosen in every round, by how likely they are; with `tree` its shape is fixed, and depth,
     width and nodes are those of that shape. `drafter` names an arm of the engine's drafter; None leaves the
@@ -46,7 +46,7 @@ class Speculation:
     the field.
     """
 
-    depth: int = DEFAULT_DEPTH
+    depth: int = AUTO  # type: ignore[assignment]  # the number that stands for it is set below
     width: int = 1
     nodes: int | None = None
     drafter: str | None = None

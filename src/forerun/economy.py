@@ -9,7 +9,8 @@ draft, a mix which of its arms to ask, and a cascade how long the drafts of its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 MOST = 16  # depths at which acceptance is counted
 FADING = 0.97  # what counts of the past after each round: some 30 rounds do
@@ -20,6 +21,7 @@ OUTLIER = 4.0  # times what was expected: a busy machine, not a price
 LEVEL_SHARE = 0.1  # of a round's surprise that the level takes
 LATEST = 32  # passes of a size that count
 NO_TIME_S = 1e-9
+SHORT_BITS = 11  # texts of fewer than 2,048 tokens together are priced together; then each doubling for itself
 CLEAR, CHANGED = 3, 1.5  # so many rounds in a row that take so many times more, or less, are a change
 
 
@@ -173,7 +175,7 @@ class PassCost:
     """Seconds that the target takes for a round, by the tokens in its pass.
 
     Every size is known by itself once it was seen, others by a line through what was seen. `level` follows what makes
-    all sizes dearer, such as a busy machine or longer texts.
+    all sizes dearer, such as a busy machine.
     """
 
     line: LinearCost = field(default_factory=LinearCost)
@@ -204,11 +206,61 @@ class PassCost:
             self.line.record(num_tokens, at_level_s)
         return taken_s * CHANGED < expected_s
 
+    def copy(self) -> PassCost:
+        """The same beliefs, held lightly: what is measured soon outweighs them. The level is the same one."""
+        return PassCost(replace(self.line), self.level, {size: Size(own.usual_s) for size, own in self.sizes.items()})
+
+
+class Kind(NamedTuple):
+    """Rounds that are priced together: about as many rows, texts about as long together, merged trees or not."""
+
+    rows: int
+    context: int
+    merged: bool
+
+    @classmethod
+    def of(cls, num_rows: int, num_context: int, merged: bool = False) -> Kind:
+        """That of a round of so many rows, whose texts have so many tokens together."""
+        return cls(row_class(num_rows), max(0, num_context.bit_length() - SHORT_BITS), merged)
+
+    def distance(self, other: Kind) -> tuple[bool, int]:
+        """How unlike they are."""
+        return self.merged != other.merged, abs(self.rows - other.rows) + abs(self.context - other.context)
+
+
+@dataclass(slots=True)
+class PassCosts:
+    """Seconds that the target takes for rounds: a PassCost for every kind of them, all at one level.
+
+    A kind that was not seen yet is taken to cost what the most similar one does, and begins there.
+    """
+
+    level: Level = field(default_factory=Level)
+    kinds: dict[Kind, PassCost] = field(default_factory=dict)
+
+    def of(self, kind: Kind) -> PassCost:
+        """What rounds of this kind are taken to cost; nothing as long as nothing was seen."""
+        known = self.kinds.get(kind)
+        if known is None and self.kinds:
+            known = self.kinds[min(self.kinds, key=lambda other: (kind.distance(other), other))]
+        return known or PassCost(level=self.level)
+
+    def record(self, kind: Kind, num_tokens: int, taken_s: float) -> bool:
+        """Learn from a round; whether it took much less than was expected."""
+        if kind not in self.kinds:
+            self.kinds[kind] = self.of(kind).copy()
+        return self.kinds[kind].record(num_tokens, taken_s)
+
 
 def size_class(num_tokens: int) -> int:
     """Sizes that are corrected together: each of the small ones by itself, larger ones by eighths of their octave."""
     shift = max(0, num_tokens.bit_length() - 4)
     return num_tokens >> shift << shift
+
+
+def row_class(num_rows: int) -> int:
+    """Batches that are timed together."""
+    return num_rows.bit_length()
 
 
 def damped(taken_s: float, expected_s: float) -> float:

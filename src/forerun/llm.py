@@ -30,15 +30,18 @@ from forerun.draft.base import MERGED, Drafter
 from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
 from forerun.draft.label import draft_label
 from forerun.ecosystem import REQUEST_WORDS, check_words, drafting_of, memory_of
+from forerun.engine.calibration import calibrate
 from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
+from forerun.engine.measured import MeasuredDepth
 from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence
 from forerun.engine.turns import Turns
 from forerun.errors import InvalidRequest, UnknownDrafter
 from forerun.limits import shown
+from forerun.machine import Machine
 from forerun.messages import ChatOptions, Conversation, as_conversations
 from forerun.models.generation import FILE as GENERATION_FILE
 from forerun.models.generation import GenerationDefaults
@@ -124,9 +127,14 @@ class LLM:
             runner = target.load(self.plan.cache_tokens, report, self.plan.max_model_len)
             granted = {**drafter.remembered_bytes, **self.plan.remembered_bytes, **self.plan.drafter_cache_tokens}
             self.drafter: Drafter | None = drafter.build(granted, report, runner)
-        self.requests = self._requests(target, default, seed)
-        num_ids, sampling = self.requests.num_ids, target.sampling_kernels()
-        engine = Engine(runner, self.drafter, options=options, controller=controller, num_ids=num_ids, kernels=sampling)
+            self.requests = self._requests(target, default, seed)
+            num_ids, sampling = self.requests.num_ids, target.sampling_kernels()
+            own = controller or MeasuredDepth()
+            engine = Engine(runner, self.drafter, options=options, controller=own, num_ids=num_ids, kernels=sampling)
+            if controller is None and self.drafter is not None and isinstance(draft, str) and default.auto:
+                key = f"{self.fingerprint} {draft} {drafter.fingerprint()} {options} {Machine.here()}"
+                own = calibrate(engine, self.requests, self.generation_defaults.params(), key, report)
+                engine.controller = own
         self.turns, self._stats = Turns(engine), engine.stats
         self._log_start()
 

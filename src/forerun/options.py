@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Protocol, cast, get_type_hints, run
 
 import typer
 
-from forerun.config import AUTO, DEFAULT_DEPTH, KernelChoice, Quantization, Speculation, Verification
+from forerun.config import AUTO, KernelChoice, Quantization, Speculation, Verification
 from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
@@ -39,11 +39,6 @@ def depth_text(text: str) -> str:
     if text != AUTO and not text.isdecimal():
         raise typer.BadParameter(f"{text!r} is neither auto nor a whole number from 0 on.")
     return text
-
-
-def depth_of(text: str) -> int:
-    """The same as Speculation takes it."""
-    return AUTO if text == AUTO else int(text)  # type: ignore[return-value]
 
 
 def complete_draft(incomplete: str) -> Iterator[str]:
@@ -135,7 +130,7 @@ class ModelOptions:
     draft: Annotated[str | None, DRAFT] = None
     depth: Annotated[
         str, typer.Option(help="Tokens drafted per round; auto: as many as measurement says pay.", parser=depth_text)
-    ] = str(DEFAULT_DEPTH)
+    ] = AUTO
     verification: Annotated[
         Verification,
         typer.Option(
@@ -163,9 +158,10 @@ class ModelOptions:
 
     def speculation(self, width: int = 1) -> Speculation:
         """How far to draft: by depth and width, or in the shape given by a file."""
-        if self.tree is None:
-            return Speculation(depth_of(self.depth), width)
-        return Speculation(depth_of(self.depth), width, tree=StaticTree.load(self.tree))
+        tree = None if self.tree is None else StaticTree.load(self.tree)
+        if self.depth == AUTO:
+            return Speculation(width=width, tree=tree)
+        return Speculation(int(self.depth), width, tree=tree)
 
 
 @dataclass(frozen=True, slots=True)

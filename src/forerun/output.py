@@ -39,13 +39,14 @@ class RequestMetrics(Counts):
 class CompletionOutput:
     """One sample's answer. `finish_reason` is "stop" (eos, a stop id or string: `stop_reason`) or "length".
 
-    `logprobs` and their sum, `cumulative_logprob`, are given if they were asked for.
+    `logprobs` and their sum, `cumulative_logprob`, are given if they were asked for. Two answers are equal whatever the
+    `origins` of their tokens: how far a round is drafted depends on how long rounds take.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    origins: tuple[Origin, ...]
+    origins: tuple[Origin, ...] = field(compare=False)
     logprobs: tuple[TokenLogprobs, ...]
     cumulative_logprob: float | None
     finish_reason: FinishReason

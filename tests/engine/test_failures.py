@@ -125,7 +125,7 @@ class Saboteur:
 
 
 def sabotaged(where: str, fault: Fault) -> LLM:
-    return LLM(str(TARGET), Saboteur(NgramDrafter(), where, fault), dtype="float32", max_num_seqs=4)
+    return LLM(str(TARGET), Saboteur(NgramDrafter(), where, fault), dtype="float32", max_num_seqs=4, speculation=4)
 
 
 def answers(llm: LLM, params: Sequence[SamplingParams] | None = None) -> list[RequestOutput | BaseException]:

@@ -78,7 +78,7 @@ def test_requests_with_processors_are_drafted_level_by_level(target_dir: Path, d
 
     processor: LogitsProcessor = no_e
     params = SamplingParams(temperature=0, max_tokens=20, logits_processors=(processor,))
-    fixed, plain = make(target_dir, f"model:{draft_dir}"), make(target_dir, None, CPU)
+    fixed, plain = make(target_dir, f"model:{draft_dir}", speculation=4), make(target_dir, None, CPU)
     assert tokens_of(fixed.generate(PROMPTS, params)) == tokens_of(plain.generate(PROMPTS, params))
     assert fixed.stats.num_accepted > 0
 

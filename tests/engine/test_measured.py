@@ -11,7 +11,7 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import MERGED, Budget, Outlook
-from forerun.economy import PassCost
+from forerun.economy import Kind, PassCosts
 from forerun.engine.arms import LONGEST, RETRY, TRIES, Arm, Arms, Rest
 from forerun.engine.controller import Load, slots_of
 from forerun.engine.measured import Drafts, MeasuredDepth
@@ -26,9 +26,9 @@ def priced(pass_s: float, level_s: Sequence[float], merging_s: float | None = No
     """All arms known, at so much for a level; passes cost the same for any number of tokens."""
     names = [*NAMES[: len(level_s)], MERGED] if len(level_s) > 1 else [""]
     controller = MeasuredDepth(arms=Arms([Arm(rest=used()) for _ in names], names), plain=used())
-    controller.passes.record(4, pass_s)
+    controller.costs.record(Kind.of(1, 0), 4, pass_s)
     if merging_s is not None:
-        controller.merging.record(4, merging_s)
+        controller.costs.record(Kind.of(1, 0, merged=True), 4, merging_s)
     for arm, each_s in enumerate(level_s):
         for rows in (1, 2, 4):
             for depth in (1, 8):
@@ -57,9 +57,9 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     num, batch, most = rng.randint(1, 3), rng.randint(1, 2), 3
     expected = [[rng.choice([0.2, 1.0, 3.0, 6.0]) for _ in range(batch)] for _ in range(num)]
     controller = priced(0.1, [rng.choice([0.0, 0.01, 0.05, 0.2]) for _ in range(num)])
-    controller.passes, most_s = PassCost(), rng.choice([0.1, 0.2, 0.9])
+    controller.costs, most_s = PassCosts(), rng.choice([0.1, 0.2, 0.9])
     for num_tokens in range(1, 20):
-        controller.passes.record(num_tokens, 0.1 + (most_s - 0.1) * (num_tokens - 1) / 8)
+        controller.costs.record(Kind.of(1, 0), num_tokens, 0.1 + (most_s - 0.1) * (num_tokens - 1) / 8)
     if num > 1:
         controller.arms.arms[-1].accepted = rng.choice([0.0, 30.0])
     outlook, wish = outlook_of([[most] * batch] * num, expected), Speculation(most, auto=True)
@@ -241,7 +241,7 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
     own = {name: Outlook([0], [4], [1.0]) for name in names}
     levels = [0.05] * 3 + [0.001] + [0.05] * 3
     controller = MeasuredDepth(arms=Arms([Arm(rest=used()) for _ in range(8)], [*names, MERGED]), plain=used())
-    controller.passes.record(4, 0.1)
+    controller.costs.record(Kind.of(1, 0), 4, 0.1)
     for arm, each_s in enumerate(levels):
         controller.arms.arms[arm].time(4, [0], 4 * each_s)
     assert budgets(controller, [Speculation(4)], Outlook([0], [4], [None], own))[0].arm == 3
@@ -257,4 +257,4 @@ def test_drafts_add_up() -> None:
     assert drafts.num_tokens == 2 + 3 + way[2].nodes(2)
     assert drafts.gain == pytest.approx(2 + 1.5 + 0.7)
     expected_s = 0.1 + controller.arms.arms[0].drafting_s(3, 2) + controller.arms.arms[1].drafting_s(2, 1)
-    assert drafts.tokens_per_s(controller.passes) == pytest.approx(drafts.gain / expected_s)
+    assert drafts.tokens_per_s(controller.costs.of(Kind.of(1, 0))) == pytest.approx(drafts.gain / expected_s)

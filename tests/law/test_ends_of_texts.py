@@ -377,7 +377,7 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
         found = llm.generate([PROMPT] * len(params), params, speculation=SHAPES[shape])
         assert list(map(seen, found)) == list(map(seen, expected))
         assert llm.stats.num_drafted > 0
-    narrow_drafted = LLM(str(TARGET), f"model:{wide_small}", dtype="float32", max_num_seqs=32)
+    narrow_drafted = LLM(str(TARGET), f"model:{wide_small}", dtype="float32", max_num_seqs=32, speculation=4)
     found = narrow_drafted.generate([PROMPT] * len(params), params)
     assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in expected]
     assert narrow_drafted.stats.num_accepted > 0

@@ -131,7 +131,7 @@ def test_a_quantized_model_is_a_target_of_its_own(quantize: Quantization, share:
     """Drafted and plain agree to the bit; the fingerprint and the plan know of it."""
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, logprobs=1)
     prompts = ["import os\n\ndef main(", "class Stack:\n    def push(self, "]
-    drafted = LLM("stdlib", "model:stdlib-draft", quantize=quantize, max_model_len=256)
+    drafted = LLM("stdlib", "model:stdlib-draft", quantize=quantize, max_model_len=256, speculation=4)
     plain = LLM("stdlib", quantize=quantize, max_model_len=256)
     answers = [llm.generate(prompts, params) for llm in (drafted, plain)]
     said = [[(c.token_ids, c.logprobs) for answer in each for c in answer.outputs] for each in answers]

@@ -85,7 +85,7 @@ def test_it_makes_a_drafter_that_is_translated(source: Path, target: Path, tmp_p
     record = Record.read(out / NAME)
     assert record.steps == len(record.losses) == 6
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    plain, drafted = LLM(str(target)), LLM(str(target), f"model:{out / NAME}")
+    plain, drafted = LLM(str(target)), LLM(str(target), f"model:{out / NAME}", speculation=4)
     assert isinstance(drafted.drafter, TranslatingDrafter)
     one, other = (llm.generate("def function_1(x):", params)[0].outputs[0].token_ids for llm in (plain, drafted))
     assert one == other

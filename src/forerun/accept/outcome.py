@@ -44,6 +44,16 @@ class Outcome:
     arm_s: Sequence[float] = ()
     verdict_s: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the target's pass, without prompts."""
+        return sum(1 + row.num_drafted for row in self.rows)
+
+    @property
+    def round_s(self) -> float:
+        """All of it."""
+        return self.draft_s + self.pass_s + self.verdict_s
+
 
 @dataclass(slots=True)
 class ArmStats:

@@ -80,7 +80,7 @@ class Committed:
     offsets: Sequence[int]
     roots: Sequence[int]
     features: Float[Tensor, "total taps hidden"] | None = None
-    tenants: Sequence[str] = ()
+    tenants: Sequence[str | None] = ()
     num_prompts: Sequence[int] = ()
 
     def rows(self) -> list[tuple[int, Sequence[int], int]]:

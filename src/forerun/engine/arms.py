@@ -17,7 +17,7 @@ from operator import mul
 from forerun.accept.outcome import RowOutcome
 from forerun.config import Speculation
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
-from forerun.economy import FADING, MOST, Acceptance, Level, LinearCost, damped
+from forerun.economy import FADING, MOST, Acceptance, Level, LinearCost, damped, row_class
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one of them
@@ -27,6 +27,8 @@ RETRY, LONGEST = 24, 512  # rounds out of use after which one is tried again: tw
 BEHIND = 16  # unread tokens of one sequence above which a member's time is that of its text
 MANY_ROWS = 3  # that count for a round each
 SOON = 2  # the same behind a trial that went well
+SAMPLED = 8.0  # guesses at each depth that what a calibration counted weighs as
+COVER_SHARE = 0.05  # of a round, in what is known of how many rows an arm can draft
 LONG_AGO = 8.0  # guesses that all counts together weigh as behind a long rest
 NO_COST_S = 2e-5  # of drafting, below which it does not matter by how much it changes
 SPREAD = 16  # rounds over which the reading of such a text is spread: what is read once serves them all
@@ -111,6 +113,7 @@ class Arm:
     drafts: dict[int, LinearCost] = field(default_factory=dict)  # seconds by depth, for so many rows
     level: Level = field(default_factory=Level)
     reading_s: float = 0.0  # for a token of unread text
+    covered: float = 1.0  # of the rounds, in how many it has anything to draft
 
     @property
     def trust(self) -> float:
@@ -219,15 +222,22 @@ class Arms:
             free=furthest.free,
         )
 
+    def cover(self, rows: Sequence[Mapping[int, Way]]) -> None:
+        """Learn which arms had something to draft, and for how many rows."""
+        for number, arm in enumerate(self.arms):
+            share = sum(number in own for own in rows) / len(rows)
+            arm.covered += COVER_SHARE * (share - arm.covered)
+
+    def begin(self) -> None:
+        """Begin with what a calibration showed, held lightly."""
+        for arm in self.arms:
+            arm.acceptance.limit(SAMPLED)
+            arm.by_row, arm.rest = {}, Rest(num_rounds=TRIES)
+
     def forget_others(self, seq_ids: Sequence[int]) -> None:
         """Drop what is known of sequences that are none of these."""
         for arm in self.arms:
             arm.by_row = {seq_id: arm.by_row[seq_id] for seq_id in seq_ids if seq_id in arm.by_row}
-
-
-def row_class(num_rows: int) -> int:
-    """Batches whose drafting is timed together."""
-    return num_rows.bit_length()
 
 
 def geometric(expected: float) -> list[float]:

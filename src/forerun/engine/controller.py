@@ -22,13 +22,14 @@ class Load:
     """The round to come: one entry per sequence that will draw tokens.
 
     `wishes` is what each request asked for; `rooms` the deepest draft that could still be emitted in full;
-    `num_prompt_tokens` are read in the same pass.
+    `num_prompt_tokens` are read in the same pass, and `num_context` are in the texts together.
     """
 
     seq_ids: Sequence[int]
     wishes: Sequence[Speculation]
     rooms: Sequence[int]
     num_prompt_tokens: int
+    num_context: int = 0
 
 
 @runtime_checkable

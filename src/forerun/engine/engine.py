@@ -291,6 +291,7 @@ class Engine:
             wishes=[row.sequence.speculation for row in plan.drawing],
             rooms=[0 if row.num_chunk else row.sequence.room - 1 for row in plan.drawing],
             num_prompt_tokens=plan.num_prompt_tokens,
+            num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
         )
         spare = self.runner.cache.spare([r.sequence.id for r in plan.rows], [r.num_certain for r in plan.rows])
         budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)

@@ -17,8 +17,8 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
-from forerun.economy import NO_TIME_S, PassCost, damped
-from forerun.engine.arms import TRIAL_DEPTH, Arms, Rest, Way
+from forerun.economy import NO_TIME_S, Kind, PassCost, PassCosts, damped
+from forerun.engine.arms import TRIAL_DEPTH, TRIES, Arms, Rest, Way
 from forerun.engine.controller import FixedDepth, Load, fitting
 from forerun.tree import DraftTree
 
@@ -29,6 +29,7 @@ WORSE = 0.75  # of what rounds were worth: something has changed
 HOLD = 8  # rounds for which a plan is held at most
 
 Ways = Mapping[int, Way]
+Taken = Sequence[tuple[Way, int]]  # ways and their depths
 Choice = Sequence[tuple[Way, int] | None]  # a way and its depth, for every row
 
 
@@ -73,10 +74,10 @@ class Drafts:
 
 @dataclass
 class MeasuredDepth:
-    """The controller. `passes` is what the target's part of a round takes."""
+    """The controller. `costs` is what the target's part of a round takes."""
 
-    passes: PassCost = field(default_factory=PassCost)
-    merging: PassCost = field(default_factory=PassCost)  # the same with a merged tree among the drafts
+    costs: PassCosts = field(default_factory=PassCosts)
+    num_context: int = 0  # tokens of the texts of the last round
     arms: Arms = field(default_factory=Arms)
     plain: Rest = field(default_factory=Rest)
     taken: dict[int, tuple[Way, int] | None] = field(default_factory=dict)  # by sequence, in the last round planned
@@ -94,22 +95,45 @@ class MeasuredDepth:
         if not outlook.arms and not any(wish.auto for wish in load.wishes):  # there is nothing to choose
             self.taken, self.pending = {}, False
             return FixedDepth().budgets(load, outlook, spare)
+        self.num_context = load.num_context
         self.arms.meet(outlook)
         if self.holds(load, outlook):
             self.held, self.pending = self.held + 1, True
             return fitting(load.seq_ids, self.wanted, spare)
-        rows = [
-            self.arms.ways(i, seq_id, wish, room, outlook)
-            for i, (seq_id, wish, room) in enumerate(zip(load.seq_ids, load.wishes, load.rooms, strict=True))
-        ]
-        self.possible = frozenset(arm for own in rows for arm in own)
+        rows = self.ways(load, outlook)
         planned = self.plan(load.seq_ids, rows, load.num_prompt_tokens)
         self.watch(planned.tokens_per_s / len(rows))
-        self.taken, self.pending = dict(zip(load.seq_ids, planned.choice, strict=True)), True
-        self.wanted = [fallbacks(taken, own) for taken, own in zip(planned.choice, rows, strict=True)]
         lasting = self.tried is None and not load.num_prompt_tokens and all(rows)  # rows without a way may get one
         self.wishes, self.held = load.wishes, 0 if lasting else HOLD
+        return self.take(load, rows, planned.choice, spare)
+
+    def ways(self, load: Load, outlook: Outlook) -> Sequence[Ways]:
+        """The ways of all rows."""
+        asked = zip(load.seq_ids, load.wishes, load.rooms, strict=True)
+        rows = [self.arms.ways(i, seq_id, wish, room, outlook) for i, (seq_id, wish, room) in enumerate(asked)]
+        self.possible = frozenset(arm for own in rows for arm in own)
+        self.arms.cover(rows)
+        return rows
+
+    def take(self, load: Load, rows: Sequence[Ways], choice: Choice, spare: Spare) -> Sequence[Budget]:
+        """Take this choice, as far as it fits."""
+        self.taken, self.pending = dict(zip(load.seq_ids, choice, strict=True)), True
+        self.wanted = [fallbacks(taken, own) for taken, own in zip(choice, rows, strict=True)]
         return fitting(load.seq_ids, self.wanted, spare)
+
+    def follow(self, load: Load, outlook: Outlook, spare: Spare, arm: int, depth: int) -> Sequence[Budget]:
+        """Draft every row by this arm and so far, where it can, and learn from that: see `calibration.py`."""
+        self.num_context, self.tried = load.num_context, None
+        self.arms.meet(outlook)
+        rows = self.ways(load, outlook)
+        wanted = [own.get(arm) if depth else None for own in rows]
+        choice = [(way, min(depth, way.budget.depth)) if way else None for way in wanted]
+        return self.take(load, rows, choice, spare)
+
+    def begin(self) -> None:
+        """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
+        self.taken, self.pending, self.held, self.usual, self.plain = {}, False, HOLD, 0.0, Rest(num_rounds=TRIES)
+        self.arms.begin()
 
     def watch(self, tokens_per_s: float) -> None:
         """Try everything soon where rounds are worth much less than they were."""
@@ -153,7 +177,7 @@ class MeasuredDepth:
     def deepest(self, ways: Sequence[Way | None], num_prompt_tokens: int) -> Planned:
         """How far each row should be drafted if it is drafted in this way."""
         drafts = Drafts(self.arms, [0] * len(ways), num_tokens=len(ways) + num_prompt_tokens, gain=float(len(ways)))
-        passes = self.pass_cost([(way, 1) for way in ways if way])
+        passes = self.costs.of(self.kind(len(ways), [way for way in ways if way]))
         guesses = []
         for row, way in enumerate(ways):
             if way is not None and way.free:
@@ -179,12 +203,11 @@ class MeasuredDepth:
         taken = [each for each in choice if each is not None]
         for row, (way, depth) in enumerate(taken):
             drafts.deepen(row, way, depth, sum(way.survival[:depth]))
-        return drafts.tokens_per_s(self.pass_cost(taken))
+        return drafts.tokens_per_s(self.costs.of(self.kind(len(choice), [way for way, _ in taken])))
 
-    def pass_cost(self, taken: Sequence[tuple[Way, int]], measured: bool = False) -> PassCost:
-        """The target's part; with a merged tree among the drafts as without one until one was `measured`."""
-        merges = any(len(way.members) > 1 for way, _ in taken)
-        return self.merging if merges and (measured or self.merging.known) else self.passes
+    def kind(self, num_rows: int, taken: Sequence[Way]) -> Kind:
+        """The kind of the round in which these ways are taken."""
+        return Kind.of(num_rows, self.num_context, merged=any(len(way.members) > 1 for way in taken))
 
     def last(self, seq_ids: Sequence[int], rows: Sequence[Ways], num_prompt_tokens: int) -> Planned | None:
         """What the last round's ways would be worth now; None where the rows are others, or cannot have them."""
@@ -222,13 +245,21 @@ class MeasuredDepth:
 
     def record(self, outcome: Outcome) -> None:
         """Learn from the round of the last choice."""
-        if not self.pending or list(self.taken) != [row.seq_id for row in outcome.rows]:
-            return
+        if self.pending and list(self.taken) == [row.seq_id for row in outcome.rows]:
+            cheap = self.time(self.drafts(outcome), outcome)
+            self.accepted(outcome, cheap)
+
+    def drafts(self, outcome: Outcome) -> Taken:
+        """The ways in which rows were drafted, and how far they should have been."""
+        return [way for row in outcome.rows if (way := self.drafted(row)) is not None]
+
+    def accepted(self, outcome: Outcome, cheap: bool = False) -> Taken:
+        """Learn what was accepted in the round of the last choice; how rows were drafted."""
         self.pending = False
-        taken = [(row, *way) for row in outcome.rows if (way := self.drafted(row)) is not None]
-        cheap = self.time([(way, depth) for _, way, depth in taken], outcome)
-        self.count([(row, way) for row, way, _ in taken], cheap)
+        found = [(row, self.drafted(row)) for row in outcome.rows]
+        self.count([(row, way[0]) for row, way in found if way is not None], cheap)
         self.arms.forget_others(list(self.taken))
+        return [way for _, way in found if way is not None]
 
     def drafted(self, row: RowOutcome) -> tuple[Way, int] | None:
         """The way in which a row was drafted; None where it was not, as its draft found no room."""
@@ -247,7 +278,7 @@ class MeasuredDepth:
         if self.possible:
             self.plain.count(0 if taken else 1, self.tried == -1, cheap and self.tried == -1)
 
-    def time(self, taken: Sequence[tuple[Way, int]], outcome: Outcome) -> bool:
+    def time(self, taken: Taken, outcome: Outcome) -> bool:
         """Learn what rounds and drafts took; passes that read prompts too say nothing of guesses.
 
         Whether the target's part took much less than was expected.
@@ -261,8 +292,8 @@ class MeasuredDepth:
                 self.arms.arms[arm].time(max(depth for _, depth in own), unread, taken_s)
         if outcome.num_prompt_tokens:
             return False
-        num_tokens = sum(1 + row.num_drafted for row in outcome.rows)
-        return self.pass_cost(taken, measured=True).record(num_tokens, outcome.pass_s + outcome.verdict_s)
+        kind = self.kind(len(outcome.rows), [way for way, _ in taken])
+        return self.costs.record(kind, outcome.num_tokens, outcome.pass_s + outcome.verdict_s)
 
 
 def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:

@@ -57,7 +57,7 @@ class Sequence:
     max_length: int
     speculation: Speculation
     stop: StopChecker
-    tenant: str = ""
+    tenant: str | None = ""  # None: nobody may be drafted with it
     bad_words: Seq[Seq[int]] = ()
     status: Status = Status.WAITING
     num_read: int = 0

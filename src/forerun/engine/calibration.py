@@ -1,0 +1,186 @@
+"""Calibration: what rounds take on this machine, and how much is accepted, measured before the first request.
+
+The engine answers sample texts, and a script says in each round how far they are drafted and by whom. The controller
+learns from these rounds as from any others, so it begins with every batch size and depth measured. What it learned is
+kept on disk, by everything that it depends on; while the engine runs the controller corrects it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from forerun.accept.outcome import Outcome, Stats
+from forerun.annotations import ProgressCallback
+from forerun.cache.paged import Spare
+from forerun.config import AUTO_DEPTH, Speculation
+from forerun.draft.base import Budget, Draft, Outlook
+from forerun.economy import Kind, PassCost
+from forerun.engine.controller import Load
+from forerun.engine.engine import Engine
+from forerun.engine.kept_costs import keep, read_kept
+from forerun.engine.measured import MeasuredDepth, Taken
+from forerun.engine.request import Requests
+from forerun.engine.samples import SAMPLES
+from forerun.engine.sequence import Sequence as TextSequence
+from forerun.guard import attempt
+from forerun.request import Request
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree
+
+BATCHES = (1, 8, 32)
+DEPTHS = {1: (4, 0, 8, 1, 2, 16), 8: (4, 0, 2, 8), 32: (2, 0, 4)}  # by batch; what matters most comes first
+NUM_ROUNDS = {1: 4, 8: 3, 32: 2}  # that count, behind one that does not
+WARM = 3  # further rounds at the very first that do not
+SHARES = {1: 0.6, 8: 0.85, 32: 1.0}  # of the time that is over when a batch size must be done
+LIMIT_S = 4.5
+PROMPT_TOKENS = 24
+TEXT_TOKENS = 256  # that a sample's answer has at most
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Script:
+    """The controller of an engine that is being measured: all sequences are drafted by one arm, equally far.
+
+    Of rounds of the same kind and size the shortest one counts: neighbours on the same cores only make times longer.
+    """
+
+    controller: MeasuredDepth
+    arm: int = 0
+    depth: int = 0
+    counts: bool = False
+    rounds: dict[tuple[Kind, int], tuple[Taken, Outcome]] = field(default_factory=dict)
+
+    def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
+        """What the script says, as far as it fits."""
+        return self.controller.follow(load, outlook, spare, self.arm, self.depth)
+
+    def admit(self, draft: Draft, load: Load) -> DraftTree:
+        """All of it."""
+        return draft.tree
+
+    def record(self, outcome: Outcome) -> None:
+        """Learn what was accepted in rounds that count, and remember the shortest."""
+        if not self.counts or outcome.num_prompt_tokens:
+            return
+        taken = self.controller.accepted(outcome)
+        place = self.controller.kind(len(outcome.rows), [way for way, _ in taken]), outcome.num_tokens
+        shortest = self.rounds.get(place)
+        if shortest is None or outcome.round_s < shortest[1].round_s:
+            self.rounds[place] = taken, outcome
+
+    def finish(self) -> None:
+        """Learn what the rounds so far took."""
+        for (kind, _), (taken, outcome) in self.rounds.items():
+            self.controller.costs.kinds.setdefault(kind, PassCost(level=self.controller.costs.level))
+            self.controller.time(taken, outcome)
+        self.rounds = {}
+
+
+def calibrate(
+    engine: Engine, requests: Requests, params: SamplingParams, key: str, progress: ProgressCallback | None = None
+) -> MeasuredDepth:
+    """A controller for this idle engine that knows what rounds take: from disk, or measured now in about LIMIT_S.
+
+    `params` are those of usual requests. `key` is everything that the measurement depends on. Nothing is left behind in
+    the engine, and drafters do not remember the sample texts.
+    """
+    assert engine.drafter is not None, "something drafts"
+    kept = read_kept(key, engine.drafter.arms)
+    if kept is not None:
+        return kept
+    controller = MeasuredDepth()
+    error = attempt(lambda: measure(engine, requests, params, controller, progress))
+    if error is None and controller.costs.kinds:
+        controller.begin()
+        keep(key, controller)
+        return controller
+    logger.debug("The costs of rounds could not be measured at the start.", exc_info=error)
+    return MeasuredDepth()
+
+
+def measure(
+    engine: Engine,
+    requests: Requests,
+    params: SamplingParams,
+    controller: MeasuredDepth,
+    progress: ProgressCallback | None,
+) -> None:
+    """Let the engine answer samples, at every batch size that it may have, as long as there is time."""
+    began_s = time.perf_counter()
+    usual, engine.controller = engine.controller, (script := Script(controller))
+    most = min(engine.options.max_num_seqs, engine.runner.cache.num_free_tokens // TEXT_TOKENS)
+    batches = {min(batch, most): batch for batch in reversed(BATCHES) if most > 0}
+    own = replace(requests, request_ids=itertools.count(-(2**40)), seq_ids=itertools.count(-(2**40)))
+    try:
+        for number, (batch, like) in enumerate(sorted(batches.items())):
+            sequences = list(itertools.islice(samples(own, params), batch))
+            for sequence in sequences:
+                engine.submit(sequence)
+            for done in play(engine, script, sequences, like, began_s + SHARES[like] * LIMIT_S):
+                if progress is not None:
+                    progress("measuring what drafting costs, once on this machine", (number + done) / len(batches))
+            for sequence in sequences:
+                engine.cancel(sequence.request_id)
+    finally:
+        for sequence in list(engine.sequences.values()):
+            engine.cancel(sequence.request_id)
+        engine.controller, engine.stats = usual, Stats()
+
+
+def play(
+    engine: Engine, script: Script, sequences: Sequence[TextSequence], like: int, ends_s: float
+) -> Iterator[float]:
+    """Play the script of this batch size; yields the share that is done. Ends early where there is no time or room."""
+    assert engine.drafter is not None, "something drafts"
+    arms = range(len(engine.drafter.arms))
+    lines = [(depth, arm) for depth in DEPTHS[like] for arm in arms if depth or not arm]
+    script.counts, (script.depth, script.arm) = False, lines[0]
+    num_read = sum(len(sequence.unread) > 0 for sequence in sequences)
+    for _ in range(num_read + WARM):
+        if not advanced(engine):
+            return
+    for number, (script.depth, script.arm) in enumerate(lines, 1):
+        for turn in range(1 + NUM_ROUNDS[like]):
+            script.counts = turn > 0
+            late = time.perf_counter() > ends_s or min(each.room for each in sequences) <= script.depth + 1
+            if late or not advanced(engine):
+                return
+        script.finish()
+        yield number / len(lines)
+
+
+def advanced(engine: Engine) -> bool:
+    """One round; whether nothing ended in it."""
+    return all(delta.finish_reason is None for delta in engine.step())
+
+
+def samples(requests: Requests, params: SamplingParams) -> Iterator[TextSequence]:
+    """Sequences that begin in different places of the sample texts, and do not end before they are long."""
+    assert requests.tokenizer is not None, "samples are text"
+    own = SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        max_tokens=TEXT_TOKENS,
+        ignore_eos=True,
+        seed=0,
+    )
+    texts = [requests.tokenizer.encode(text) for text in SAMPLES]
+    most = max(1, min(PROMPT_TOKENS, requests.max_length // 4))
+    for number in itertools.count():
+        text = texts[number % len(texts)]
+        start = number // len(texts) * 5 % max(1, len(text) - most)
+        prompt = tuple(text[start : start + most])
+        (sequence,) = requests.sequences(
+            Request(prompt_token_ids=prompt, sampling_params=own, speculation=Speculation(AUTO_DEPTH, auto=True))
+        )
+        sequence.tenant = None
+        yield sequence

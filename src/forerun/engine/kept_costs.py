@@ -1,0 +1,103 @@
+"""Costs that are kept on disk: what a controller knows of rounds and drafters, for the next start.
+
+This file decides the form of the file. Whatever cannot be read or is of something else counts as not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from forerun.economy import MOST, Acceptance, Kind, LinearCost, PassCost
+from forerun.engine.arms import Arm
+from forerun.engine.measured import MeasuredDepth
+from forerun.folders import cache_folder
+from forerun.kernels.library import replace_file
+
+SEEN = 2  # passes of a size that what was kept of it counts as
+VERSION = 1
+
+
+def as_json(controller: MeasuredDepth) -> dict[str, Any]:
+    """What the controller knows, for `from_json`."""
+    passes = [
+        {"kind": list(kind), "sizes": {str(size): own.usual_s for size, own in cost.sizes.items()}}
+        for kind, cost in controller.costs.kinds.items()
+    ]
+    arms = [
+        {
+            "drafts": {str(rows): asdict(line) for rows, line in arm.drafts.items()},
+            "offered": [n / arm.acceptance.unit for n in arm.acceptance.offered],
+            "accepted": [n / arm.acceptance.unit for n in arm.acceptance.accepted],
+            "covered": arm.covered,
+            "trust": [arm.promised, arm.accepted],
+            "reading_s": arm.reading_s,
+        }
+        for arm in controller.arms.arms
+    ]
+    return {"version": VERSION, "names": controller.arms.names, "passes": passes, "arms": arms}
+
+
+def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
+    """The controller of an earlier start. Raises ValueError, TypeError or LookupError for anything else."""
+    if found["version"] != VERSION or found["names"] != (list(names) if len(names) > 1 else [""]):
+        raise ValueError("it is of other arms")
+    controller = MeasuredDepth()
+    for entry in found["passes"]:
+        rows, context, merged = entry["kind"]
+        cost = PassCost(level=controller.costs.level)
+        for size, usual_s in entry["sizes"].items():
+            cost.record(int(size), number(usual_s))
+            cost.sizes[int(size)].num_seen = SEEN
+        controller.costs.kinds[Kind(int(rows), int(context), bool(merged))] = cost
+    controller.arms.names = found["names"]
+    controller.arms.arms = [arm_of(entry) for entry in found["arms"]]
+    if len(controller.arms.arms) != len(found["names"]) or not controller.costs.kinds:
+        raise ValueError("it is not whole")
+    controller.begin()
+    return controller
+
+
+def arm_of(entry: Any) -> Arm:
+    """One arm of the file."""
+    names = [field.name for field in fields(LinearCost) if field.name != "flat"]
+    lines = {int(n): LinearCost(False, *(number(line[name]) for name in names)) for n, line in entry["drafts"].items()}
+    offered, right = ([number(value) for value in entry[name]] for name in ("offered", "accepted"))
+    if len(offered) != MOST or len(right) != MOST:
+        raise ValueError("it has other depths")
+    promised, accepted = (number(value) for value in entry["trust"])
+    arm = Arm(Acceptance(offered, right), promised=promised, accepted=accepted, drafts=lines)
+    arm.reading_s, arm.covered = number(entry["reading_s"]), number(entry["covered"])
+    return arm
+
+
+def number(value: Any) -> float:
+    """A number of the file: not below 0, and finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{value!r} is no measurement")
+    return float(value)
+
+
+def kept_file(key: str) -> Path:
+    """Where what belongs to this key is kept. Raises OSError where there is no home folder."""
+    return cache_folder("times") / f"rounds-{sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def read_kept(key: str, names: Sequence[str]) -> MeasuredDepth | None:
+    """What was kept, if it can be used."""
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return from_json(json.loads(kept_file(key).read_text(encoding="utf-8")), names)
+    return None
+
+
+def keep(key: str, controller: MeasuredDepth) -> None:
+    """Write the file as a whole; where that is not possible, every start measures again."""
+    with suppress(OSError):
+        path = kept_file(key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, json.dumps({**as_json(controller), "of": key}).encode())
