@@ -55,6 +55,7 @@ class Setting:
     measured: str  # against what else could compute; empty where that was not measured
     num_threads: int
     fingerprint: str
+    forecast: str = ""  # how much drafting was expected to give; empty where that was not measured
     defaults: Mapping[str, float | int] = field(default_factory=dict)  # the model's own, of requests that say nothing
 
 
@@ -114,6 +115,8 @@ def run_card(
     card.add_row("model", setting.model)
     drafts = f"{setting.draft}, depth {setting.depth}" if setting.draft else "none: plain decoding"
     card.add_row("draft", Text(drafts))  # brackets are no markup here
+    if setting.forecast:
+        card.add_row("", setting.forecast)
     card.add_row("verification", setting.verification)
     if setting.defaults:
         given = ", ".join(f"{name} {value:g}" for name, value in setting.defaults.items())
@@ -124,6 +127,8 @@ def run_card(
     card.add_row("tokens", _origin_counts(origins))
     if stats.tokens_per_round is not None:
         card.add_row("tokens per round", f"{stats.tokens_per_round:.2f} ({stats.num_rounds} rounds)")
+    if stats.gain is not None:
+        card.add_row("gain", f"×{stats.gain:.2f} of what plain decoding is estimated to give")
     if stats.acceptance_rate is not None:
         share = f"{stats.acceptance_rate:.1%} ({stats.num_accepted} of {stats.num_drafted} drafted)"
         card.add_row("acceptance", share)

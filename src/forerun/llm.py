@@ -34,6 +34,7 @@ from forerun.engine.calibration import calibrate
 from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
+from forerun.engine.forecast import Forecast, forecasts, told
 from forerun.engine.measured import MeasuredDepth
 from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
@@ -75,6 +76,7 @@ class LLM:
     """
 
     generation_defaults = GenerationDefaults()  # what the model's own file says, if it counts
+    forecasts: Seq[Forecast] = ()  # what drafting was expected to give at the start, where it was measured
     name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
 
     def __init__(
@@ -135,6 +137,7 @@ class LLM:
                 key = f"{self.fingerprint} {draft} {drafter.fingerprint()} {options} {Machine.here()}"
                 own = calibrate(engine, self.requests, self.generation_defaults.params(), key, report)
                 engine.controller = own
+                self.forecasts = forecasts(own.costs, own.arms, max_num_seqs)
         self.turns, self._stats = Turns(engine), engine.stats
         self._log_start()
 
@@ -156,6 +159,9 @@ class LLM:
         logger.info("%r, fingerprint %s", self, self.fingerprint)
         for line in self.plan.lines():
             logger.info("%s", line)
+        if self.forecasts:
+            level = logging.INFO if any(each.depth for each in self.forecasts) else logging.WARNING
+            logger.log(level, "%s", told(self.forecasts))
         if self.generation_defaults.given:
             given = ", ".join(f"{name}={value:g}" for name, value in self.generation_defaults.given.items())
             logger.info("defaults of requests: %s, from the model's generation_config.json", given)

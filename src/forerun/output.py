@@ -151,6 +151,7 @@ class Answers:
             total_s=max(answer.last_s for answer in answers) - self.started_s,
         )
         for answer in answers:
+            metrics.pace.add(answer.sequence.pace.round_s, answer.sequence.pace.plain_s)
             for delta in answer.deltas:
                 if delta.outcome is not None:
                     metrics.count(delta.outcome)

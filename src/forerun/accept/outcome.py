@@ -33,7 +33,8 @@ class Outcome:
     """One round: its sequences, and where its time went.
 
     `draft_pass_s`, part of `draft_s`, is in drafters' passes; `arm_s`, part of it too, in each member of a mix.
-    `verdict_s` is what verifying and accepting took.
+    `verdict_s` is what verifying and accepting took. `plain_s` is what the round would have taken without drafts, None
+    where that is not known or prompts were read beside.
     """
 
     rows: Sequence[RowOutcome]
@@ -43,6 +44,7 @@ class Outcome:
     draft_pass_s: float = 0.0
     arm_s: Sequence[float] = ()
     verdict_s: float = 0.0
+    plain_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -68,8 +70,29 @@ class ArmStats:
 
 
 @dataclass(slots=True)
+class Pace:
+    """The time that rounds took, and the time that plain decoding would have taken for their tokens, by measurement."""
+
+    round_s: float = 0.0
+    plain_s: float = 0.0
+
+    def add(self, round_s: float, plain_s: float) -> None:
+        """Add a round."""
+        self.round_s += round_s
+        self.plain_s += plain_s
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast it was as plain decoding would have been; None where that is not known."""
+        return self.plain_s / self.round_s if self.round_s and self.plain_s else None
+
+
+@dataclass(slots=True)
 class Counts:
-    """What became of guesses, over rounds. Only rounds in which a sequence drew tokens count, once per sequence."""
+    """What became of guesses, over rounds. Only rounds in which a sequence drew tokens count, once per sequence.
+
+    `pace` is of the rounds that read no prompts beside, where it is known what plain ones would take.
+    """
 
     num_rounds: int = 0
     num_drafted: int = 0
@@ -78,6 +101,7 @@ class Counts:
     offered_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
     arms: dict[int, ArmStats] = field(default_factory=dict)  # of a mix's, by number
+    pace: Pace = field(default_factory=Pace)
 
     def count(self, row: RowOutcome) -> None:
         """Add one sequence's round."""
@@ -101,6 +125,11 @@ class Counts:
             stats = self.arms.setdefault(arm, ArmStats())
             stats.num_drafted += num_drafted
             stats.num_accepted += num_accepted
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as plain decoding, estimated from measured rounds; None where that is not known."""
+        return self.pace.gain
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -137,3 +166,6 @@ class Stats(Counts):
         self.draft_pass_s += outcome.draft_pass_s
         for row in outcome.rows:
             self.count(row)
+        if outcome.plain_s is not None:
+            num_tokens = sum(row.num_emitted for row in outcome.rows)
+            self.pace.add(outcome.round_s, outcome.plain_s * num_tokens / len(outcome.rows))

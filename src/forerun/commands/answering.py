@@ -19,6 +19,7 @@ from forerun.card import AnswerTiming, Painter, Setting, run_card
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import patient_interrupt
 from forerun.engine.delta import Delta
+from forerun.engine.forecast import told
 from forerun.engine.sequence import Origin
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, ModelOptions
@@ -55,6 +56,7 @@ def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
         measured=llm.measured,
         num_threads=torch.get_num_threads(),
         fingerprint=llm.fingerprint,
+        forecast=told(llm.forecasts) if llm.forecasts else "",
         defaults=llm.generation_defaults.given,
     )
 
@@ -156,6 +158,7 @@ def stats_object(stats: Stats, timing: AnswerTiming, arms: Sequence[str] = ()) -
         "num_drafted": stats.num_drafted,
         "num_accepted": stats.num_accepted,
         "tokens_per_round": stats.tokens_per_round,
+        "gain": stats.gain,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_at_depth": list(stats.acceptance_at_depth),
     } | ({"arms": by_arm} if by_arm else {})

@@ -171,6 +171,11 @@ class Arms:
     arms: list[Arm] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
+    @property
+    def is_mix(self) -> bool:
+        """Whether there are several."""
+        return len(self.arms) > 1
+
     def meet(self, outlook: Outlook) -> None:
         """Begin to know the arms that an outlook has, if they are new."""
         if not self.arms:

@@ -74,6 +74,10 @@ class Script:
         if shortest is None or outcome.round_s < shortest[1].round_s:
             self.rounds[place] = taken, outcome
 
+    def plain_s(self, num_rows: int) -> float | None:
+        """It is not known yet."""
+        return None
+
     def finish(self) -> None:
         """Learn what the rounds so far took."""
         for (kind, _), (taken, outcome) in self.rounds.items():

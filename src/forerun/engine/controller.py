@@ -52,6 +52,10 @@ class Controller(Protocol):
         """Learn from a round."""
         ...
 
+    def plain_s(self, num_rows: int) -> float | None:
+        """Seconds that the last round would have taken without drafts, if so many rows drew in it; None if unknown."""
+        ...
+
 
 class FixedDepth:
     """Every request is drafted as far as it wished, within what fits; by all members of a mix, if it names none."""
@@ -74,6 +78,10 @@ class FixedDepth:
 
     def record(self, outcome: Outcome) -> None:
         """Nothing is learned."""
+
+    def plain_s(self, num_rows: int) -> float | None:
+        """It is not known."""
+        return None
 
 
 def fitting(seq_ids: Sequence[int], wanted: Sequence[Sequence[Budget]], spare: Spare) -> list[Budget]:

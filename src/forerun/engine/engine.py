@@ -252,9 +252,13 @@ class Engine:
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
         times = drafted - started, passed - drafted, draft.pass_s, tuple(draft.arm_s), time.perf_counter() - passed
-        outcome = Outcome(rows, plan.num_prompt_tokens, *times)
+        plain_s = None if plan.num_prompt_tokens or not rows else self.controller.plain_s(len(rows))
+        outcome = Outcome(rows, plan.num_prompt_tokens, *times, plain_s)
         self.controller.record(outcome)
         self.stats.record(outcome)
+        if plain_s is not None:
+            for row, told in zip(plan.drawing, rows, strict=True):
+                row.sequence.pace.add(outcome.round_s, plain_s * told.num_emitted)
         return deltas
 
     def plan(self) -> Round:

@@ -10,6 +10,7 @@ with a fixed depth is drafted so far, and only the arm is chosen.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,10 +19,13 @@ from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
 from forerun.economy import NO_TIME_S, Kind, PassCost, PassCosts, damped
+from forerun.engine.advice import Advice
 from forerun.engine.arms import TRIAL_DEPTH, TRIES, Arms, Rest, Way
 from forerun.engine.controller import FixedDepth, Load, fitting
+from forerun.engine.forecast import forecast
 from forerun.tree import DraftTree
 
+log = logging.getLogger(__name__)
 MANY = 5  # members, above which sets of some of them are not looked at
 HYSTERESIS = 1.015  # how many times as good a round must be for the ways of the last one to be left
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
@@ -88,12 +92,13 @@ class MeasuredDepth:
     wishes: Sequence[Speculation] = ()
     held: int = HOLD  # rounds for which that plan was held
     usual: float = 0.0  # tokens per second of a row that plans promised of late
+    advice: Advice = field(default_factory=Advice)
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The best ways, as far as they fit into what the cache has to spare, the oldest sequences first."""
         if not outlook.arms and not any(wish.auto for wish in load.wishes):  # there is nothing to choose
-            self.taken, self.pending = {}, False
+            self.taken, self.pending, self.num_context = {}, False, load.num_context
             return FixedDepth().budgets(load, outlook, spare)
         self.num_context = load.num_context
         self.arms.meet(outlook)
@@ -103,9 +108,22 @@ class MeasuredDepth:
         rows = self.ways(load, outlook)
         planned = self.plan(load.seq_ids, rows, load.num_prompt_tokens)
         self.watch(planned.tokens_per_s / len(rows))
+        self.advise(rows, planned.choice)
         lasting = self.tried is None and not load.num_prompt_tokens and all(rows)  # rows without a way may get one
         self.wishes, self.held = load.wishes, 0 if lasting else HOLD
         return self.take(load, rows, planned.choice, spare)
+
+    def advise(self, rows: Sequence[Ways], choice: Choice) -> None:
+        """Tell the log when drafting is given up because it costs more than it gives, and when it is taken up again."""
+        free = self.tried is None and any(way.free for own in rows for way in own.values())
+        if free and self.advice.planned(drafting=any(choice)):
+            if self.advice.off:
+                found = forecast(self.costs, self.arms, len(rows), self.num_context)
+                log.warning(
+                    "Drafting is off for now, since it does not pay: %s at best. It is tried now and then.", found
+                )
+            else:
+                log.info("Drafting is on again.")
 
     def ways(self, load: Load, outlook: Outlook) -> Sequence[Ways]:
         """The ways of all rows."""
@@ -248,6 +266,14 @@ class MeasuredDepth:
         if self.pending and list(self.taken) == [row.seq_id for row in outcome.rows]:
             cheap = self.time(self.drafts(outcome), outcome)
             self.accepted(outcome, cheap)
+        elif not self.taken and outcome.rows and not outcome.num_prompt_tokens and self.costs.kinds:
+            self.costs.record(self.kind(len(outcome.rows), ()), outcome.num_tokens, outcome.pass_s + outcome.verdict_s)
+        if not self.arms.is_mix:
+            self.advice.suspect(outcome)
+
+    def plain_s(self, num_rows: int) -> float | None:
+        """Seconds that the last round would have taken without drafts."""
+        return self.costs.of(self.kind(num_rows, ())).expect(num_rows) if self.costs.kinds else None
 
     def drafts(self, outcome: Outcome) -> Taken:
         """The ways in which rows were drafted, and how far they should have been."""
