@@ -16,6 +16,7 @@ MOST = 16  # depths at which acceptance is counted
 FADING = 0.97  # what counts of the past after each round: some 30 rounds do
 BELIEF, WEIGHT = 0.7, 2.0  # acceptance as long as nothing is known, and how many guesses that counts as
 OTHERS_WEIGHT = 8.0  # the same where other sequences are known: a few bad guesses do not settle a text
+LEAST_LIKE, MOST_LIKE = 4.0, 1000.0  # guesses that what is known of all sequences counts as for one of them
 LARGEST_UNIT = 1e12
 OUTLIER = 4.0  # times what was expected: a busy machine, not a price
 LEVEL_SHARE = 0.1  # of a round's surprise that the level takes
@@ -132,6 +133,24 @@ class Acceptance:
             self.offered = [n / self.unit for n in self.offered]
             self.accepted = [n / self.unit for n in self.accepted]
             self.unit = 1.0
+
+
+def likeness(apart: Sequence[Acceptance], unknown: float) -> float:
+    """How many guesses of one sequence what is known of all of them is worth, by how much they differ.
+
+    The variance between sequences is what is left of that of their shares when chance is taken off (the method of
+    moments for a binomial with a beta prior). `unknown` where there is nothing to compare.
+    """
+    counts = [(sum(one.accepted) / one.unit, sum(one.offered) / one.unit) for one in apart]
+    counts = [(right, num) for right, num in counts if num > 0]
+    total, num_right = sum(num for _, num in counts), sum(right for right, _ in counts)
+    share = num_right / total if total else 0.0
+    chance = share * (1 - share)
+    if len(counts) < 2 or chance == 0:
+        return unknown
+    seen = sum(num * (right / num - share) ** 2 for right, num in counts) - (len(counts) - 1) * chance
+    between = seen / (total - sum(num**2 for _, num in counts) / total)
+    return min(max(LEAST_LIKE, chance / between), MOST_LIKE) if between > 0 else MOST_LIKE
 
 
 @dataclass(slots=True)

@@ -9,7 +9,9 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
 from forerun.draft.base import AHEAD, Budget, Outlook
+from forerun.engine.calibration import Script
 from forerun.engine.controller import Controller, Load
+from forerun.engine.measured import MeasuredDepth
 
 NAMES = ("a", "b", "c", "d")
 AMPLE = 10**6
@@ -95,6 +97,20 @@ def rounds(
         arm_s = draft_s if world.is_mix and any(budget.depth for budget in budgets) else ()
         controller.record(Outcome(rows, 0, sum(draft_s), pass_s, 0.0, arm_s))
         yield budgets
+
+
+def calibrated(world: World, batch: int) -> MeasuredDepth:
+    """A controller that has seen every depth of every arm, as at the start of an engine."""
+    script = Script(MeasuredDepth(), counts=True)
+    arms = range(len(world.chances) + world.is_mix)
+    for rows in sorted({1, batch}):
+        for depth, arm in itertools.product((4, 0, 8, 1, 2, 16), arms):
+            script.depth, script.arm = depth, arm
+            if depth or not arm:
+                list(rounds(script, world, 4, rows, seed=depth))
+                script.finish()
+    script.controller.begin()
+    return script.controller
 
 
 def share_of_best(world: World, played: Sequence[Sequence[Budget]]) -> float:

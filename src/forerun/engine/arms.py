@@ -17,17 +17,20 @@ from operator import mul
 from forerun.accept.outcome import RowOutcome
 from forerun.config import Speculation
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
-from forerun.economy import FADING, MOST, Acceptance, Level, LinearCost, damped, row_class
+from forerun.economy import FADING, MOST, Acceptance, Level, LinearCost, damped, likeness, row_class
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
-ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one of them
+ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
 TRIES = 6  # rounds in which every arm is tried at first
-TRIAL_DEPTH = 4  # guesses of a row for which an arm is tried
-RETRY, LONGEST = 24, 512  # rounds out of use after which one is tried again: twice as many each time, up to this
+FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # guesses of a row for which an arm is tried: at first, and later
+RETRY = 24  # rounds out of use after which one is tried again
+SHORTEST, LONGEST = 6, 256  # the same behind a trial, by what it cost
+VAIN = 2  # times that this is doubled, while trials show nothing new
 BEHIND = 16  # unread tokens of one sequence above which a member's time is that of its text
 MANY_ROWS = 3  # that count for a round each
 SOON = 2  # the same behind a trial that went well
 SAMPLED = 8.0  # guesses at each depth that what a calibration counted weighs as
+CHANGED_GUESSES = 1.0  # the same where something has changed
 COVER_SHARE = 0.05  # of a round, in what is known of how many rows an arm can draft
 LONG_AGO = 8.0  # guesses that all counts together weigh as behind a long rest
 NO_COST_S = 2e-5  # of drafting, below which it does not matter by how much it changes
@@ -72,6 +75,7 @@ class Rest:
     num_rounds: int = 0  # in use; with many rows a round counts as several
     rested: int = 0  # rounds since it was last in use, in which it could have been
     patience: int = RETRY
+    vain: int = 0  # trials in a row that were no better than was thought
     hopeful: bool = False  # the next trial is soon
 
     @property
@@ -86,18 +90,20 @@ class Rest:
 
     def wake(self) -> None:
         """Something has changed: the next trial is soon."""
-        self.patience = RETRY
+        self.patience, self.vain = min(RETRY, self.patience), 0
 
-    def count(self, num_rows: int, tried: bool, hopeful: bool = False) -> None:
-        """Learn from a round in which it drafted so many rows; `hopeful`: a trial that was better than was thought."""
+    def count(self, num_rows: int, patience: int | None, hopeful: bool = False) -> None:
+        """Learn from a round in which it drafted so many rows.
+
+        Behind a trial the next one waits for `patience`; `hopeful`: it was better than was thought.
+        """
         if num_rows == 0:
             self.rested += 1
             return
         self.num_rounds, self.rested = self.num_rounds + min(num_rows, MANY_ROWS), 0
-        if not tried:
-            self.patience = RETRY
-        elif not hopeful:
-            self.patience = min(LONGEST, 2 * self.patience)
+        self.vain = 0 if patience is None or hopeful else min(self.vain + 1, VAIN)
+        longest = RETRY if self.hopeful else LONGEST  # one bad trial behind good ones does not settle it
+        self.patience = RETRY if patience is None else min(max(SHORTEST, patience) << self.vain, longest)
         self.hopeful = hopeful
 
 
@@ -107,6 +113,7 @@ class Arm:
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     by_row: dict[int, Acceptance] = field(default_factory=dict)
+    likeness: float = ALL_WEIGHT
     promised: float = 0.0
     accepted: float = 0.0
     rest: Rest = field(default_factory=Rest)
@@ -126,7 +133,7 @@ class Arm:
             return geometric(expected)[:depth]
         rates = self.acceptance.rates()
         own = self.by_row.get(seq_id)
-        return list(accumulate((own.of_one(rates, ALL_WEIGHT) if own else rates)[:depth], mul))
+        return list(accumulate((own.of_one(rates, self.likeness) if own else rates)[:depth], mul))
 
     def count(self, rows: Sequence[tuple[RowOutcome, Way]]) -> None:
         """Learn from the rows that it drafted in a round."""
@@ -136,6 +143,7 @@ class Arm:
         self.acceptance.count([(row.offered, row.accepted) for row, _ in rows])
         for row, _ in rows:
             self.by_row.setdefault(row.seq_id, Acceptance()).count([(row.offered, row.accepted)])
+        self.likeness = likeness(list(self.by_row.values()), ALL_WEIGHT)
         self.promised = FADING * self.promised + sum(sum(way.promised[: row.num_drafted]) for row, way in rows)
         self.accepted = FADING * self.accepted + sum(row.accepted for row, _ in rows)
 
@@ -232,6 +240,13 @@ class Arms:
         for number, arm in enumerate(self.arms):
             share = sum(number in own for own in rows) / len(rows)
             arm.covered += COVER_SHARE * (share - arm.covered)
+
+    def wake(self) -> None:
+        """Something has changed: what is known of arms that are not in use may be wrong, so they are tried soon."""
+        for arm in self.arms:
+            arm.rest.wake()
+            if arm.rest.rested:
+                arm.acceptance.limit(CHANGED_GUESSES)
 
     def begin(self) -> None:
         """Begin with what a calibration showed, held lightly."""

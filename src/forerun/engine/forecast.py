@@ -51,15 +51,14 @@ def gain(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_con
     """Of drafting all rows by one arm, so far: tokens per second over those of plain rounds."""
     own, merged = arms.arms[arm], arms.is_mix and arm == len(arms.arms) - 1
     members = arms.arms[:-1] if merged else [own]
-    tokens = 1 + own.covered * sum(accumulate(own.acceptance.rates()[:depth], mul))
+    tokens: float = 1 + own.covered * sum(accumulate(own.acceptance.rates()[:depth], mul))
     rows = max(1, round(own.covered * batch))
     plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
     pass_s = costs.of(Kind.of(batch, num_context, merged)).expect(batch + rows * depth)
     if own.covered * batch < 1:  # in most rounds nothing is drafted
         pass_s = own.covered * pass_s + (1 - own.covered) * plain_s
     draft_s = min(1.0, own.covered * batch) * sum(member.cost_s(depth, rows, 0) for member in members)
-    found: float = tokens * plain_s / (pass_s + draft_s)
-    return found
+    return tokens * plain_s / (pass_s + draft_s)
 
 
 def forecasts(costs: PassCosts, arms: Arms, most_rows: int) -> Sequence[Forecast]:

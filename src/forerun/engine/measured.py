@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
 from forerun.economy import NO_TIME_S, Kind, PassCost, PassCosts, damped
 from forerun.engine.advice import Advice
-from forerun.engine.arms import TRIAL_DEPTH, TRIES, Arms, Rest, Way
+from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Way
 from forerun.engine.controller import FixedDepth, Load, fitting
 from forerun.engine.forecast import forecast
 from forerun.tree import DraftTree
@@ -30,6 +31,7 @@ MANY = 5  # members, above which sets of some of them are not looked at
 HYSTERESIS = 1.015  # how many times as good a round must be for the ways of the last one to be left
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 WORSE = 0.75  # of what rounds were worth: something has changed
+TRIAL_SHARE = 0.01  # of the time, that trials may cost
 HOLD = 8  # rounds for which a plan is held at most
 
 Ways = Mapping[int, Way]
@@ -87,6 +89,7 @@ class MeasuredDepth:
     taken: dict[int, tuple[Way, int] | None] = field(default_factory=dict)  # by sequence, in the last round planned
     possible: frozenset[int] = frozenset()  # arms of that round
     tried: int | None = None  # the arm that is on trial in it; -1 for drafting nothing
+    patience: int = 0  # rounds that the next trial of it has to wait
     pending: bool = False  # whether that round's outcome is still to come
     wanted: Sequence[Sequence[Budget]] = ()
     wishes: Sequence[Speculation] = ()
@@ -157,8 +160,8 @@ class MeasuredDepth:
         """Try everything soon where rounds are worth much less than they were."""
         if tokens_per_s < WORSE * self.usual:
             self.usual = tokens_per_s
-            for rest in (self.plain, *(arm.rest for arm in self.arms.arms)):
-                rest.wake()
+            self.plain.wake()
+            self.arms.wake()
         self.usual += (tokens_per_s - self.usual) / 8
 
     def holds(self, load: Load, outlook: Outlook) -> bool:
@@ -180,7 +183,11 @@ class MeasuredDepth:
         best = max(self.plans(rows, num_prompt_tokens), key=lambda planned: planned.tokens_per_s)
         self.tried = self.trial(rows)
         if self.tried is not None:
-            return Planned(self.on_trial(best.choice, rows, self.tried), best.tokens_per_s)
+            choice = self.on_trial(best.choice, rows, self.tried)
+            dearer = best.tokens_per_s / self.tokens_per_s(choice, num_prompt_tokens) - 1
+            cost = tokens_of(choice) / tokens_of(best.choice) * dearer
+            self.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
+            return Planned(choice, best.tokens_per_s)
         last = self.last(seq_ids, rows, num_prompt_tokens)
         return last if last and best.tokens_per_s < HYSTERESIS * last.tokens_per_s else best
 
@@ -255,9 +262,10 @@ class MeasuredDepth:
             if arm == -1:
                 choice[row] = None if all(way.free for way in own.values()) else choice[row]
             elif arm in own:
-                way = own[arm]
-                choice[row] = (way, min(TRIAL_DEPTH, way.budget.depth) if way.free else way.budget.depth)
-                if not self.arms.arms[arm].rest.new:
+                way, new = own[arm], self.arms.arms[arm].rest.new
+                depth = FIRST_DEPTH if new else TRIAL_DEPTH
+                choice[row] = (way, min(depth, way.budget.depth) if way.free else way.budget.depth)
+                if not new:
                     break
         return choice
 
@@ -300,9 +308,10 @@ class MeasuredDepth:
                 learned.count(own)
             expected = sum(sum(way.survival[: row.num_drafted]) for row, way in own)
             hopeful = arm == self.tried and sum(row.accepted for row, _ in own) > expected + 1
-            learned.rest.count(len(own), arm == self.tried, hopeful)
+            learned.rest.count(len(own), self.patience if arm == self.tried else None, hopeful)
         if self.possible:
-            self.plain.count(0 if taken else 1, self.tried == -1, cheap and self.tried == -1)
+            tried = self.tried == -1
+            self.plain.count(0 if taken else 1, self.patience if tried else None, cheap and tried)
 
     def time(self, taken: Taken, outcome: Outcome) -> bool:
         """Learn what rounds and drafts took; passes that read prompts too say nothing of guesses.
@@ -326,6 +335,11 @@ def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:
     """The sets of members that are looked at, small ones first, none at all before them."""
     sizes = range(len(members) + 1) if len(members) <= MANY else (0, 1, len(members))
     return (frozenset(chosen) for size in sizes for chosen in itertools.combinations(members, size))
+
+
+def tokens_of(choice: Choice) -> float:
+    """What a round of this choice gives."""
+    return float(len(choice)) + sum(sum(each[0].survival[: each[1]]) for each in choice if each is not None)
 
 
 def best_of(own: Ways, among: frozenset[int] | range, merging: bool) -> Way | None:
