@@ -21,7 +21,7 @@ from forerun.draft.base import Budget, Draft, Outlook
 from forerun.economy import Kind, PassCost
 from forerun.engine.controller import Load
 from forerun.engine.engine import Engine
-from forerun.engine.kept_costs import keep, read_kept
+from forerun.engine.kept_costs import as_json, from_json, keep, read_kept
 from forerun.engine.measured import MeasuredDepth, Taken
 from forerun.engine.request import Requests
 from forerun.engine.samples import SAMPLES
@@ -101,9 +101,9 @@ def calibrate(
     controller = MeasuredDepth()
     error = attempt(lambda: measure(engine, requests, params, controller, progress))
     if error is None and controller.costs.kinds:
-        controller.begin()
-        keep(key, controller)
-        return controller
+        found = as_json(controller)
+        keep(key, found)
+        return from_json(found, engine.drafter.arms)  # so the first start begins with what later ones read
     logger.debug("The costs of rounds could not be measured at the start.", exc_info=error)
     return MeasuredDepth()
 

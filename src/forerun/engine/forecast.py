@@ -64,7 +64,7 @@ def gain(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_con
 def forecasts(costs: PassCosts, arms: Arms, most_rows: int) -> Sequence[Forecast]:
     """Those for few, some and many rows, as far as an engine with so many places has them."""
     sizes = sorted({min(batch, most_rows) for batch in BATCHES})
-    return [found for batch in sizes if (found := forecast(costs, arms, batch)) is not None]
+    return tuple(found for batch in sizes if (found := forecast(costs, arms, batch)) is not None)
 
 
 def told(found: Sequence[Forecast]) -> str:

@@ -6,7 +6,7 @@ This file decides the form of the file. Whatever cannot be read or is of somethi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from hashlib import sha256
@@ -26,7 +26,7 @@ VERSION = 1
 def as_json(controller: MeasuredDepth) -> dict[str, Any]:
     """What the controller knows, for `from_json`."""
     passes = [
-        {"kind": list(kind), "sizes": {str(size): own.usual_s for size, own in cost.sizes.items()}}
+        {"kind": list(kind), "sizes": {str(size): cost.expect(size) for size in cost.sizes}}
         for kind, cost in controller.costs.kinds.items()
     ]
     arms = [
@@ -54,7 +54,7 @@ def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
         for size, usual_s in entry["sizes"].items():
             cost.record(int(size), number(usual_s))
             cost.sizes[int(size)].num_seen = SEEN
-        controller.costs.kinds[Kind(int(rows), int(context), bool(merged))] = cost
+        controller.costs.kinds[Kind(int(number(rows)), int(number(context)), bool(merged))] = cost
     controller.arms.names = found["names"]
     controller.arms.arms = [arm_of(entry) for entry in found["arms"]]
     if len(controller.arms.arms) != len(found["names"]) or not controller.costs.kinds:
@@ -95,9 +95,9 @@ def read_kept(key: str, names: Sequence[str]) -> MeasuredDepth | None:
     return None
 
 
-def keep(key: str, controller: MeasuredDepth) -> None:
+def keep(key: str, found: Mapping[str, Any]) -> None:
     """Write the file as a whole; where that is not possible, every start measures again."""
     with suppress(OSError):
         path = kept_file(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, json.dumps({**as_json(controller), "of": key}).encode())
+        replace_file(path, json.dumps({**found, "of": key}).encode())

@@ -1,0 +1,261 @@
+"""What an engine measures before its first request: it is kept, it is not remembered as text, and it changes no token."""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams, Speculation
+from forerun.draft.ngram import NgramDrafter
+from forerun.draft.suffix import SuffixDrafter
+from forerun.engine import calibration
+from forerun.engine.engine import Engine
+from forerun.engine.kept_costs import as_json, from_json, kept_file
+from forerun.engine.measured import MeasuredDepth
+
+ROOT = Path(__file__).parents[1] / "data"
+TARGET, DRAFT = ROOT / "stories260k", ROOT / "stories280k"
+PROMPTS = ["Once upon a time", "One day, a little girl", "The cat"]
+DRAFTS = [
+    "ngram",
+    "suffix",
+    f"model:{DRAFT}",
+    f"mix[ngram,model:{DRAFT}]",
+    "early-exit:2",
+    f"cascade[ngram,model:{DRAFT}]",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "forerun" / "times"
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A note for every round that any engine makes: how many sequences were in it."""
+    noted: list[int] = []
+    step = Engine.step
+
+    def watched(engine: Engine) -> object:
+        noted.append(len(engine.sequences))
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    return noted
+
+
+def assert_empty(llm: LLM) -> None:
+    """Nothing is left of any sequence."""
+    assert not llm.engine.sequences
+    assert llm.engine.runner.cache.num_rows == 0
+    assert not llm.engine.scheduler.running
+    assert not llm.engine.scheduler.waiting
+
+
+def started(draft: str, **options: object) -> LLM:
+    return LLM(str(TARGET), draft, dtype="float32", use_tqdm_on_load=False, **options)  # type: ignore[arg-type]
+
+
+def controller_of(llm: LLM) -> MeasuredDepth:
+    assert isinstance(llm.engine.controller, MeasuredDepth)
+    return llm.engine.controller
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list[int]) -> None:
+    """Every arm at batch 1 and at the largest; nothing of it is left in the engine."""
+    first = started(draft)
+    assert len(steps) > 20
+    assert set(steps) == {1, 8, 16}
+    assert_empty(first)
+    assert (first.stats.num_passes, first.stats.gain) == (0, None)
+    known = controller_of(first)
+    assert {kind.rows for kind in known.costs.kinds} == {1, 4, 5}
+    assert all(cost.expect(size) > 0 for cost in known.costs.kinds.values() for size in cost.sizes)
+    assert known.arms.names == (list(first.arms) if len(first.arms) > 1 else [""])
+    assert [each.batch for each in first.forecasts] == [1, 8, 16]
+    steps.clear()
+    again = started(draft)
+    assert steps == []
+    assert as_json(controller_of(again)) == json.loads(json.dumps(as_json(known)))
+    assert again.forecasts == first.forecasts
+
+
+@pytest.mark.parametrize(
+    "options", [{"threads": 1}, {"max_num_seqs": 2}, {"verification": "token"}, {"quantize": "int8"}]
+)
+def test_what_it_depends_on_tells_measurements_apart(options: dict[str, object], steps: list[int]) -> None:
+    started("ngram", threads=2)
+    steps.clear()
+    started("ngram", **({"threads": 2} | options))
+    assert steps
+
+
+def test_without_drafts_or_with_a_fixed_depth_nothing_is_measured(steps: list[int]) -> None:
+    for llm in (
+        LLM(str(TARGET), dtype="float32"),
+        started("ngram", speculation=4),
+        started("ngram", speculation=False),
+        LLM(str(TARGET), NgramDrafter(), dtype="float32"),
+        started("ngram", controller=MeasuredDepth()),
+    ):
+        assert steps == []
+        assert llm.forecasts == ()
+
+
+def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: list[int]) -> None:
+    """Requests without a seed get theirs by number; samples must not take numbers away."""
+    params = SamplingParams(temperature=1.0, max_tokens=20, n=2)
+    expected = started("ngram", seed=7, speculation=4).generate(PROMPTS, params)
+    measured = started("ngram", seed=7).generate(PROMPTS, params)
+    read = started("ngram", seed=7).generate(PROMPTS, params)
+    assert steps
+    assert expected == measured == read
+    assert [each.request_id for each in expected] == [each.request_id for each in measured]
+
+
+def test_samples_are_not_remembered(tmp_path: Path) -> None:
+    """Neither in memory nor in a user's file."""
+    path = tmp_path / "past.jsonl"
+    llm = started(f"suffix:{path}")
+    assert isinstance(llm.drafter, SuffixDrafter)
+    assert len(llm.drafter.past.answers) == 0
+    assert not path.exists() or len(path.read_text().splitlines()) <= 1
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=8, seed=1))
+    assert len(llm.drafter.past.answers) == 1
+
+
+DAMAGE = [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"version": 0}',
+    '{"version": 1, "names": [""], "passes": [], "arms": []}',
+]
+
+
+@pytest.mark.parametrize("text", DAMAGE)
+def test_a_damaged_file_is_measured_anew(text: str, folder: Path, steps: list[int]) -> None:
+    started("ngram")
+    (path,) = folder.glob("rounds-*.json")
+    path.write_text(text)
+    steps.clear()
+    started("ngram")
+    assert steps
+    assert json.loads(path.read_text())["passes"]
+
+
+def corrupted(found: object, rng_value: object) -> list[object]:
+    """The same JSON with one of its values at a time in place of which stands another."""
+    if isinstance(found, dict):
+        return [
+            {**found, key: changed}
+            for key, value in found.items()
+            for changed in [rng_value, *corrupted(value, rng_value)]
+        ]
+    if isinstance(found, list):
+        return [
+            [*found[:i], changed, *found[i + 1 :]]
+            for i, value in enumerate(found[:3])
+            for changed in [rng_value, *corrupted(value, rng_value)]
+        ]
+    return []
+
+
+@pytest.mark.parametrize("value", [None, -1.0, float("nan"), float("inf"), "x", [], {}, True])
+def test_any_value_that_is_wrong_is_refused_or_harmless(value: object) -> None:
+    """A file with one value changed gives a controller whose every estimate is a finite time, or none at all."""
+    good = as_json(controller_of(started("ngram")))
+    for found in corrupted(json.loads(json.dumps(good)), value):
+        try:
+            controller = from_json(found, ("ngram",))
+        except (ValueError, TypeError, LookupError, AttributeError):
+            continue
+        for cost in controller.costs.kinds.values():
+            assert all(0 <= cost.expect(size) < float("inf") for size in (1, 7, 300))
+        assert all(0 <= arm.cost_s(4, 2, 0) < float("inf") for arm in controller.arms.arms)
+
+
+def test_where_nothing_can_be_kept_every_start_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int]
+) -> None:
+    monkeypatch.setattr(calibration, "keep", lambda *_: None)
+    for _ in range(2):
+        steps.clear()
+        assert started("ngram").forecasts
+        assert steps
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not kept_file("x").parent.exists()
+
+
+def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time at all nothing is measured, and the engine works; with little, batch 1 comes first."""
+    monkeypatch.setattr(calibration, "LIMIT_S", 0.0)
+    llm = started("ngram")
+    assert llm.forecasts == ()
+    assert llm.generate(PROMPTS, SamplingParams(max_tokens=4, seed=1)) == LLM(str(TARGET), dtype="float32").generate(
+        PROMPTS, SamplingParams(max_tokens=4, seed=1)
+    )
+    step, slow = Engine.step, 0.02
+
+    def slowly(engine: Engine) -> object:
+        time.sleep(slow)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slowly)
+    monkeypatch.setattr(calibration, "LIMIT_S", 0.4)
+    began_s = time.perf_counter()
+    llm = started("ngram")
+    assert time.perf_counter() - began_s < 3.0
+    assert {kind.rows for kind in controller_of(llm).costs.kinds} == {1}
+
+
+def test_an_engine_that_cannot_be_measured_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Sequence[int]:
+        raise OSError("no")
+
+    monkeypatch.setattr(calibration, "samples", fails)
+    llm = started("ngram")
+    assert llm.forecasts == ()
+    assert_empty(llm)
+    assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=4, seed=1))[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("max_model_len", [4, 9, 30])
+def test_short_contexts_are_measured_as_far_as_they_go(max_model_len: int) -> None:
+    llm = started(f"model:{DRAFT}", max_model_len=max_model_len)
+    assert_empty(llm)
+    (answer,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True, seed=1))
+    assert len(answer.outputs[0].token_ids) == 2
+
+
+def test_the_log_is_told_what_to_expect(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="forerun"):
+        llm = started(f"model:{DRAFT}")
+    lines = [record.getMessage() for record in caplog.records if "expected" in record.getMessage()]
+    assert len(lines) == 1
+    pays = any(each.depth for each in llm.forecasts)
+    assert ("at batch 1" in lines[0]) if pays else ("not expected to pay" in lines[0])
+
+
+def test_results_and_stats_tell_the_gain() -> None:
+    """Of rounds that were plain it is nearly 1; without a measurement it is not known."""
+    params = SamplingParams(temperature=0.7, max_tokens=200, seed=3, ignore_eos=True)
+    llm = started(f"model:{DRAFT}")
+    (plain,) = llm.generate(PROMPTS[0], params, speculation=False)
+    assert plain.metrics.gain is not None
+    assert llm.stats.gain is not None
+    assert 0.3 < plain.metrics.gain < 3
+    assert llm.stats.gain == pytest.approx(plain.metrics.gain)
+    llm.generate(PROMPTS, params, speculation=Speculation(4))
+    assert llm.stats.gain != pytest.approx(plain.metrics.gain)
+    (unknown,) = started("ngram", speculation=4).generate(PROMPTS[0], params)
+    assert unknown.metrics.gain is None

@@ -1,0 +1,133 @@
+"""The forecast against simulated rounds, and what the log is told while an engine runs."""
+
+import logging
+import random
+
+import pytest
+
+from engine.worlds import World, calibrated, rounds
+from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.draft.base import Budget
+from forerun.economy import Acceptance, likeness
+from forerun.engine.advice import FEW, PLANS, TEXTS, WINDOW, Advice
+from forerun.engine.forecast import PAYS, Forecast, forecast, told
+from forerun.engine.measured import MeasuredDepth
+
+WORLDS = {
+    "pays": World([0.8], [0.002], lambda n: 0.1 + 0.001 * n),
+    "pays in small batches": World([0.75], [0.005], lambda n: 0.1 + 0.004 * n),
+    "never pays": World([0.3], [0.05]),
+    "one of two": World([0.2, 0.85], [0.001, 0.01], merged=0.85),
+    "together": World([0.5, 0.5], [0.003, 0.005], merged=0.85),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("name", WORLDS)
+def test_what_is_forecast_comes_true(name: str, batch: int) -> None:
+    """Against the true mean of the same world, of a batch's guesses of late: the median of five within a tenth."""
+    world, seen = WORLDS[name], []
+    for seed in range(5):
+        controller = calibrated(world, batch)
+        list(rounds(controller, world, 200, batch, seed=seed))
+        seen.append(forecast(controller.costs, controller.arms, batch))
+    found = sorted((each for each in seen if each is not None), key=lambda each: each.gain)[2]
+    plain = world.speed([Budget(0)] * batch)
+    best = max(
+        world.speed([Budget(depth, 1, depth, arm)] * batch) / plain
+        for depth in range(1, 17)
+        for arm in range(len(world.chances) + world.is_mix)
+    )
+    assert found.gain == pytest.approx(best, rel=0.1)
+    assert (found.depth > 0) == (found.gain >= PAYS)
+
+
+def test_nothing_is_forecast_without_measurements() -> None:
+    controller = MeasuredDepth()
+    assert forecast(controller.costs, controller.arms, 1) is None
+    assert controller.plain_s(1) is None
+
+
+def test_an_arm_that_seldom_has_anything_to_say_gains_seldom() -> None:
+    world = World([0.9], [0.0])
+    controller = calibrated(world, 1)
+    full = forecast(controller.costs, controller.arms, 1)
+    controller.arms.arms[0].covered = 0.1
+    seldom = forecast(controller.costs, controller.arms, 1)
+    assert full is not None
+    assert seldom is not None
+    assert seldom.gain - 1 == pytest.approx(0.1 * (full.gain - 1), rel=0.05)
+
+
+def test_it_is_told_in_a_line() -> None:
+    pays, plain = Forecast(1, "", 5, 1.912), Forecast(32, "", 0, 0.8)
+    assert (
+        told([pays, plain])
+        == "expected on texts like the samples: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
+    )
+    assert told([Forecast(1, "b", 0, 0.97), plain]) == "drafting is not expected to pay: ×0.97 at best, at batch 1"
+
+
+def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning when drafting begins to cost more than it gives, a line when it pays again; nothing in between."""
+    good, bad = World([0.9], [0.01]), World([0.0], [0.05])
+    controller = calibrated(good, 1)
+    with caplog.at_level(logging.INFO, logger="forerun.engine.measured"):
+        for number, world in enumerate((good, bad, good, bad)):
+            list(rounds(controller, world, 1200, 1, seed=number))
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
+    assert "Drafting is off for now, since it does not pay: ×" in caplog.records[0].getMessage()
+    assert "at batch 1" in caplog.records[0].getMessage()
+
+
+def test_a_few_rounds_change_no_mood() -> None:
+    advice, dice = Advice(), random.Random(0)
+    for _ in range(200):
+        run = dice.randint(1, PLANS - 1)
+        assert not any(advice.planned(drafting=False) for _ in range(run))
+        assert not advice.planned(drafting=True)
+
+
+def outcome(seq_id: int, offered: int, accepted: int, pass_s: float = 0.1) -> Outcome:
+    return Outcome([RowOutcome(seq_id, 4, offered, accepted, accepted + 1)], 0, 0.2, 0.1, pass_s)
+
+
+@pytest.mark.parametrize(("accepted", "word"), [(4, "the target itself"), (0, "wrong weights")])
+def test_a_suspicious_draft_model_is_named_once(accepted: int, word: str, caplog: pytest.LogCaptureFixture) -> None:
+    advice = Advice()
+    for number in range(WINDOW):
+        advice.suspect(outcome(number % TEXTS, 4 if accepted else 1, accepted))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert word in record.getMessage()
+
+
+def test_an_ordinary_drafter_is_not_suspected(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither one that is right at times, nor one without a model, nor one text that repeats itself."""
+    dice = random.Random(1)
+    usual, copying, alone = Advice(), Advice(), Advice()
+    for number in range(4 * WINDOW):
+        accepted = 4 if dice.random() < 4 * FEW else 0
+        usual.suspect(outcome(number % TEXTS, accepted or 1, accepted))
+        copying.suspect(outcome(number % TEXTS, 1, 0, pass_s=0.0))
+        alone.suspect(outcome(7, 4, 4))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("num", [2, 8, 32])
+def test_rows_count_as_much_alike_as_they_are(num: int) -> None:
+    """Drawn from one chance for all, what is known of all decides; from chances far apart, each for itself."""
+    dice = random.Random(num)
+
+    def weight(chances: list[float]) -> float:
+        apart = [Acceptance() for _ in chances]
+        for own, chance in zip(apart, chances, strict=True):
+            for _ in range(400):
+                own.count([(1, int(dice.random() < chance))])
+        return likeness(apart, 24.0)
+
+    same = sorted(weight([0.7] * num) for _ in range(9))[4]
+    apart = sorted(weight([0.2, 0.95] * (num // 2)) for _ in range(9))[4]
+    assert same > 40 * apart
+    assert apart < 12
+    assert likeness([], 24.0) == likeness([Acceptance()], 24.0) == 24.0
