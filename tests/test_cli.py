@@ -382,7 +382,7 @@ def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
     )
     plain = forerun_(*common)
     assert plain.exit_code == 0, plain.stderr
-    drafted = forerun_(*common, "--draft", f"model:{DRAFT}", "--json")
+    drafted = forerun_(*common, "--draft", f"model:{DRAFT}", "--depth", "4", "--json")
     answer = json.loads(drafted.stdout)
     assert answer["text"] == plain.stdout
     assert (

@@ -51,7 +51,7 @@ def test_waves_are_full_and_reach_every_item(num_items: int, batch: int) -> None
 
 @pytest.mark.parametrize(
     ("field", "values"),
-    [("batches", (0,)), ("depths", (-1,)), ("batches", ()), ("temperatures", (1.0, 1.0)), ("repeats", 0)],
+    [("batches", (0,)), ("depths", (-2,)), ("batches", ()), ("temperatures", (1.0, 1.0)), ("repeats", 0)],
 )
 def test_what_cannot_be_run_is_refused_by_name(field: str, values: object) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -1,4 +1,4 @@
-"""What an engine measures before its first request: it is kept, it is not remembered as text, and it changes no token."""
+"""What an engine measures before its first request: it is kept, not remembered as text, and changes no token."""
 
 import json
 import logging

@@ -70,7 +70,7 @@ class ArmStats:
 
 
 @dataclass(slots=True)
-class Pace:
+class LiveGain:
     """The time that rounds took, and the time that plain decoding would have taken for their tokens, by measurement."""
 
     round_s: float = 0.0
@@ -101,7 +101,7 @@ class Counts:
     offered_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
     arms: dict[int, ArmStats] = field(default_factory=dict)  # of a mix's, by number
-    pace: Pace = field(default_factory=Pace)
+    pace: LiveGain = field(default_factory=LiveGain)
 
     def count(self, row: RowOutcome) -> None:
         """Add one sequence's round."""

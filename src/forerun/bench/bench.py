@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import GroupFigures, group_figures
-from forerun.bench.plan import Group, Selection
+from forerun.bench.plan import Group, Selection, depth_name
 from forerun.bench.run import Stage, hash_of
 from forerun.bench.state import State
 
@@ -26,7 +26,7 @@ def bench(stage: Stage, selection: Selection, state: State, report: ProgressCall
             report(f"{group.name}: warming up", done / in_all)
             stage.warm_up(group, selection.depths)
         for turn in turns:
-            report(f"{group.name}, depth {turn.depth}", done / in_all)
+            report(f"{group.name}, depth {depth_name(turn.depth)}", done / in_all)
             state.add(stage.run(group, turn))
             done += weights[group]
     return [figures_of(stage, selection, state, group) for group in groups]

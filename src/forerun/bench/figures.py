@@ -8,11 +8,12 @@ time, and the median is taken over the ratios, because absolute times drift. `ru
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forerun.accept.outcome import Stats
-from forerun.bench.plan import Group
+from forerun.bench.plan import Group, in_order
 from forerun.bench.run import BenchRun
 
 
@@ -36,7 +37,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class CellFigures:
-    """One depth of a group.
+    """One depth of a group. `num_rounds_by_arm` says how often each arm of a mix drafted a sequence.
 
     `tokens_per_s` is decoding alone, `tokens_per_s_with_prompt` all of it. `speed_up` is the first of them over that of
     plain decoding. `pass_ratio` is v(k): a full round's pass over a plain one. `draft_step_ratio` is c: a full
@@ -50,6 +51,8 @@ class CellFigures:
     tokens_per_s: Spread | None
     tokens_per_s_with_prompt: Spread | None
     tokens_per_round: float | None
+    guesses_per_round: float | None
+    num_rounds_by_arm: Mapping[str, int]
     acceptance_rate: float | None
     acceptance_at_depth: tuple[float, ...]
     speed_up: Spread | None
@@ -98,7 +101,7 @@ class GroupFigures:
 
 def group_figures(group: Group, runs: Sequence[BenchRun], recorded: Sequence[str] = ()) -> GroupFigures:
     """What these runs of one group say; `recorded` are the hashes of answers that are replayed."""
-    depths = sorted({run.depth for run in runs})
+    depths = in_order({run.depth for run in runs})
     plain = {run.repetition: run for run in runs if run.depth == 0}
     first = plain[min(plain)]
     expected = [recorded[i % len(recorded)] for i in range(len(first.answers))] if recorded else first.answers
@@ -133,6 +136,8 @@ def cell_figures(depth: int, runs: Sequence[BenchRun], plain: Mapping[int, Bench
         tokens_per_s=of(lambda run: over(run.num_decoded, run.decode_s)),
         tokens_per_s_with_prompt=of(lambda run: over(run.num_tokens, run.total_s)),
         tokens_per_round=stats.tokens_per_round,
+        guesses_per_round=over(stats.num_drafted, stats.num_rounds),
+        num_rounds_by_arm=dict(sum((Counter(dict(run.num_rounds_by_arm)) for run in runs), Counter[str]())),
         acceptance_rate=stats.acceptance_rate,
         acceptance_at_depth=stats.acceptance_at_depth,
         speed_up=beside(speed_up),
@@ -173,7 +178,7 @@ def speed_up(run: BenchRun, plain: BenchRun) -> float | None:
 
 def draft_step_ratio(run: BenchRun, plain: BenchRun) -> float | None:
     """c: the drafting of a full round, per depth, over a plain pass; None for plain decoding."""
-    if run.depth == 0 or run.full_draft_s is None:
+    if run.depth <= 0 or run.full_draft_s is None:
         return None
     return over(run.full_draft_s / run.depth, plain.full_pass_s)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.figures import CellFigures, GroupFigures, Spread
+from forerun.bench.plan import CHOSEN
 from forerun.bench.report import BenchReport
 from forerun.errors import InvalidRequest, MissingPackage
 
@@ -61,7 +62,8 @@ def lines(
     batches = list(dict.fromkeys(figures.group.batch for figures in report.groups))
     temperatures = list(dict.fromkeys(figures.group.temperature for figures in report.groups))
     for figures in groups:
-        points = [(cell.depth, spread) for cell in figures.cells if (spread := figure(cell)) is not None]
+        fixed = [cell for cell in figures.cells if cell.depth != CHOSEN]
+        points = [(cell.depth, spread) for cell in fixed if (spread := figure(cell)) is not None]
         middle = [spread.median for _, spread in points]
         bars = [[s.median - s.low for _, s in points], [s.high - s.median for _, s in points]]
         panel.errorbar(
@@ -78,6 +80,6 @@ def lines(
     panel.axhline(1.0, color="#999999", linewidth=0.8)
     panel.set_title(title, fontsize="medium")
     panel.set_xlabel("depth")
-    panel.set_xticks(sorted({cell.depth for figures in groups for cell in figures.cells}))
+    panel.set_xticks(sorted({cell.depth for figures in groups for cell in figures.cells} - {CHOSEN}))
     panel.set_ylim(bottom=0)
     panel.spines[["top", "right"]].set_visible(False)

@@ -5,15 +5,16 @@ This file defines groups and cells, and how repetitions alternate between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun.config import Speculation, require_whole
+from forerun.config import AUTO, Speculation, require_whole
 from forerun.errors import InvalidRequest
 from forerun.shape import StaticTree
 
 GENERATED, REPLAYED = ("code", "prose"), ("edits",)
 SHIPPED = (*GENERATED, *REPLAYED)  # the workloads that come with the package
+CHOSEN = -1  # stands for the depth that the controller chooses, round by round
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ class Turn:
 class Selection:
     """The cells: `batches` x `depths` x `temperatures` for every workload, each `repeats` times.
 
-    Depth 0, plain decoding, is always among the depths. `num_tokens` are generated per request, after at most
-    `num_prompts` prompts of a workload; a replayed answer is as long as it is. Drafts are chains, or a `tree`, cut to
-    each depth; no depth is more than the tree's own.
+    Depth 0, plain decoding, is always among the depths; CHOSEN may be. `num_tokens` are generated per request, after at
+    most `num_prompts` prompts of a workload; a replayed answer is as long as it is. Drafts are chains, or a `tree`, cut
+    to each depth; no depth is more than the tree's own.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -57,7 +58,7 @@ class Selection:
     tree: StaticTree | None = None
 
     def __post_init__(self) -> None:
-        for name, values, least in (("batch", self.batches, 1), ("depth", self.depths, 0)):
+        for name, values, least in (("batch", self.batches, 1), ("depth", self.depths, CHOSEN)):
             for value in values:
                 require_whole(name, value, least)
         for name, least in (("num_tokens", 2), ("num_prompts", 1), ("repeats", 1), ("seed", 0)):
@@ -67,7 +68,11 @@ class Selection:
             if not given or len(set(given)) < len(given):
                 raise InvalidRequest(name, f"{given!r} must be values that differ, at least one.")
         deepest = max(self.depths) if self.tree is None else self.tree.depth
-        object.__setattr__(self, "depths", tuple(sorted({0, *(min(depth, deepest) for depth in self.depths)})))
+        if self.tree is not None and CHOSEN in self.depths:
+            raise InvalidRequest(
+                "depth", "auto chooses lengths of chains, and a tree has its own: leave out one of both."
+            )
+        object.__setattr__(self, "depths", tuple(in_order({0, *(min(depth, deepest) for depth in self.depths)})))
 
     def groups(self, replayed: Mapping[str, bool]) -> list[Group]:
         """All groups of the workloads, by name. What is replayed is drawn at no temperature: it runs once, at 0."""
@@ -80,12 +85,24 @@ class Selection:
 
     def wish(self, depth: int) -> Speculation:
         """The speculation at a depth."""
+        if depth == CHOSEN:
+            return Speculation()
         tree = None if self.tree is None else self.tree.cut(depth)
         return Speculation(depth) if tree is None else Speculation(tree=tree)
 
     def turns(self) -> list[Turn]:
         """The order within a group: all depths by turns, each repetition beginning one depth later."""
         return [Turn(r, depth) for r in range(self.repeats) for depth in rotated(self.depths, r)]
+
+
+def in_order(depths: Iterable[int]) -> list[int]:
+    """Depths from small to large, the chosen one behind them."""
+    return sorted(depths, key=lambda depth: (depth == CHOSEN, depth))
+
+
+def depth_name(depth: int) -> str:
+    """For a reader."""
+    return AUTO if depth == CHOSEN else str(depth)
 
 
 def rotated(values: Sequence[int], by: int) -> list[int]:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun.bench.figures import CellFigures, GroupFigures, Mismatch
+from forerun.bench.plan import CHOSEN
+from forerun.config import AUTO
 from forerun.device import CPU, Placement
 from forerun.prove.report import jsonable
 
@@ -93,4 +95,4 @@ class BenchReport:
 
 def cell_object(figures: GroupFigures, cell: CellFigures) -> dict[str, Any]:
     """A cell with its group's names."""
-    return {**asdict(figures.group), **asdict(cell)}
+    return {**asdict(figures.group), **asdict(cell), "depth": AUTO if cell.depth == CHOSEN else cell.depth}

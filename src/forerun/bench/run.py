@@ -10,6 +10,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome
@@ -19,6 +20,7 @@ from forerun.bench.pace import Pace
 from forerun.bench.plan import Group, Turn
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget
+from forerun.engine.controller import Controller
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import forget_peak_rss, peak_rss_bytes
@@ -66,6 +68,7 @@ class BenchRun:
     num_distinct: int
     answers: tuple[str, ...]
     peak_bytes: int | None
+    num_rounds_by_arm: tuple[tuple[str, int], ...] = ()  # of a mix, in which it drafted a sequence
 
     @property
     def group(self) -> Group:
@@ -84,6 +87,7 @@ class Tape:
 
     batch: int
     num_guesses: int
+    arms: Sequence[str] = ()
     pace: Pace = field(default_factory=Pace)
     first_s: dict[int, float] = field(default_factory=dict)  # by sequence, from when its wave began
     full: list[Outcome] = field(default_factory=list)
@@ -121,6 +125,7 @@ class Tape:
             num_accepted=stats.num_accepted,
             offered_at_depth=tuple(stats.offered_at_depth),
             accepted_at_depth=tuple(stats.accepted_at_depth),
+            num_rounds_by_arm=tuple((self.arms[arm], own.num_rounds) for arm, own in sorted(stats.arms.items())),
             full_pass_s=statistics.median(o.pass_s for o in self.full) if self.full else None,
             full_draft_s=statistics.median(o.draft_s for o in self.full) if self.full else None,
             num_ngrams=sum(map(len, grams)),
@@ -145,6 +150,7 @@ class Stage:
     seed: int = 0
     clock: Clock = time.perf_counter
     wish: Callable[[int], Speculation] = Speculation
+    controllers: dict[tuple[Group, int], Controller] = field(default_factory=dict)
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
@@ -161,7 +167,7 @@ class Stage:
 
     def tape(self, group: Group, depth: int) -> Tape:
         """A tape for a run at this depth."""
-        return Tape(group.batch, Budget.of(self.wish(depth)).nodes)
+        return Tape(group.batch, Budget.of(self.wish(depth)).nodes, self.llm.arms)
 
     def wave(
         self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""
@@ -179,7 +185,7 @@ class Stage:
             if item.answer is not None:
                 recording.texts[sequence.id] = [*item.prompt, *item.answer]
             sequences.append(sequence)
-        lane = Lane(self.engine(group.batch, depth, recording), sequences)
+        lane = Lane(self.engine(group, depth, recording), sequences)
         try:
             while lane.engine.has_work:
                 timed = lane.step(self.clock)
@@ -198,12 +204,18 @@ class Stage:
             ignore_eos=True,
         )
 
-    def engine(self, batch: int, depth: int, recording: Recording) -> Engine:
-        """An engine over the LLM's weights and cache; plain decoding has no drafter that could cost anything."""
+    def engine(self, group: Group, depth: int, recording: Recording) -> Engine:
+        """An engine over the LLM's weights and cache; plain decoding has no drafter that could cost anything.
+
+        Its controller goes on from wave to wave: it begins as the LLM's own, which runs nothing.
+        """
+        if (group, depth) not in self.controllers:
+            self.controllers[group, depth] = deepcopy(self.llm.engine.controller)
         return Engine(
             self.llm.engine.runner,
             self.llm.drafter if depth else None,
-            options=EngineOptions(batch, self.llm.engine.options.chunk_tokens),
+            controller=self.controllers[group, depth],
+            options=EngineOptions(group.batch, self.llm.engine.options.chunk_tokens),
             num_ids=self.llm.requests.num_ids,
             draws=recording if recording.texts else Draws,
             kernels=self.llm.engine.kernels,

@@ -13,7 +13,7 @@ from typing import Any
 from forerun import __version__
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage, Workload, check_lengths, workload_of
-from forerun.bench.plan import Selection
+from forerun.bench.plan import CHOSEN, Selection
 from forerun.bench.run import Stage
 from forerun.draft.build import DraftContext, plan_drafter
 from forerun.errors import NotEnoughMemory
@@ -43,7 +43,7 @@ class Models:
         llm = LLM(
             self.target,
             self.draft,
-            speculation=selection.wish(max(selection.depths)),
+            speculation=selection.wish(CHOSEN if CHOSEN in selection.depths else max(selection.depths)),
             max_model_len=max_model_len,
             max_num_seqs=batch,
             threads=self.threads,

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.bench.figures import CellFigures, GroupFigures, Spread
+from forerun.bench.plan import CHOSEN, depth_name
 from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
 from forerun.device import is_cpu
@@ -38,7 +39,7 @@ def table(figures: GroupFigures) -> FigureTable:
 
 def row(cell: CellFigures) -> Iterator[str | Text]:
     """One depth's line; what plain decoding is compared with is itself, so it has no ratios."""
-    yield str(cell.depth)
+    yield depth_name(cell.depth)
     yield number(cell.tokens_per_s, ".1f")
     if cell.depth and cell.speed_up:
         yield Text(f"×{cell.speed_up.median:.2f}", "green" if cell.speed_up.median > 1 else "yellow")
@@ -48,7 +49,7 @@ def row(cell: CellFigures) -> Iterator[str | Text]:
         yield ""
     yield f"{cell.tokens_per_round:.2f}" if cell.tokens_per_round is not None else "?"
     yield f"{cell.acceptance_rate:.0%}" if cell.acceptance_rate is not None else ""
-    yield number(cell.pass_ratio, ".2f") if cell.depth else ""
+    yield number(cell.pass_ratio, ".2f") if cell.depth > 0 else ""
     yield f"×{cell.predicted.median:.2f}" if cell.predicted else ""
     yield number(cell.engine_s, ".2f", 1000.0)
     yield number(cell.first_token_s, ".0f", 1000.0)
@@ -65,6 +66,7 @@ def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
     if deepest.acceptance_at_depth:
         rates = " ".join(f"{rate:.2f}" for rate in deepest.acceptance_at_depth)
         yield Text(f"kept at depth 1, 2, …: {rates}", "dim")
+    yield from choices(figures)
     if figures.distinct_ngrams is not None:
         yield Text(f"{figures.distinct_ngrams:.0%} of the 8-grams in the answers are distinct", "dim")
     if (share := report.limit_share(figures)) is not None:
@@ -76,7 +78,20 @@ def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
         yield Text(f"same tokens: NO ({len(figures.differences)} answers)", "bold red")
     for difference in figures.differences[:MOST_SHOWN]:
         place = report.place(figures, difference)
-        yield Text(f"  depth {difference.depth}, repetition {difference.repetition + 1}: {place}", "red")
+        yield Text(f"  depth {depth_name(difference.depth)}, repetition {difference.repetition + 1}: {place}", "red")
+
+
+def choices(figures: GroupFigures) -> Iterator[Text]:
+    """What the controller chose: how many guesses where the depth was its own, and which arms of a mix."""
+    for cell in figures.cells:
+        said = []
+        if cell.depth == CHOSEN and cell.guesses_per_round is not None:
+            said.append(f"{cell.guesses_per_round:.2f} guesses per round")
+        if in_all := sum(cell.num_rounds_by_arm.values()):
+            shares = (f"{arm} {num / in_all:.0%}" for arm, num in cell.num_rounds_by_arm.items())
+            said.append("drafted by " + ", ".join(shares))
+        if said:
+            yield Text(f"depth {depth_name(cell.depth)}: {'; '.join(said)}", "dim")
 
 
 def facts(report: BenchReport) -> Table:

@@ -20,7 +20,7 @@ from forerun.bench.run import BenchRun
 from forerun.errors import InvalidRequest
 from forerun.folders import cache_folder
 
-FORM = 1  # of the file
+FORM = 2  # of the file
 
 
 def key_of(about: Mapping[str, Any]) -> str:
@@ -137,5 +137,9 @@ def run_of(line: bytes, place: str) -> BenchRun:
     names = {field.name for field in fields(BenchRun)}
     if not isinstance(entry, dict) or set(entry) != names:
         raise InvalidRequest("state", f"{place} is damaged: start over with --fresh")
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
-    return BenchRun(**values)
+    return BenchRun(**{name: as_tuple(value) for name, value in entry.items()})
+
+
+def as_tuple(value: Any) -> Any:
+    """Lists of JSON as the tuples that they were."""
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value

@@ -13,9 +13,10 @@ from typing import Annotated, ClassVar, TypeVar
 
 import typer
 
-from forerun.bench.plan import SHIPPED, Selection
+from forerun.bench.plan import CHOSEN, SHIPPED, Selection
 from forerun.commands.destination import Destination, Result
 from forerun.commands.interrupt import importing
+from forerun.config import AUTO
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import DRAFT, TARGET
 from forerun.options import (
@@ -61,7 +62,7 @@ class BenchOptions:
     replay: Annotated[Path | None, typer.Option(help="Instead: a .jsonl with prompt and answer, replayed.")] = None
     batch: Annotated[str, typer.Option(help="Prompts at once, as in 1,4,16.")] = "1"
     depth: Annotated[
-        str, typer.Option(help="Tokens drafted per round, as in 0,1,2,3,5,7; 0, plain, is always run.")
+        str, typer.Option(help="Tokens drafted per round, as in 0,1,2,3,5,7 or 4,auto; 0, plain, is always run.")
     ] = "0,2,4"
     tree: TreeOption = None
     temperature: Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; replayed texts have none.")] = (
@@ -88,7 +89,7 @@ class BenchOptions:
         """The cells."""
         return Selection(
             batches=numbers("batch", self.batch, int),
-            depths=numbers("depth", self.depth, int),
+            depths=numbers("depth", self.depth, depth_number),
             temperatures=numbers("temperature", self.temperature, float),
             num_tokens=self.tokens,
             num_prompts=self.num_prompts,
@@ -139,6 +140,14 @@ def bench(
     result.tell(report.as_object())
     if not report.same_tokens:
         raise typer.Exit(1)
+
+
+def depth_number(text: str) -> int:
+    """A depth, or what stands for the one that is chosen."""
+    depth = CHOSEN if text.strip() == AUTO else int(text)
+    if depth < 0 and text.strip() != AUTO:
+        raise ValueError(text)
+    return depth
 
 
 def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:

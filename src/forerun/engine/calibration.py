@@ -56,6 +56,10 @@ class Script:
     counts: bool = False
     rounds: dict[tuple[Kind, int], tuple[Taken, Outcome]] = field(default_factory=dict)
 
+    def rests(self, load: Load) -> bool:
+        """Never."""
+        return False
+
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """What the script says, as far as it fits."""
         return self.controller.follow(load, outlook, spare, self.arm, self.depth)

@@ -36,6 +36,10 @@ class Load:
 class Controller(Protocol):
     """Decides how far drafting pays."""
 
+    def rests(self, load: Load) -> bool:
+        """Whether nothing will be drafted, whatever the drafter's outlook: it is not asked for one then."""
+        ...
+
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """One budget per sequence of the load; together their `slots_of` fit into what the cache has to spare."""
         ...
@@ -59,6 +63,10 @@ class Controller(Protocol):
 
 class FixedDepth:
     """Every request is drafted as far as it wished, within what fits; by all members of a mix, if it names none."""
+
+    def rests(self, load: Load) -> bool:
+        """Where nobody wishes for anything."""
+        return not any(wish.depth for wish in load.wishes)
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare room."""

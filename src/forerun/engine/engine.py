@@ -33,7 +33,7 @@ from forerun.guard import attempt
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftTree, HostView
+from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
 from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
@@ -208,11 +208,8 @@ class Engine:
         if self.strikes >= STRIKES or isinstance(error, ForerunError):
             self.dismiss(error)
         else:
-            log.warning(
-                "The drafter %s raised an error; its state was dropped, and it goes on.",
-                self.drafter_name,
-                exc_info=error,
-            )
+            told = "The drafter %s raised an error; its state was dropped, and it goes on."
+            log.warning(told, self.drafter_name, exc_info=error)
 
     def dismiss(self, error: BaseException) -> None:
         """Switch drafting off for good. Requests go on without it, slower and no less exact."""
@@ -287,8 +284,9 @@ class Engine:
     def guess(self, plan: Round) -> tuple[Draft, DraftTree]:
         """What the drafter gave, and what of its tree is judged: on the host as long as the drafter works there."""
         last = [row.sequence.tokens[-1] for row in plan.drawing]
+        nothing = Draft.none(last)
         if self.drafter is None or self.inquiry is not None or not plan.drawing:
-            return none_drafted(last)
+            return nothing, nothing.tree
         seq_ids = [row.sequence.id for row in plan.drawing]
         load = Load(
             seq_ids=seq_ids,
@@ -297,10 +295,12 @@ class Engine:
             num_prompt_tokens=plan.num_prompt_tokens,
             num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
         )
+        if self.controller.rests(load):
+            return nothing, nothing.tree
         spare = self.runner.cache.spare([r.sequence.id for r in plan.rows], [r.num_certain for r in plan.rows])
         budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
-            return none_drafted(last)
+            return nothing, nothing.tree
         drafted = self.drafter.propose(plan.draws, budgets)
         roots = torch.tensor(last, dtype=torch.long) if drafted.tree.tokens.is_cpu else plan.draws.roots_tokens
         safe = sanitize(drafted.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
@@ -396,10 +396,3 @@ class Engine:
             error = attempt(lambda: drafter.forget([sequence.id for sequence in sequences]))
             if error is not None:
                 self.dismiss(error)
-
-
-def none_drafted(roots: Seq[int]) -> tuple[Draft, DraftTree]:
-    """A draft of roots alone."""
-    known = HostView([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
-    draft = Draft(replace(DraftTree.bare(torch.tensor(roots, dtype=torch.long)), known=known))
-    return draft, draft.tree

@@ -98,6 +98,16 @@ class MeasuredDepth:
     advice: Advice = field(default_factory=Advice)
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
 
+    def rests(self, load: Load) -> bool:
+        """Where nobody wishes for anything; and between plans, as long as drafting is given up."""
+        if not any(wish.depth for wish in load.wishes):
+            self.taken, self.pending, self.num_context = {}, False, load.num_context
+            return True
+        resting = self.advice.off and not any(self.taken.values()) and self.holds(load)
+        if resting:
+            self.held, self.pending, self.num_context = self.held + 1, True, load.num_context
+        return resting
+
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The best ways, as far as they fit into what the cache has to spare, the oldest sequences first."""
         if not outlook.arms and not any(wish.auto for wish in load.wishes):  # there is nothing to choose
@@ -105,7 +115,7 @@ class MeasuredDepth:
             return FixedDepth().budgets(load, outlook, spare)
         self.num_context = load.num_context
         self.arms.meet(outlook)
-        if self.holds(load, outlook):
+        if self.holds(load) and self.lasts(load, outlook):
             self.held, self.pending = self.held + 1, True
             return fitting(load.seq_ids, self.wanted, spare)
         rows = self.ways(load, outlook)
@@ -113,7 +123,7 @@ class MeasuredDepth:
         self.watch(planned.tokens_per_s / len(rows))
         self.advise(rows, planned.choice)
         lasting = self.tried is None and not load.num_prompt_tokens and all(rows)  # rows without a way may get one
-        self.wishes, self.held = load.wishes, 0 if lasting else HOLD
+        self.wishes, self.held = load.wishes, 0 if lasting or self.advice.off else HOLD
         return self.take(load, rows, planned.choice, spare)
 
     def advise(self, rows: Sequence[Ways], choice: Choice) -> None:
@@ -164,12 +174,15 @@ class MeasuredDepth:
             self.arms.wake()
         self.usual += (tokens_per_s - self.usual) / 8
 
-    def holds(self, load: Load, outlook: Outlook) -> bool:
-        """Whether the last plan is still as good: what was counted since can have changed little, and rows nothing."""
-        if self.held >= HOLD or load.num_prompt_tokens or list(self.taken) != list(load.seq_ids):
+    def holds(self, load: Load) -> bool:
+        """Whether the last plan was of the same rows and is not old, so that what was counted since changes little."""
+        if self.held >= HOLD or self.tried is not None or load.num_prompt_tokens:
             return False
-        if not all(wish is before for wish, before in zip(load.wishes, self.wishes, strict=True)):
-            return False
+        same = list(self.taken) == list(load.seq_ids)
+        return same and all(wish is before for wish, before in zip(load.wishes, self.wishes, strict=True))
+
+    def lasts(self, load: Load, outlook: Outlook) -> bool:
+        """Whether that plan is still as good for what drafters say and how far they can go."""
         told = any(each is not None for own in outlook.arms.values() or [outlook] for each in own.expected)
         limits = zip(load.rooms, outlook.limit, self.taken.values(), strict=True)
         return not told and all(taken is None or taken[1] <= min(room, limit) for room, limit, taken in limits)
@@ -320,7 +333,11 @@ class MeasuredDepth:
         """
         if not taken:
             self.planning_s += (damped(outcome.draft_s, self.planning_s) - self.planning_s) / 8
-        for arm, taken_s in enumerate(outcome.arm_s or [max(NO_TIME_S, outcome.draft_s - self.planning_s)]):
+        active = {member for way, _ in taken for member in way.members}
+        drafting_s = max(NO_TIME_S, outcome.draft_s - self.planning_s)
+        joining_s = max(0.0, drafting_s - sum(outcome.arm_s)) / max(1, len(active))  # of a mix, beside its members
+        for arm, arm_s in enumerate(outcome.arm_s or [drafting_s]):
+            taken_s = arm_s + joining_s if outcome.arm_s else arm_s
             own = [(way, depth) for way, depth in taken if arm in way.members]
             if own:
                 unread = [way.num_unread.get(arm, 0) for way, _ in own]

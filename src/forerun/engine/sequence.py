@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
-from forerun.accept.outcome import Pace
+from forerun.accept.outcome import LiveGain
 from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
 from forerun.sampling.draws import RowSampling
@@ -65,7 +65,7 @@ class Sequence:
     origins: list[Origin] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_preempted: int = 0
-    pace: Pace = field(default_factory=Pace)
+    pace: LiveGain = field(default_factory=LiveGain)
     edits: TextEdits | None = None  # of the text as it was when `sampling` was last called
 
     @property
