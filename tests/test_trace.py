@@ -332,3 +332,16 @@ def test_an_error_of_the_requests_own_code_is_raised() -> None:
     with pytest.raises(KeyError, match="mine"):
         trace(llm_of(MODEL), PROMPT, asking(1.0, 0, logits_processors=(broken,)))
     assert not llm_of(MODEL).engine.sequences
+
+
+def test_what_the_controller_chose_is_told_with_its_reason() -> None:
+    """For every round whose depth is chosen, and for none whose depth is given."""
+    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_num_seqs=1)
+    params = SamplingParams(temperature=0, seed=1, max_tokens=24)
+    told, fixed = trace(llm, PROMPT, params, Speculation()), trace(llm, PROMPT, params, Speculation(4))
+    assert told.token_ids == fixed.token_ids
+    assert {round_.choice for round_ in fixed.rounds} == {""}
+    for round_ in told.rounds:
+        depth = max((guess.depth for guess in round_.guesses), default=0)
+        assert "a plain round takes" in round_.choice
+        assert round_.choice.startswith(f"depth {depth}" if depth else "plain")

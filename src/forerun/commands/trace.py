@@ -11,7 +11,8 @@ import typer
 from forerun.commands.destination import Destination, Result
 from forerun.commands.generate import PromptArgument, read_prompt
 from forerun.commands.interrupt import importing
-from forerun.options import MODEL, OUTPUT, AnswerOptions, ModelOptions, OutputOptions, with_options
+from forerun.config import DEFAULT_DEPTH
+from forerun.options import MODEL, OUTPUT, AnswerOptions, ModelOptions, OutputOptions, depth_text, with_options
 
 Width = Annotated[
     int, typer.Option(min=1, help="Drafted tokens per place; above 1 the draft is a tree.", rich_help_panel=MODEL)
@@ -32,9 +33,18 @@ class TraceOptions(AnswerOptions):
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 24
 
 
+@dataclass(frozen=True, slots=True)
+class TraceModelOptions(ModelOptions):
+    """Those of any model; every round is drafted unless told otherwise, as that is what a trace shows."""
+
+    depth: Annotated[
+        str, typer.Option(help="Tokens drafted per round; auto: as many as pay, and why.", parser=depth_text)
+    ] = str(DEFAULT_DEPTH)
+
+
 @with_options(EXAMPLES)
 def trace(
-    where: ModelOptions,
+    where: TraceModelOptions,
     how: TraceOptions,
     output: OutputOptions,
     prompt: PromptArgument = None,

@@ -94,14 +94,16 @@ class MeasuredDepth:
     wanted: Sequence[Sequence[Budget]] = ()
     wishes: Sequence[Speculation] = ()
     held: int = HOLD  # rounds for which that plan was held
+    worth: float = 0.0  # tokens per second that the last plan promised
     usual: float = 0.0  # tokens per second of a row that plans promised of late
     advice: Advice = field(default_factory=Advice)
+    times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
 
     def rests(self, load: Load) -> bool:
         """Where nobody wishes for anything; and between plans, as long as drafting is given up."""
         if not any(wish.depth for wish in load.wishes):
-            self.taken, self.pending, self.num_context = {}, False, load.num_context
+            self.taken, self.pending, self.num_context, self.worth = {}, False, load.num_context, 0.0
             return True
         resting = self.advice.off and not any(self.taken.values()) and self.holds(load)
         if resting:
@@ -111,7 +113,7 @@ class MeasuredDepth:
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The best ways, as far as they fit into what the cache has to spare, the oldest sequences first."""
         if not outlook.arms and not any(wish.auto for wish in load.wishes):  # there is nothing to choose
-            self.taken, self.pending, self.num_context = {}, False, load.num_context
+            self.taken, self.pending, self.num_context, self.worth = {}, False, load.num_context, 0.0
             return FixedDepth().budgets(load, outlook, spare)
         self.num_context = load.num_context
         self.arms.meet(outlook)
@@ -123,6 +125,7 @@ class MeasuredDepth:
         self.watch(planned.tokens_per_s / len(rows))
         self.advise(rows, planned.choice)
         lasting = self.tried is None and not load.num_prompt_tokens and all(rows)  # rows without a way may get one
+        self.worth = planned.tokens_per_s
         self.wishes, self.held = load.wishes, 0 if lasting or self.advice.off else HOLD
         return self.take(load, rows, planned.choice, spare)
 
@@ -173,6 +176,20 @@ class MeasuredDepth:
             self.plain.wake()
             self.arms.wake()
         self.usual += (tokens_per_s - self.usual) / 8
+
+    def reason(self) -> str:
+        """What was chosen for the last round and why, for one row; empty where there was nothing to choose."""
+        if len(self.taken) != 1 or not self.worth:
+            return ""
+        ((way, depth),) = [each or (None, 0) for each in self.taken.values()]
+        plain_s = self.plain_s(1)
+        plain = f"a plain round takes {1000 * plain_s:.2f} ms" if plain_s else "what plain rounds take is not known yet"
+        name = self.arms.names[way.budget.arm] if way else ""
+        chosen = f"depth {depth}" + (f" by {name}" if name else "") if depth else "plain"
+        if self.tried is not None:
+            return f"{chosen}, to see how it does: {plain}"
+        tokens = tokens_of(list(self.taken.values()))
+        return f"{chosen}: {tokens:.2f} tokens in {1000 * tokens / self.worth:.2f} ms are expected, {plain}"
 
     def holds(self, load: Load) -> bool:
         """Whether the last plan was of the same rows and is not old, so that what was counted since changes little."""
@@ -285,7 +302,7 @@ class MeasuredDepth:
     def record(self, outcome: Outcome) -> None:
         """Learn from the round of the last choice."""
         if self.pending and list(self.taken) == [row.seq_id for row in outcome.rows]:
-            cheap = self.time(self.drafts(outcome), outcome)
+            cheap = self.times_count and self.time(self.drafts(outcome), outcome)
             self.accepted(outcome, cheap)
         elif not self.taken and outcome.rows and not outcome.num_prompt_tokens and self.costs.kinds:
             self.costs.record(self.kind(len(outcome.rows), ()), outcome.num_tokens, outcome.pass_s + outcome.verdict_s)

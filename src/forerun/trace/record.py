@@ -8,6 +8,7 @@ chances) is a pure function of its draws and is computed again. An engine that i
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from copy import deepcopy
 from dataclasses import replace
 
 from forerun.accept.commit import HostTree, accept
@@ -84,12 +85,19 @@ class WatchedEngine(Engine):
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         super().__init__(
-            engine.runner, engine.drafter, options=engine.options, controller=MeasuredDepth(), num_ids=engine.num_ids
+            engine.runner,
+            engine.drafter,
+            options=engine.options,
+            controller=deepcopy(engine.controller),
+            num_ids=engine.num_ids,
         )
+        if isinstance(self.controller, MeasuredDepth):
+            self.controller.times_count = False  # watching takes longer than the rounds
         self.tokenizer = tokenizer
         self.rounds: list[TracedRound] = []
         self.text = ""
         self.passing: tuple[Plan, DraftTree] | None = None
+        self.choice = ""
 
     def plan(self) -> Plan:
         """The engine's own plan, with draws that remember what drafters drew from."""
@@ -101,6 +109,7 @@ class WatchedEngine(Engine):
         draft = super().draft(plan)
         draft = replace(draft, tree=replace(draft.tree, known=None))  # the host looks at everything here
         self.passing = plan, draft.tree
+        self.choice = self.controller.reason() if isinstance(self.controller, MeasuredDepth) else ""
         return draft
 
     def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
@@ -128,6 +137,7 @@ class WatchedEngine(Engine):
         return TracedRound(
             number=len(self.rounds) + 1,
             num_prompt_tokens=part.row.num_chunk,
+            choice=self.choice,
             rule=found.rule,
             guesses=explain(part.tree, found, run.nodes, q, spell),
             emitted=[

@@ -94,7 +94,8 @@ def picture(trace: Trace, styles: Styles) -> RenderableType:
     before = trace.prompt
     parts: list[RenderableType] = [*legend(trace)]
     for round_, lines in zip(trace.rounds, tables, strict=True):
-        parts += [Text(), as_table(round_, lines, width), so_far(before, round_, styles)]
+        choice = [Text(INDENT + round_.choice, DIM)] if round_.choice else []
+        parts += [Text(), as_table(round_, lines, width), *choice, so_far(before, round_, styles)]
         before = trace.prompt + round_.text
     return Group(*parts, Text(), *summary(trace))
 

@@ -5,7 +5,7 @@
     prompt, prompt_token_ids, text, token_ids, seed, temperature, verification,
     finish_reason, same_as_plain
     rounds: one per target pass that drew a token
-        number, num_prompt_tokens, rule, text
+        number, num_prompt_tokens, rule, text, choice
         guesses: node, parent (0 is the root), depth, token_id, text, q, p, verdict, reason, drawn_id, coin, chance
         emitted: token_id, text, origin, p
         segments: text, origin
@@ -67,7 +67,8 @@ class TracedRound:
 
     `rule` is the one that judged: guesses without a law are judged by `follow` in every mode. `emitted` ends before
     the next token where the text ends within the accepted guesses. `segments` is the text that the round made certain
-    (it may lag behind tokens), `text` all of it so far, the prompt not counted.
+    (it may lag behind tokens), `text` all of it so far, the prompt not counted. `choice` says how far the controller
+    chose to draft, and why; it is empty where the depth was fixed.
     """
 
     number: int
@@ -77,6 +78,7 @@ class TracedRound:
     emitted: Sequence[Emitted]
     segments: Sequence[Segment]
     text: str
+    choice: str = ""
 
     @property
     def num_accepted(self) -> int:
