@@ -35,7 +35,6 @@ from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.forecast import Forecast, forecasts, told
-from forerun.engine.measured import MeasuredDepth
 from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence
@@ -131,13 +130,11 @@ class LLM:
             self.drafter: Drafter | None = drafter.build(granted, report, runner)
             self.requests = self._requests(target, default, seed)
             num_ids, sampling = self.requests.num_ids, target.sampling_kernels()
-            own = controller or MeasuredDepth()
-            engine = Engine(runner, self.drafter, options=options, controller=own, num_ids=num_ids, kernels=sampling)
+            engine = Engine(
+                runner, self.drafter, options=options, controller=controller, num_ids=num_ids, kernels=sampling
+            )
             if controller is None and self.drafter is not None and isinstance(draft, str) and default.auto:
-                key = f"{self.fingerprint} {draft} {drafter.fingerprint()} {options} {Machine.here()}"
-                own = calibrate(engine, self.requests, self.generation_defaults.params(), key, report)
-                engine.controller = own
-                self.forecasts = forecasts(own.costs, own.arms, max_num_seqs)
+                self._calibrate(engine, f"{self.fingerprint} {draft} {drafter.fingerprint()}", report)
         self.turns, self._stats = Turns(engine), engine.stats
         self._log_start()
 
@@ -153,6 +150,12 @@ class LLM:
             default_params=self.generation_defaults.params(),
             seed=seed,
         )
+
+    def _calibrate(self, engine: Engine, models: str, report: ProgressCallback) -> None:
+        """Let the controller begin with what rounds of these models take on this machine, and forecast the gain."""
+        key, params = f"{models} {engine.options} {Machine.here()}", self.generation_defaults.params()
+        engine.controller = own = calibrate(engine, self.requests, params, key, report)
+        self.forecasts = forecasts(own.costs, own.arms, engine.options.max_num_seqs)
 
     def _log_start(self) -> None:
         """Tell the log what was started: the plan for who wants to know, and what is not as it was asked for."""

@@ -99,7 +99,7 @@ def far(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
 def test_tables_reach_as_far_as_the_context(far: Path) -> None:
     plan = planned(far, f"model:{far}", max_model_len=64, memory_bytes=10_000_000)
     assert plan.num_sequences_speculative == plan.num_sequences_plain == 16
-    llm = LLM(str(far), f"model:{far}", dtype="float32", max_model_len=64, memory_bytes=10_000_000)
+    llm = LLM(str(far), f"model:{far}", dtype="float32", max_model_len=64, memory_bytes=10_000_000, speculation=4)
     assert len(llm.engine.runner.decoder.rope.cos) == 64
     assert isinstance(llm.drafter, ModelDrafter)
     assert len(llm.drafter.runner.decoder.rope.cos) == 64
