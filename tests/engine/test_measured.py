@@ -152,6 +152,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:
