@@ -60,12 +60,13 @@ class Fields:
         value = self.values.get(key)
         return None if value is None or value == 0 else self.number(key)
 
-    def flag(self, key: str) -> bool:
-        """True or false; absent is false."""
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; `default` where it is absent."""
         value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
+        value = default if value is None else value
+        if not isinstance(value, bool):
             raise self.refuse(key, f"it must be true or false: {AGAIN}")
-        return bool(value)
+        return value
 
     def text(self, key: str) -> str | None:
         """Text; None where it is absent."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.fields import read_fields
 from forerun.models.config import config_of
-from forerun.models.weights import tensor_shapes
+from forerun.models.projections import tensor_shapes
 
 STRANGE = {  # another family, and other heads, widths and positions than any target of the tests
     "architectures": ["Qwen3ForCausalLM"],

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from forerun.models import choice
-from forerun.models.choice import Backend, BackendChoice, choose_backend, fastest, layer_shapes
+from forerun.models.choice import Backend, BackendChoice, choose_backend, fastest
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.native import find_kernels
+from forerun.models.projections import products
 from forerun.models.weights import number_formats
 
 NATIVE = pytest.mark.skipif(find_kernels("auto", torch.float32) is None, reason="there are no compiled kernels here")
@@ -154,7 +155,7 @@ def test_packed_bfloat16_linears_run_where_they_are_said_to() -> None:
 @pytest.mark.parametrize("name", ["stdlib", "stdlib-draft"])
 def test_the_layers_are_all_that_a_pass_multiplies(name: str) -> None:
     blueprint = Blueprint.of(name)
-    weights = sum(math.prod(shape) * count for shape, count in layer_shapes(blueprint.config).items())
+    weights = sum(math.prod(shape) * count for shape, count in products(blueprint.config).items())
     others = (2 * blueprint.config.layers + 1) * blueprint.config.hidden
     assert 0 <= blueprint.pass_bytes // blueprint.dtype.itemsize - weights <= 2 * others
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from compiled import require_compiler
 from forerun.config import KernelChoice
 from forerun.models.config import ModelConfig, RopeConfig, read_config
+from forerun.models.experts import Clamp
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 
@@ -36,6 +37,12 @@ SIZES = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PLAIN_ROPE = RopeConfig(1e4)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
+SHARED = {"shared_expert_intermediate_size": 72}
+MIXTRAL = {"num_local_experts": 4, "sliding_window": WINDOW}
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": WINDOW} | {
+    "rope_parameters": YARN | {"rope_theta": 15e4, "truncate": False}
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,45 @@ CASES = [
         },
         {"windows": (None, None, WINDOW)},
     ),
+    Case("two of eight experts", "mixtral", {"num_local_experts": 8}, {"experts": {"active": 1}}),
+    Case("window, one of four experts", "mixtral", MIXTRAL | {"num_experts_per_tok": 1}, {"windows": (None,) * 3}),
+    Case("a shared expert, its gate", "qwen2_moe", EXPERTS | SHARED, {"experts": {"normalised": True}}),
+    Case(
+        "dense layers, weights that add up to 1",
+        "qwen2_moe",
+        EXPERTS | SHARED | {"norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False},
+        {"experts": {"normalised": False}},
+    ),
+    Case(
+        "upper windows",
+        "qwen2_moe",
+        EXPERTS
+        | SHARED
+        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "tie_word_embeddings": True},
+        {"windows": (None,) * 3},
+    ),
+    Case("head norms", "qwen3_moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}, {"qk_norm": False}),
+    Case(
+        "windows, biases, every other layer dense",
+        "qwen3_moe",
+        EXPERTS
+        | {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "decoder_sparse_step": 2,
+        },
+        {"windows": (None,) * 3},
+    ),
+    Case("sinks", "gpt_oss", GPT_OSS, {"sinks": False}),
+    Case(
+        "bounded activation, one key head",
+        "gpt_oss",
+        GPT_OSS | {"num_key_value_heads": 1, "swiglu_limit": 0.5, "swiglu_alpha": 1.2},
+        {"experts": {"clamp": Clamp(1.2, 7.0)}},
+    ),
+    Case("yarn of its own, no biases", "gpt_oss", GPT_OSS | {"attention_bias": False}, {"rope": PLAIN_ROPE}),
 ]
 
 
@@ -103,6 +149,8 @@ def randomise(model: PreTrainedModel) -> None:
             parameter.uniform_(0.5, 1.5)
         elif name.endswith("bias"):
             parameter.normal_(0, 0.5)
+        elif name.endswith("sinks"):
+            parameter.normal_(1, 1)
         elif name in ("lm_head.weight", "model.embed_tokens.weight"):
             parameter.normal_(0, 4 / parameter.shape[1] ** 0.5)
         else:
@@ -113,11 +161,20 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     """A random model of transformers, and its checkpoint in `folder`, in shards."""
     torch.manual_seed(CASES.index(case))
     config = AutoConfig.for_model(case.family, **SIZES | case.options)
+    config._experts_implementation = "eager"  # the others want widths of their own
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomise(model)
     model.save_pretrained(folder, max_shard_size="100KB")
     assert (folder / "model.safetensors.index.json").exists()
     return model
+
+
+def ablated(config: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
+    """The configuration with these changes, those of `experts` among what is said of them."""
+    if "experts" in changes:
+        assert config.experts is not None
+        return replace(config, experts=replace(config.experts, **changes["experts"]))
+    return replace(config, **changes)
 
 
 def our_logits(blueprint: Blueprint, tokens: list[int], chunks: list[int]) -> Tensor:
@@ -172,7 +229,7 @@ def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp
         found = our_logits(blueprint, tokens.tolist(), chunks)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     if case.ablated:
-        wrong = replace(blueprint, config=replace(blueprint.config, **case.ablated))
+        wrong = replace(blueprint, config=ablated(blueprint.config, case.ablated))
         assert wrong.config != blueprint.config
         assert (our_logits(wrong, tokens.tolist(), [LENGTH]) - expected).abs().max() > 0.05
     new, old = configs(tmp_path)
@@ -182,7 +239,11 @@ def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_bfloat16_logits_stay_near_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:
-    """The law of large errors: 16 bits move logits by a few percent of their spread, not by more."""
+    """The law of large errors: 16 bits move logits by a few percent of their spread, not by more.
+
+    But 16 bits may choose another expert where two are nearly equal to a router, and all later tokens read what came
+    of it. So with experts a tenth of the tokens is asked for as much.
+    """
     if kernels == "native":
         require_compiler()
     model = build(case, tmp_path)
@@ -190,5 +251,10 @@ def test_bfloat16_logits_stay_near_those_of_transformers(case: Case, kernels: Ke
     with torch.inference_mode():
         exact = model(tokens[None]).logits[0]
         rounded = model.bfloat16()(tokens[None]).logits[0].float()
-    found = our_logits(Blueprint.of(str(tmp_path), dtype="bfloat16", kernels=kernels), tokens.tolist(), [LENGTH])
-    assert (found - exact).std() < 1.5 * (rounded - exact).std()
+    blueprint = Blueprint.of(str(tmp_path), dtype="bfloat16", kernels=kernels)
+    found = our_logits(blueprint, tokens.tolist(), [LENGTH])
+
+    def error(logits: Tensor) -> Tensor:
+        return (logits - exact).std(1).quantile(0.1) if blueprint.config.experts else (logits - exact).std()
+
+    assert error(found) < 1.5 * error(rounded)

@@ -140,7 +140,8 @@ def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, Grap
             layers = runner.decoder.layers
             windows = [9 if i % 2 else None for i in range(len(layers))]
             runner.decoder.layers = [
-                replace(layer, window=window, qk_norm=gains) for layer, window in zip(layers, windows, strict=True)
+                replace(layer, attention=replace(layer.attention, window=window, qk_norm=gains))
+                for layer, window in zip(layers, windows, strict=True)
             ]
         for tokens, parents in ((list(range(3, 40)), None), ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])):
             read = Read(0, tokens, parents, range(len(tokens)), scratch=0 if parents is None else 3)
@@ -149,7 +150,11 @@ def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, Grap
                 runner.keep([0], [range(len(tokens)) if parents is None else [0, 2, 4]])
     finally:
         for runner, kept in zip((plain, fixed), pair, strict=True):
-            runner.decoder.layers = [replace(each, window=None, qk_norm=None) for each in kept.decoder.layers]
+            plain_layers = [replace(each.attention, window=None, qk_norm=None) for each in kept.decoder.layers]
+            runner.decoder.layers = [
+                replace(each, attention=attention)
+                for each, attention in zip(kept.decoder.layers, plain_layers, strict=True)
+            ]
 
 
 def test_rounds_are_captured_in_few_sizes_however_many_rows_they_have(pair: tuple[Runner, GraphRunner]) -> None:

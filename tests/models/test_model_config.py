@@ -32,7 +32,23 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
-NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+NAMES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "gpt_oss": "GptOss",
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+SPARSE: dict[str, dict[str, Any]] = {  # what these families cannot do without
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 56},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2},
+}
 
 
 def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
@@ -43,16 +59,24 @@ def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
 
 
 def of_family(family: str) -> dict[str, Any]:
-    return BASE | {"architectures": [f"{NAMES[family]}ForCausalLM"], "model_type": family}
+    return BASE | {"architectures": [f"{NAMES[family]}ForCausalLM"], "model_type": family} | SPARSE.get(family, {})
 
 
 def expected_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     """What transformers' modelling code does with these attributes."""
     if config.model_type == "llama":
         return (None,) * config.num_hidden_layers
-    if config.model_type == "mistral":
+    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return (config.sliding_window,) * config.num_hidden_layers
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def is_sparse(config: PretrainedConfig, layer: int) -> bool:
+    """Likewise."""
+    if config.model_type not in SPARSE:
+        return False
+    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", [])
+    return (layer + 1) % step == 0 and layer not in dense
 
 
 @st.composite
@@ -73,14 +97,20 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         "torch_dtype": [absent, "float32", "float16", "bfloat16"],
         "hidden_act": [absent, "silu"],
         "num_key_value_heads": [None, 1, 2, 4, 8],
+        "qkv_bias": [absent, True, False],
+        "norm_topk_prob": [absent, True, False],
+        "decoder_sparse_step": [absent, 1, 2, 4],
+        "mlp_only_layers": [absent, None, [], [0, 2]],
     }
     for key, values in choices.items():
         value = draw(st.sampled_from(values))
         raw.pop(key, None)
         if value is not absent:
             raw[key] = value
-    if raw["model_type"] == "mistral" and raw["num_key_value_heads"] is None:
+    if raw["model_type"] in ("mistral", *SPARSE) and raw["num_key_value_heads"] is None:
         raw["num_key_value_heads"] = 8
+    if raw["model_type"] == "gpt_oss" and "sliding_window" in raw and raw["sliding_window"] is None:
+        del raw["sliding_window"]
     return raw
 
 
@@ -108,7 +138,16 @@ def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
     }.items():
         assert getattr(ours, field) == getattr(theirs, attribute), field
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+    theta = theirs.rope_parameters["rope_theta"]
+    yarn = RopeConfig(theta, "yarn", 32.0, 4096, truncate=False)
+    assert ours.rope == (yarn if theirs.model_type == "gpt_oss" else RopeConfig(theta))
+    assert (ours.experts is not None) == any(is_sparse(theirs, layer) for layer in range(ours.layers))
+    if ours.experts is not None:
+        assert ours.experts.layers == tuple(i for i in range(ours.layers) if is_sparse(theirs, i))
+        assert (ours.experts.count, ours.experts.active) == (6, theirs.num_experts_per_tok)
+        assert ours.experts.intermediate == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.shared == getattr(theirs, "shared_expert_intermediate_size", 0)
+        assert ours.experts.normalised == getattr(theirs, "norm_topk_prob", True)
     assert ours.windows == expected_windows(theirs)
     assert ours.eos_ids == (theirs.eos_token_id,)
     assert ours.dtype == (theirs.dtype or torch.float32)
@@ -125,6 +164,12 @@ def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
         ("qwen2", {"attention_bias": False}, (True, False, False)),
         ("qwen3", {}, (False, False, False)),
         ("qwen3", {"attention_bias": True, "mlp_bias": True}, (True, True, False)),
+        ("mixtral", {"attention_bias": True}, (False, False, False)),
+        ("qwen2_moe", {}, (True, False, False)),
+        ("qwen2_moe", {"qkv_bias": False}, (False, False, False)),
+        ("qwen3_moe", {"attention_bias": True}, (True, True, False)),
+        ("gpt_oss", {}, (True, True, False)),
+        ("gpt_oss", {"attention_bias": False}, (False, False, False)),
     ],
 )
 def test_biases_are_the_familys_or_the_configurations(
@@ -132,7 +177,7 @@ def test_biases_are_the_familys_or_the_configurations(
 ) -> None:
     config = read_config(write(tmp_path, of_family(family) | options))
     assert (config.qkv_bias, config.out_bias, config.mlp_bias) == biases
-    assert config.qk_norm == (family == "qwen3")
+    assert config.qk_norm == family.startswith("qwen3")
 
 
 SCALINGS: list[dict[str, Any]] = [
@@ -215,9 +260,19 @@ def test_a_model_without_named_architecture_is_known_by_its_type(tmp_path: Path)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["MixtralForCausalLM"]}, r"architectures is \['MixtralForCausalLM'\]; supported are Llama"),
+    ({"architectures": ["OlmoeForCausalLM"]}, r"architectures is \['OlmoeForCausalLM'\]; supported are Llama"),
     ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'; supported are Llama"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
+    (
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        "quantization_config is .*mxfp4.* bfloat16 .*dequantize",
+    ),
+    (
+        of_family("mixtral") | {"num_experts_per_tok": 7},
+        "num_experts_per_tok is 7; it must be at most .*, 6",
+    ),
+    (of_family("mixtral") | {"num_local_experts": None}, "num_experts is None; it must be a whole number"),
+    (of_family("qwen3_moe") | {"mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]; it must be a list of layers"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq.*; .*use the float16"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: type is 'dynamic'; supported are default"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: rope_type is 'longrope'; supported are"),
@@ -281,4 +336,4 @@ def test_the_models_in_the_repository(target_dir: Path, draft_dir: Path, caplog:
 def test_the_table_names_each_family_once() -> None:
     names = [family.name for family in FAMILIES.values()]
     assert sorted(names) == sorted(NAMES)
-    assert {a.removesuffix("ForCausalLM").lower() for a in FAMILIES} == set(names)
+    assert {a.removesuffix("ForCausalLM").lower() for a in FAMILIES} == {name.replace("_", "") for name in names}

@@ -18,7 +18,8 @@ from torch import Tensor
 from forerun.errors import InvalidRequest, MissingWeights, UnsupportedModel, WrongShape
 from forerun.models import weights
 from forerun.models.config import ModelConfig, read_config
-from forerun.models.weights import Checkpoint, check_weights, number_formats, tensor_shapes
+from forerun.models.projections import tensor_shapes
+from forerun.models.weights import Checkpoint, check_weights, number_formats
 
 SRC = Path(weights.__file__).parents[2]
 

@@ -38,7 +38,8 @@ from forerun.models import widen as module
 from forerun.models.agreement import Agreement
 from forerun.models.config import ModelConfig, amount, read_config
 from forerun.models.loading import Blueprint
-from forerun.models.widen import LayerOrigin, Wider, cached_widened, count_parameters, widen
+from forerun.models.projections import count_parameters
+from forerun.models.widen import LayerOrigin, Wider, cached_widened, widen
 from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
 

@@ -14,7 +14,8 @@ from rich.text import Text
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.models.config import UNITS, WIDENED, ModelConfig, amount
-from forerun.models.widen import Wider, count_parameters
+from forerun.models.projections import count_parameters
+from forerun.models.widen import Wider
 
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMB]?)", re.IGNORECASE)
 

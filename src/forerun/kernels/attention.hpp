@@ -24,6 +24,7 @@ struct Query {
   const float* q;
   float* out;
   int64_t position;  // its last key
+  float sink;        // its score of nothing, which has a weight and no value; minus infinity has none
 };
 
 // 16 keys (or values) as float32, numbers beyond a head and keys from `end` on as zeros.
@@ -56,8 +57,9 @@ __attribute__((noinline)) inline Floats scores_of(const float* q, const float* b
   return sums(dots);
 }
 
-// Scores to weights that add up to `total`; the first of them belongs to key `first`, those outside get 0.
-__attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64_t seen_from, int64_t position) {
+// Scores to weights that add up to `total`, the sink's among them; the first of them belongs to key `first`, those
+// outside get 0.
+__attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64_t seen_from, int64_t position, float sink) {
   const int64_t count = position + 1 - first;
   const float never = -INFINITY;
   for (int64_t k = 0; k < seen_from - first; k++) scores[k] = never;
@@ -72,7 +74,10 @@ __attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64
     store(scores + k, kept);
     total += kept;
   }
-  return sum(total);
+  if (sink == never) return sum(total);
+  float weight[LANES];
+  store(weight, exponential(all(sink) - most));
+  return sum(total) + weight[0];
 }
 
 // G queries at one position: each value is read once for all of them. Every sum goes along the keys, one by one.
@@ -119,7 +124,7 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
   }
   for (size_t i = 0; i < queries.size(); i++) {
     const int64_t own = seen_from(queries[i]) / LANES * LANES;  // where this query's own blocks begin
-    totals[i] = weigh(&scores[i * stride + own - first], own, seen_from(queries[i]), queries[i].position);
+    totals[i] = weigh(&scores[i * stride + own - first], own, seen_from(queries[i]), queries[i].position, queries[i].sink);
   }
   for (int64_t key = first; key < end; key += LANES) {
     load_block(values, path, key, end, head_dim, width, block);

@@ -60,8 +60,10 @@ inline const bfloat16* rows_of(const bfloat16* cache, const Path& path, int64_t 
   return copy;
 }
 
-// Scores to pairs of weights, as rows of queries; `last` and `from` are each lane's own keys. Returns the lanes' totals.
-inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints last, Ints from, float scale, PairTile* weights) {
+// Scores to pairs of weights, as rows of queries; `last` and `from` are each lane's own keys. Returns the lanes' totals,
+// their sinks' weights among them.
+inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints last, Ints from, Floats sinks, float scale,
+                          PairTile* weights) {
   const Floats never = all(-INFINITY);
   const auto score_of = [&](int64_t k) {
     const Ints key = static_cast<int32_t>(first + k) - Ints{};
@@ -84,7 +86,7 @@ inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints l
     }
     transpose(tile);
   }
-  return total;
+  return total + exponential(sinks - top);  // 0 where there is none
 }
 
 inline void attend_tiles(const std::vector<Query>& queries, const Path& path, const bfloat16* keys, const bfloat16* values,
@@ -137,10 +139,14 @@ inline void attend_tiles(const std::vector<Query>& queries, const Path& path, co
   }
   for (int t = 0; t < num_tiles; t++) {
     Ints last = Ints{} - 1, from{};
+    Floats sinks = all(-INFINITY);
     const int count = std::min<int>(TILE, queries.size() - t * TILE);
-    for (int i = 0; i < count; i++) last[i] = queries[t * TILE + i].position, from[i] = seen_from(queries[t * TILE + i]);
+    for (int i = 0; i < count; i++) {
+      const Query& query = queries[t * TILE + i];
+      last[i] = query.position, from[i] = seen_from(query), sinks[i] = query.sink;
+    }
     PairTile* const weights = s.weights + t * num_blocks;
-    const Floats totals = weigh_lanes(s.scores + t * num_keys * LANES, first, num_keys, last, from, scale, weights);
+    const Floats totals = weigh_lanes(s.scores + t * num_keys * LANES, first, num_keys, last, from, sinks, scale, weights);
     for (int64_t d = 0; d < value_tiles; d += 2) {  // two tiles of sums; a head's width is an even number of them
       _tile_zero(0);
       _tile_zero(1);

@@ -10,6 +10,7 @@
 
 #include "attention_tiles.hpp"
 #include "decoder.hpp"
+#include "experts.hpp"
 #include "rows.hpp"
 
 namespace forerun {
@@ -24,6 +25,7 @@ struct Scratch {  // grows with the largest pass
   std::unique_ptr<Memory> memory;
   float *x, *normed, *wide, *mixed, *scales;  // `wide` takes every product
   char* rows;
+  Routes routes;  // of the sparse layer at hand
 };
 
 struct Decoder {
@@ -36,22 +38,33 @@ struct Decoder {
   Scratch& room(int64_t num_tokens) {
     Scratch& s = scratch;
     if (num_tokens <= s.num_tokens) return s;
-    const int64_t rows = (num_tokens + 2 * TILE - 1) / (2 * TILE) * (2 * TILE);
-    const int64_t hidden = padded(shape.hidden), mixed = padded(q_size()), inner = padded(shape.intermediate);
-    const int64_t qkv = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
-    const int64_t wide = std::max({hidden, qkv, padded(2 * shape.intermediate)}), deep = std::max({hidden, mixed, inner});
-    s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + wide + mixed + 1 + deep) + rows * ROW_GAP + 7 * 64);
+    const int64_t hidden = padded(shape.hidden), mixed = padded(q_size());
+    int64_t wide = std::max(hidden, padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim));
+    int64_t deep = std::max(hidden, mixed), per_token = 1;
+    for (const Layer& l : layers) {
+      const auto take = [&](const Gated& g) { wide = std::max(wide, g.gate_up->width), deep = std::max(deep, g.down->depth); };
+      if (l.every.down) take(l.every);
+      if (!l.experts) continue;
+      take(l.experts->gated[0]), wide = std::max(wide, l.experts->router->width);
+      per_token = std::max(per_token, l.per_token());
+    }
+    const int64_t rows = whole_tiles(num_tokens), pairs = whole_tiles(num_tokens * per_token);
+    s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + mixed) + 4 * pairs * (wide + 1 + deep) +
+                                        pairs * ROW_GAP + 7 * 64);
     char* at = s.memory->data;
     const auto take = [&](int64_t floats) {
       char* const taken = at;
       at += (4 * floats + 63) / 64 * 64;
       return reinterpret_cast<float*>(taken);
     };
-    s.x = take(rows * hidden), s.normed = take(rows * deep), s.wide = take(rows * wide), s.mixed = take(rows * mixed);
-    s.scales = take(rows), s.rows = reinterpret_cast<char*>(take(rows * (deep + ROW_GAP / 4)));
+    s.x = take(rows * hidden), s.normed = take(rows * deep), s.wide = take(pairs * wide), s.mixed = take(rows * mixed);
+    s.scales = take(pairs), s.rows = reinterpret_cast<char*>(take(pairs * (deep + ROW_GAP / 4)));
+    s.routes.room(pairs);
     s.num_tokens = rows;
     return s;
   }
+
+  static int64_t whole_tiles(int64_t num_rows) { return (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE); }
 };
 
 std::vector<Task> share_out(const Shape& shape, const Pass& pass) {
@@ -73,7 +86,7 @@ std::vector<Task> share_out(const Shape& shape, const Pass& pass) {
 template <typename T>
 class Worker {  // one thread's part of a pass
  public:
-  Worker(const Decoder& decoder, const Pass& pass, const std::vector<Task>& tasks, const Scratch& scratch, int thread,
+  Worker(const Decoder& decoder, const Pass& pass, const std::vector<Task>& tasks, Scratch& scratch, int thread,
          int num_threads)
       : d(decoder), c(decoder.shape), pass(pass), tasks(tasks), s(scratch), thread(thread), num_threads(num_threads) {}
 
@@ -89,7 +102,7 @@ class Worker {  // one thread's part of a pass
 
  private:
   void layer(const Layer& l, int64_t index) {
-    const int64_t hidden = padded(c.hidden), mixed = padded(d.q_size()), inner = padded(c.intermediate);
+    const int64_t hidden = padded(c.hidden), mixed = padded(d.q_size());
     const Rows rows{s.rows, s.scales};
     const int64_t cache = index * c.kv_heads * pass.num_slots * c.head_dim;
     T *keys = static_cast<T*>(pass.keys) + cache, *values = static_cast<T*>(pass.values) + cache;
@@ -104,18 +117,70 @@ class Worker {  // one thread's part of a pass
     wait();
     each_row([&](int64_t r) { prepare_row(*l.out, s.mixed + r * mixed, rows, r); });
     product(*l.out, rows);
+    const Linear& next = l.experts ? *l.experts->router : *l.every.gate_up;
     each_row([&](int64_t r) {
       add(r);
       norm_row(s.x + r * hidden, l.mlp_norm, c.norm_eps, c.hidden, s.normed + r * hidden);
-      prepare_row(*l.gate_up, s.normed + r * hidden, rows, r);
+      prepare_row(next, s.normed + r * hidden, rows, r);
     });
-    product(*l.gate_up, rows);
+    product(next, rows);
+    if (l.experts) return sparse(l, *l.experts, rows);
+    const int64_t inner = l.every.down->depth;
     each_row([&](int64_t r) {
-      activate_row(s.wide + r * l.gate_up->width, c.intermediate, s.normed + r * inner);
-      prepare_row(*l.down, s.normed + r * inner, rows, r);
+      activate_row(s.wide + r * next.width, l.every.down->inputs, s.normed + r * inner, Silu{});
+      prepare_row(*l.every.down, s.normed + r * inner, rows, r);
     });
-    product(*l.down, rows);
+    product(*l.every.down, rows);
     each_row([&](int64_t r) { add(r); });
+  }
+
+  void sparse(const Layer& l, const Experts& e, Rows rows) {
+    const int64_t hidden = padded(c.hidden), per_token = l.per_token();
+    Routes& routes = s.routes;
+    each_row([&](int64_t r) {
+      route(e, s.wide + r * e.router->width, &routes.mlps[r * per_token], &routes.weights[r * per_token]);
+    });
+    wait();
+    if (thread == 0) {
+      routes.group(pass.num_tokens, per_token, e.count + 1);
+      if (pass.num_experts) *pass.num_experts += routes.groups.size() - (per_token > e.active);
+    }
+    wait();
+    const Products up(l, &Gated::gate_up), down(l, &Gated::down);
+    each_pair([&](const Group& g, int64_t p) {
+      prepare_row(up.of(g), s.normed + routes.tokens[p] * hidden, up.rows(g, rows), p - g.first);
+    });
+    wait();
+    up.multiply(routes.groups, rows, s.wide, thread, num_threads);
+    wait();
+    each_pair([&](const Group& g, int64_t p) {
+      const Linear& linear = down.of(g);
+      const float* gate_up = up.out(g, s.wide) + (p - g.first) * up.of(g).width;
+      active.resize(linear.depth);
+      if (e.limit && g.mlp < e.count) activate_row(gate_up, linear.inputs, active.data(), Bounded{e.alpha, e.limit});
+      else activate_row(gate_up, linear.inputs, active.data(), Silu{});
+      prepare_row(linear, active.data(), down.rows(g, rows), p - g.first);
+    });
+    wait();
+    down.multiply(routes.groups, rows, s.wide, thread, num_threads);
+    wait();
+    each_row([&](int64_t r) {
+      float* const x = s.x + r * hidden;
+      for (int64_t i = 0; i < hidden; i += LANES) {
+        Floats total{};
+        for (int64_t p = r * per_token; p < (r + 1) * per_token; p++)
+          total = fma(all(routes.weights[p]), load(s.wide + routes.places[p] * hidden + i), total);
+        store(x + i, load(x + i) + total);
+      }
+    });
+  }
+
+  template <typename F>
+  void each_pair(F f) {
+    const int64_t num_pairs = s.routes.num_pairs;
+    const int64_t from = num_pairs * thread / num_threads, to = num_pairs * (thread + 1) / num_threads;
+    for (const Group& g : s.routes.groups)
+      for (int64_t p = std::max(from, g.first); p < std::min(to, g.end); p++) f(g, p);
   }
 
   void product(const Linear& linear, Rows rows) {
@@ -154,7 +219,8 @@ class Worker {  // one thread's part of a pass
     for (int64_t number : task.queries) {
       const int64_t token = number / group, head = task.kv_head * group + number % group;
       queries.push_back({s.wide + token * l.qkv->width + head * c.head_dim,
-                         s.mixed + token * padded(d.q_size()) + head * c.head_dim, pass.last_key[token]});
+                         s.mixed + token * padded(d.q_size()) + head * c.head_dim, pass.last_key[token],
+                         l.sinks ? l.sinks[head] : -INFINITY});
     }
     const int64_t* sources = pass.sources + (task.path ? pass.source_ends[task.path - 1] : 0);
     const Path path{pass.first_slots[task.path], pass.num_plain[task.path], sources};
@@ -180,10 +246,10 @@ class Worker {  // one thread's part of a pass
   const Shape& c;
   const Pass& pass;
   const std::vector<Task>& tasks;
-  const Scratch& s;
+  Scratch& s;
   const int thread, num_threads;
   std::vector<Query> queries;
-  std::vector<float> scores;
+  std::vector<float> scores, active;  // active: the neurons of a pair
 #if defined(FORERUN_AMX)
   TileScratch tiles;
 #endif
@@ -257,7 +323,7 @@ void forerun_free_decoder(Decoder* decoder) { delete decoder; }
 
 // Not for two threads at once.
 void forerun_forward(Decoder* decoder, const Pass* pass) {
-  const Scratch& scratch = decoder->room(pass->num_tokens);
+  Scratch& scratch = decoder->room(pass->num_tokens);
   const std::vector<Task> tasks = share_out(decoder->shape, *pass);
 #pragma omp parallel num_threads(pass->num_threads)
   {

@@ -5,15 +5,31 @@
 namespace forerun {
 
 struct Shape {
-  int64_t hidden, heads, kv_heads, head_dim, intermediate, cache_format;  // Format of keys and values
+  int64_t hidden, heads, kv_heads, head_dim, cache_format;  // Format of keys and values
   float norm_eps;
 };
 
+struct Gated {  // an MLP: gate over up, and down; or null
+  const Linear *gate_up, *down;
+};
+
+struct Experts {  // of which each token takes some
+  int64_t count, active, normalised;  // the last: weights of those add up to 1, else those of all
+  const Linear* router;               // an output behind the experts' is the gate of what every token takes
+  const Gated* gated;
+  float alpha, limit;  // of a bounded activation; limit 0: it is SiLU
+};
+
 struct Layer {
-  const Linear *qkv, *out, *gate_up, *down;
+  const Linear *qkv, *out;
+  Gated every;             // what every token takes
+  const Experts* experts;  // or null
   const float *attention_norm, *mlp_norm;  // padded with zeros
   const float* qk_norm;                    // gains of each query head, then of each key head; or null
+  const float* sinks;                      // each query head's score of nothing; or null
   int64_t window;                          // 0: sees everything
+
+  int64_t per_token() const { return (experts ? experts->active : 0) + (every.down != nullptr); }  // MLPs that one takes
 };
 
 struct Pass {
@@ -24,6 +40,7 @@ struct Pass {
   void *keys, *values;                                           // [layers, kv_heads, slots, head_dim]
   int64_t num_slots;
   const float *cos, *sin;  // [positions, head_dim]
+  int64_t* num_experts;    // grows by the experts that are read; or null
 };
 
 struct Decoder;

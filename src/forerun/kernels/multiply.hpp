@@ -5,9 +5,8 @@
 
 namespace forerun {
 
-// The share of one thread: every `num_threads`-th part of the outputs. `out` is [num_rows, width].
-inline void multiply(const Linear& l, Rows rows, int64_t num_rows, float* out, int thread, int num_threads) {
-  const int64_t groups = l.width / WIDTH, first = groups * thread / num_threads, end = groups * (thread + 1) / num_threads;
+// Some of the outputs, counted in groups of WIDTH. `out` is [num_rows, width].
+inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, float* out, int64_t first, int64_t end) {
 #if defined(FORERUN_AMX)
   if (l.tiled() && (l.format != INT4 || num_rows > EIGHT)) {  // a group leaves the tiles as often for one row as for 16
     configure_tiles(l.format);
@@ -25,6 +24,12 @@ inline void multiply(const Linear& l, Rows rows, int64_t num_rows, float* out, i
     else if (l.format == BFLOAT16) multiply_rows<BFLOAT16>(l, g * WIDTH, rows, num_rows, out);
     else if (l.format == FLOAT16) multiply_rows<FLOAT16>(l, g * WIDTH, rows, num_rows, out);
     else multiply_rows<FLOAT32>(l, g * WIDTH, rows, num_rows, out);
+}
+
+// The share of one thread: every `num_threads`-th part of the outputs.
+inline void multiply(const Linear& l, Rows rows, int64_t num_rows, float* out, int thread, int num_threads) {
+  const int64_t groups = l.width / WIDTH;
+  multiply_part(l, rows, num_rows, out, groups * thread / num_threads, groups * (thread + 1) / num_threads);
 }
 
 }  // namespace forerun

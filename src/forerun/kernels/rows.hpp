@@ -16,18 +16,28 @@ __attribute__((noinline)) inline void norm_row(const float* x, const float* gain
   for (int64_t i = 0; i < padded(size); i += LANES) store(out + i, load(x + i) * factor * load(gain + i));
 }
 
-// silu(gate) * up, of `size` numbers; what lies behind up to the padded size becomes zero.
-__attribute__((noinline)) inline void activate_row(const float* gate_up, int64_t size, float* out) {
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) {
-    const Floats gate = load(gate_up + i);
-    store(out + i, gate / (exponential(-gate) + 1.0f) * load(gate_up + size + i));
+struct Silu {
+  Floats operator()(Floats gate, Floats up) const { return gate / (exponential(-gate) + 1.0f) * up; }
+};
+
+struct Bounded {  // gates up to the limit, the rest on both sides of 1
+  float alpha, limit;
+  Floats operator()(Floats gate, Floats up) const {
+    const Floats most = all(limit), least = all(-limit), g = choose(gate > most, most, gate);
+    return g / (exponential(g * -alpha) + 1.0f) * (choose(up > most, most, choose(up < least, least, up)) + 1.0f);
   }
+};
+
+// The activation of gate and up, of `size` numbers; what lies behind up to the padded size becomes zero.
+template <typename Activation>
+__attribute__((noinline)) inline void activate_row(const float* gate_up, int64_t size, float* out, Activation activation) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(out + i, activation(load(gate_up + i), load(gate_up + size + i)));
   float gate[LANES] = {}, up[LANES] = {};
   memcpy(gate, gate_up + i, (size - i) * sizeof(float));
   memcpy(up, gate_up + size + i, (size - i) * sizeof(float));
   for (; i < padded(size); i += LANES) {
-    store(out + i, load(gate) / (exponential(-load(gate)) + 1.0f) * load(up));
+    store(out + i, activation(load(gate), load(up)));
     memset(gate, 0, sizeof gate), memset(up, 0, sizeof up);
   }
 }

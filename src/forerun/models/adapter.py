@@ -13,8 +13,9 @@ from dataclasses import replace
 from forerun.fields import read_fields
 from forerun.models.config import config_of
 from forerun.models.loading import FINAL_NORM, Blueprint
+from forerun.models.projections import promised_tensors, tensor_shapes
 from forerun.models.source import find_checkpoint
-from forerun.models.weights import Checkpoint, check_tensors, promised_tensors, tensor_shapes
+from forerun.models.weights import Checkpoint, check_tensors, with_stored_names
 
 HOSTS = ("model.embed_tokens.weight", "lm_head.weight")  # the host's own are used
 
@@ -41,6 +42,7 @@ def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
         wanted = f"{target.name} has {of.hidden}: name an adapter that was trained for it"
         raise fields.refuse("hidden_size", wanted)
     checkpoint = Checkpoint(folder, target.dtype)
+    config = with_stored_names(config, checkpoint)
     own = (
         (name, shape)
         for name, shape in promised_tensors(config)

@@ -109,8 +109,11 @@ def attend(
     values: Float[Tensor, "kv_heads slots head_dim"],
     paths: list[AttentionPath],
     window: int | None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "total heads head_dim"]:
     """Each query's weighted sum of the values it sees; keys and values of all queries are in the cache already.
+
+    `sinks` are scores of nothing, one of each query head: they take their share of the weights and add no value.
 
     Writes the copies that paths ask for into the cache, so the paths of a sequence must be in order.
     """
@@ -122,7 +125,7 @@ def attend(
             keys[:, path.copy.first : end] = keys[:, source]
             values[:, path.copy.first : end] = values[:, source]
         view = slice(path.first_slot, path.first_slot + path.num_keys)
-        attended = attend_path(q[path.padded_queries], keys[:, view], values[:, view], path, window)
+        attended = attend_path(q[path.padded_queries], keys[:, view], values[:, view], path, window, sinks)
         num_queries = len(path.queries)
         out[path.padded_queries[:num_queries]] = attended[:num_queries]
     return out
@@ -134,14 +137,22 @@ def attend_path(
     values: Float[Tensor, "kv_heads keys head_dim"],
     path: AttentionPath,
     window: int | None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "padded heads head_dim"]:
-    """One path: the query heads that share a key head are laid out as further rows, so keys are read once."""
+    """One path: the query heads that share a key head are laid out as further rows, so keys are read once.
+
+    A sink is the score of one more key, whose value is zero.
+    """
     rows, heads, head_dim = q.shape
     kv_heads = len(keys)
     group = heads // kv_heads
     grouped = q.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * rows, head_dim)
-    mask = path.mask(window, group, q.dtype)
-    out = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask[None, None])
+    mask = path.mask(window, group, q.dtype)[None]
+    if sinks is not None:
+        keys, values = (functional.pad(t, (0, 0, 0, KEY_PAD)) for t in (keys, values))
+        scores = sinks.to(q.dtype).view(kv_heads, group, 1).expand(-1, -1, rows).reshape(kv_heads, group * rows, 1)
+        mask = torch.cat([mask.expand(kv_heads, -1, -1), functional.pad(scores, (0, KEY_PAD - 1), value=-math.inf)], 2)
+    out = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask[None])
     return out.view(kv_heads, group, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
 
 

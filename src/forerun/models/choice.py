@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from forerun.machine import order_of_sums
 from forerun.models.config import ModelConfig
 from forerun.models.linear import MIN_ROWS, Linear, PackedLinear, packing_available, trusted_rows
 from forerun.models.native import find_kernels
+from forerun.models.projections import products
 from forerun.models.quantized import QuantizedLinear, quantized_packing_is_exact
 
 ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a piece of a prompt
@@ -88,7 +88,7 @@ def choose_backend(
         backends += [Backend("torch", dtype) for dtype in torch_dtypes(dtypes)[: 1 if quantize else None]]
     preferred, *others = backends
     others = [other for other in others if other.kernels == "native" or is_packed(other, quantize)]
-    shapes = layer_shapes(config)
+    shapes = products(config)
     if not native or not others or 4 * sum(math.prod(shape) * count for shape, count in shapes.items()) < SMALL_BYTES:
         return BackendChoice(preferred)
     return fastest(
@@ -133,16 +133,8 @@ def is_trusted(backend: Backend, quantize: Quantization | None, config: ModelCon
     return (
         backend.kernels == "native"
         or quantize is not None
-        or all(trusted_rows(*shape, backend.dtype, False, threads) for shape in layer_shapes(config))
+        or all(trusted_rows(*shape, backend.dtype, False, threads) for shape in products(config))
     )
-
-
-def layer_shapes(config: ModelConfig) -> Mapping[tuple[int, int], int]:
-    """(outputs, inputs) of the decoder's linear layers and its head, and how many there are of each."""
-    hidden, inner = config.hidden, config.intermediate
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
-    return Counter(layer * config.layers + [(config.vocab_size, hidden)] * (config.vocab_size > 0))
 
 
 def answer_times(

@@ -15,6 +15,7 @@ import torch
 
 from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
+from forerun.models.experts import ExpertsConfig, read_experts
 from forerun.models.families import FAMILIES, Family, Windows
 
 DTYPES = {
@@ -32,6 +33,10 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
 UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
 WIDENED = "forerun_widened"  # the key of config.json by which a widened checkpoint says what it is
 SILU = ("silu", "swish")  # two names of one function
+DEQUANTISE = (
+    "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True))"
+    ".save_pretrained(NEW_FOLDER)"
+)
 MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
 
 log = logging.getLogger(__name__)
@@ -65,7 +70,9 @@ class ModelConfig:
 
     `windows[i]` is how many tokens layer i sees, the token itself included; None is all of them. `dtype` is the
     checkpoint's. `eos_ids` end a generation, any of them; empty means that none does. `widened` is how a checkpoint
-    that `forerun widen` made is to be called wherever a number measured with it is shown.
+    that `forerun widen` made is to be called wherever a number measured with it is shown. `sinks`: each query head has
+    a score of its own among those of its keys, which takes weight and adds nothing. `experts` are those of the sparse
+    layers, None where all layers are dense; `intermediate` is of dense ones.
     """
 
     family: str
@@ -89,6 +96,8 @@ class ModelConfig:
     bos_id: int | None
     eos_ids: tuple[int, ...]
     widened: str | None = None
+    sinks: bool = False
+    experts: ExpertsConfig | None = None
 
     @property
     def group(self) -> int:
@@ -125,19 +134,21 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         kv_heads=kv_heads,
         head_dim=read_head_dim(fields, family, hidden, heads),
         intermediate=fields.whole("intermediate_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, positions),
+        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
+        rope=read_rope(fields, family, positions),
         tied=fields.flag("tie_word_embeddings"),
         max_positions=positions,
-        qkv_bias=has_bias(fields, family.qkv_bias),
-        out_bias=has_bias(fields, family.out_bias),
-        mlp_bias=has_bias(fields, family.mlp_bias),
+        qkv_bias=has_bias(fields, family, family.qkv_bias),
+        out_bias=has_bias(fields, family, family.out_bias),
+        mlp_bias=has_bias(fields, family, family.mlp_bias),
         qk_norm=family.qk_norm,
         windows=read_windows(fields, family, layers),
         dtype=read_dtype(fields),
         bos_id=bos,
         eos_ids=tuple(i for i in eos if i < vocab_size),
         widened=read_widened(fields),
+        sinks=family.sinks,
+        experts=read_experts(fields, family.sparse, layers),
     )
 
 
@@ -156,7 +167,11 @@ def find_family(fields: Fields) -> Family:
 def refuse_options(fields: Fields) -> None:
     """Raise UnsupportedModel for options that change what is computed and that the decoder does not have."""
     for key in ("quantization_config", "compression_config"):
-        if fields.values.get(key) is not None:
+        stored = fields.values.get(key)
+        if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":
+            wanted = f"MXFP4 is not read: use a bfloat16 version, or write one with transformers: {DEQUANTISE}"
+            raise fields.refuse(key, wanted)
+        if stored is not None:
             raise fields.refuse(key, "quantised checkpoints are not read: use the float16 or bfloat16 original")
     if fields.values.get("hidden_act", "silu") not in SILU:
         raise fields.refuse("hidden_act", "supported is silu: choose a checkpoint with it")
@@ -164,9 +179,9 @@ def refuse_options(fields: Fields) -> None:
         raise fields.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
 
 
-def has_bias(fields: Fields, declared: bool | str) -> bool:
+def has_bias(fields: Fields, family: Family, declared: bool | str) -> bool:
     """A family's declared bias, looked up in config.json where it is declared by key."""
-    return fields.flag(declared) if isinstance(declared, str) else declared
+    return fields.flag(declared, family.biased) if isinstance(declared, str) else declared
 
 
 def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
@@ -179,10 +194,10 @@ def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> in
     return head_dim
 
 
-def read_rope(fields: Fields, positions: int) -> RopeConfig:
+def read_rope(fields: Fields, family: Family, positions: int) -> RopeConfig:
     """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type."""
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    rope = fields.inside(key) if fields.values.get(key) else replace(fields, values={})
+    rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)
     values = rope.values
     sets = [name for name, value in values.items() if isinstance(value, dict)]
     if sets:
@@ -195,7 +210,7 @@ def read_rope(fields: Fields, positions: int) -> RopeConfig:
         raise rope.refuse(kind_key, f"supported are {supported}: choose another checkpoint or remove the scaling")
     if rope.values.get("partial_rotary_factor") not in (None, 1):
         raise rope.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", family.theta))
     if kind == "default":
         return RopeConfig(theta)
     if theta <= 1:  # scaled kinds tell slow rotations from fast ones by its logarithm
@@ -232,20 +247,31 @@ def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, position
 
 def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window, by the family's rule. layer_types that say otherwise are refused, not ignored."""
-    on = family.windows is Windows.ALL or (family.windows is Windows.LISTED and fields.flag("use_sliding_window"))
+    rule = family.windows
+    asks = rule in (Windows.ASKED, Windows.LISTED, Windows.BELOW)
+    on = rule is not Windows.NONE and (not asks or fields.flag("use_sliding_window"))
     on = on and fields.values.get("sliding_window", family.window) is not None
     window = fields.whole("sliding_window", family.window) if on else None
-    first = layers if window is None else 0
-    if on and family.windows is Windows.LISTED:
-        first = fields.whole("max_window_layers", 28, least=0)
-    full = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    slides = sliding_by_default(fields, rule, layers) if on else [False] * layers
+    full = ["sliding_attention" if each else "full_attention" for each in slides]
     types = fields.names("layer_types") or full
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise fields.refuse("layer_types", f"it must give full_attention or sliding_attention for {layers} layers")
-    if types != full and (family.windows is not Windows.LISTED or window is None):
+    if types != full and (rule in (Windows.NONE, Windows.ALL, Windows.ASKED) or window is None):
         wanted = f"in {family.name} with sliding_window {window} all layers must be {full[0]}: correct either"
         raise fields.refuse("layer_types", wanted)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def sliding_by_default(fields: Fields, rule: Windows, layers: int) -> list[bool]:
+    """Which layers have a window by a family's rule, where the model has any and layer_types does not say."""
+    if rule is Windows.LISTED:
+        return [i >= fields.whole("max_window_layers", 28, least=0) for i in range(layers)]
+    if rule is Windows.EVERY_OTHER:
+        return [i % 2 == 0 for i in range(layers)]
+    if rule is Windows.BELOW:
+        return [i % 2 == 0 and i < fields.whole("max_window_layers", 28, least=0) for i in range(layers)]
+    return [True] * layers
 
 
 def read_widened(fields: Fields) -> str | None:

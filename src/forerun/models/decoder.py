@@ -1,13 +1,13 @@
-"""One decoder for the Llama, Mistral and Qwen families.
+"""One decoder for all families.
 
-This module decides the arithmetic of a forward pass over packed tokens: norms, rotations, projections, gated
-activation, head. Families differ by declared values of ModelConfig only. Elementwise work keeps each row's bits
-independent of the other rows (see `silu_rows`); linear layers and attention keep it in files of their own.
+This module decides the arithmetic of a forward pass over packed tokens: norms, rotations, projections, head. Families
+differ by declared values of ModelConfig only. Elementwise work keeps each row's bits independent of the other rows;
+linear layers, attention and MLPs keep it in files of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,22 +15,17 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
 from forerun.models.attention import EACH_ALONE, AttentionPath, QueryRule, attend, query_rule
 from forerun.models.config import ModelConfig
+from forerun.models.layer import LayerMaker, MakeLinear, Take
 from forerun.models.linear import Linear, make_linear, padded_rows
+from forerun.models.mlp import pad_rows
 from forerun.models.native import Kernels
 from forerun.models.rope import rope_tables
-
-Take = Callable[[str, tuple[int, ...]], Tensor]
-MakeLinear = Callable[..., Linear]  # (weight, bias=None)
-
-SERIAL_ELEMENTS = 32_767  # torch splits larger SiLUs over threads, at any element
-LANES = 32  # widths are padded to a multiple of this, so that vector code covers whole rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +57,14 @@ class Hidden:
     taps: Float[Tensor, "total taps hidden"] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer's weights; query, key and value projections are fused, and so are gate and up."""
-
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
-    attention_norm: Float[Tensor, " hidden"]
-    mlp_norm: Float[Tensor, " hidden"]
-    qk_norm: Float[Tensor, "heads head_dim"] | None  # of query heads, then key heads
-    window: int | None
-
-
 class Decoder:
     """A decoder-only transformer over a PagedCache.
 
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
-    embedding. With `quantize` the layers are of so many bits and the head is of 8; embedding, norms and attention are
-    of `dtype`.
+    embedding. With `quantize` the layers are of so many bits and the head is of 8; embedding, norms, attention and what
+    chooses experts are of `dtype`. `num_experts_read` counts up in every pass: the experts of each layer that a token
+    chose; none in dense layers.
     `make` turns weight and bias into a layer on other devices than this CPU; it excludes `kernels`, and the caller then
     computes attention. Under a `host` these layers are read from its states: embedding and
     head are the host's own.
@@ -100,11 +82,13 @@ class Decoder:
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.make = make or partial(make_linear, quantize=quantize, kernels=kernels)
+        self.num_experts_read = 0
+        plain = make or partial(make_linear, kernels=kernels)
+        layers = LayerMaker(config, dtype, make or partial(plain, quantize=quantize), make_router=plain)
         self.query_rule = EACH_ALONE if kernels or make else self.ask_query_rule()
         table = (config.vocab_size, config.hidden)
         self.embedding: Tensor = host.embedding if host else take("model.embed_tokens.weight", table).to(dtype)
-        self.layers = [self.load_layer(take, i) for i in range(config.layers)]
+        self.layers = [layers.load(take, i) for i in range(config.layers)]
         self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)
         of_8_bits = partial(make_linear, quantize="int8" if quantize else None, kernels=kernels)
         self.head: Linear = host.head if host else self.make_head(take, make or of_8_bits)
@@ -133,55 +117,6 @@ class Decoder:
         """The rule for queries of this shape in torch's attention, on this machine."""
         c = self.config
         return query_rule(c.heads, c.kv_heads, c.head_dim, self.dtype, torch.get_num_threads())
-
-    def load_layer(self, take: Take, index: int) -> Layer:
-        """Fetch, fuse and pack one layer."""
-        c, prefix = self.config, f"model.layers.{index}."
-
-        def fetch(name: str, *shape: int) -> Tensor:
-            return take(prefix + name, shape).to(self.dtype)
-
-        def projection(names: Sequence[str], sizes: Sequence[int], inputs: int, bias: bool) -> Linear:
-            weight = torch.cat([fetch(f"{n}.weight", s, inputs) for n, s in zip(names, sizes, strict=True)])
-            biases = [fetch(f"{n}.bias", s) for n, s in zip(names, sizes, strict=True)] if bias else None
-            return self.make(weight, torch.cat(biases) if biases else None)
-
-        q_size, kv_size = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        attention = [f"self_attn.{x}_proj" for x in "qkv"]
-        return Layer(
-            qkv=projection(attention, [q_size, kv_size, kv_size], c.hidden, c.qkv_bias),
-            out=projection(["self_attn.o_proj"], [c.hidden], q_size, c.out_bias),
-            gate_up=self.make(*self.padded_gate_up(fetch)),
-            down=self.make(*self.padded_down(fetch)),
-            attention_norm=fetch("input_layernorm.weight", c.hidden),
-            mlp_norm=fetch("post_attention_layernorm.weight", c.hidden),
-            qk_norm=self.head_norms(fetch) if c.qk_norm else None,
-            window=c.windows[index],
-        )
-
-    def padded_gate_up(self, fetch: Callable[..., Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Gate over up, each padded with zero rows to a multiple of LANES: silu(0) * 0 = 0."""
-        c, padding = self.config, -self.config.intermediate % LANES
-        names = ("mlp.gate_proj", "mlp.up_proj")
-        weights = [functional.pad(fetch(f"{n}.weight", c.intermediate, c.hidden), (0, 0, 0, padding)) for n in names]
-        if not c.mlp_bias:
-            return torch.cat(weights), None
-        biases = [functional.pad(fetch(f"{n}.bias", c.intermediate), (0, padding)) for n in names]
-        return torch.cat(weights), torch.cat(biases)
-
-    def padded_down(self, fetch: Callable[..., Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Down, with zero columns for the padding of gate and up."""
-        c = self.config
-        weight = fetch("mlp.down_proj.weight", c.hidden, c.intermediate)
-        bias = fetch("mlp.down_proj.bias", c.hidden) if c.mlp_bias else None
-        return functional.pad(weight, (0, -c.intermediate % LANES)), bias
-
-    def head_norms(self, fetch: Callable[..., Tensor]) -> Float[Tensor, "heads head_dim"]:
-        """The norm gains of query and key heads, one row per head."""
-        c = self.config
-        q = fetch("self_attn.q_norm.weight", c.head_dim).expand(c.heads, -1)
-        k = fetch("self_attn.k_norm.weight", c.head_dim).expand(c.kv_heads, -1)
-        return torch.cat([q, k])
 
     def forward(
         self,
@@ -216,7 +151,7 @@ class Decoder:
     ) -> Float[Tensor, "total hidden"]:
         """Some layers in a row: by the compiled kernels, in place, or by torch's operators."""
         if self.native is not None:
-            self.native.forward(x, batch, cache, self.rope, layers)
+            self.num_experts_read += self.native.forward(x, batch, cache, self.rope, layers)
             return x
         total = len(x)
         cos, sin = self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None]
@@ -228,9 +163,10 @@ class Decoder:
     def run_layer(
         self, index: int, x: Tensor, batch: TokenBatch, cache: PagedCache, cos: Tensor, sin: Tensor
     ) -> Float[Tensor, "rows hidden"]:
-        """Attention and gated MLP of one layer, each added to the residual stream."""
-        c, layer, total = self.config, self.layers[index], len(batch.tokens)
-        qkv = layer.qkv(rms_norm(x, layer.attention_norm, c.norm_eps)).view(len(x), -1, c.head_dim)
+        """Attention and MLP of one layer, each added to the residual stream."""
+        c, total = self.config, len(batch.tokens)
+        layer, mlp = self.layers[index].attention, self.layers[index].mlp
+        qkv = layer.qkv(rms_norm(x, layer.norm, c.norm_eps)).view(len(x), -1, c.head_dim)
         rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
         if layer.qk_norm is not None:
             rotated = rms_norm(rotated, layer.qk_norm, c.norm_eps)
@@ -238,10 +174,11 @@ class Decoder:
         cache.keys[index].index_copy_(1, batch.slots, rotated[:total, c.heads :].transpose(0, 1))
         cache.values[index].index_copy_(1, batch.slots, value.transpose(0, 1))
         query = rotated[:total, : c.heads]
-        mixed = attend(query, cache.keys[index], cache.values[index], batch.paths, layer.window)
+        mixed = attend(query, cache.keys[index], cache.values[index], batch.paths, layer.window, layer.sinks)
         x = x + layer.out(pad_rows(mixed.view(total, -1), len(x)))
-        gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)).chunk(2, dim=1)
-        return x + layer.down(silu_rows(gate) * up)
+        added, num_read = mlp(rms_norm(x, mlp.norm, c.norm_eps), total)
+        self.num_experts_read += num_read
+        return x + added
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32 of the rows given: only those that are judged need be."""
@@ -249,11 +186,6 @@ class Decoder:
             return self.native.logits(hidden)
         rows = pad_rows(hidden, padded_rows(len(hidden)))
         return self.head(rms_norm(rows, self.norm, self.config.norm_eps))[: len(hidden)].float()
-
-
-def pad_rows(x: Float[Tensor, "rows ..."], rows: int) -> Float[Tensor, "padded ..."]:
-    """The rows with rows of zeros behind them, which do not affect the others."""
-    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
 def rms_norm(x: Float[Tensor, "*rows width"], gain: Tensor, eps: float) -> Float[Tensor, "*rows width"]:
@@ -271,16 +203,3 @@ def rotate(
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
-
-
-def silu_rows(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-    """SiLU whose bits are a row's own; the width is a multiple of LANES.
-
-    Torch's vector code and its scalar tail round exp differently. Whole vectors per row and blocks too small to be
-    split over threads keep every element in vector code (measured: at width 172, 4 % of elements differ otherwise).
-    """
-    rows, width = x.shape
-    block = max(1, SERIAL_ELEMENTS // width)
-    if rows <= block:
-        return functional.silu(x)
-    return torch.cat([functional.silu(part) for part in x.split(block)])

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.device import Placement
-from forerun.models.decoder import MakeLinear
+from forerun.models.layer import MakeLinear
 from forerun.models.ops import load_kernels
 
 

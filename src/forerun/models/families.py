@@ -1,12 +1,13 @@
 """The table of families: everything that differs between the architectures that the decoder computes.
 
 There is one row per architecture name of config.json. A difference is a value declared here and read once by
-`read_config`; no other file asks which family a model is. All rows share Llama's tensor names.
+`read_config`; no other file asks which family a model is. All rows share Llama's tensor names, but for the experts'.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -15,15 +16,58 @@ class Windows(Enum):
 
     NONE = "no layer"
     ALL = "every layer, where sliding_window is set"
+    ASKED = "every layer, where use_sliding_window is set"
     LISTED = "those that layer_types lists or, without it, those from max_window_layers on"
+    EVERY_OTHER = "those that layer_types lists or, without it, every other one from the first on"
+    BELOW = "the same, where use_sliding_window is set, and without layer_types below max_window_layers alone"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a checkpoint stores the MLPs of a sparse layer.
+
+    `{}` stands for an expert's number; without it one tensor holds all experts, gate and up together, its bias under
+    the same name and `_bias`. `transposed`: that tensor has inputs before outputs, and gate and up by turns. `stacked`
+    is how the same experts may be stored instead.
+    """
+
+    router: str
+    gate_up: tuple[str, ...]
+    down: str
+    transposed: bool = False
+    stacked: ExpertNames | None = None
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one tensor holds all experts."""
+        return "{}" not in self.down
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """The declared facts of a family whose MLPs are experts, of which a router chooses some for each token.
+
+    `intermediate` and `shared` are keys of config.json: the neurons of an expert and, in families that have one, of the
+    expert that all tokens share. `normalised`: whether the weights of the chosen add up to 1, or the key that says so.
+    `bias`: of router and experts. `clamped`: their activation is bounded, as `swiglu_limit` and `swiglu_alpha` say.
+    """
+
+    names: ExpertNames
+    intermediate: str = "moe_intermediate_size"
+    shared: str | None = None
+    normalised: bool | str = "norm_topk_prob"
+    bias: bool = False
+    clamped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One family's declared facts.
 
-    A bias is there, is not, or is there where config.json sets the key named here. `head_dim` and `window` are the
-    family's values where config.json lacks the key; head_dim None divides the hidden size by the heads.
+    A bias is there, is not, or is there where config.json sets the key named here; `biased` says what such a key means
+    where it is absent. `head_dim`, `window`, `norm_eps`, `theta` and `rope`, the parameters of positions, are the
+    family's values where config.json lacks the key; head_dim None divides the hidden size by the heads. `sinks`: each
+    query head has a score that no key has. `sparse` None: all MLPs are dense.
     """
 
     name: str
@@ -34,6 +78,12 @@ class Family:
     windows: Windows
     head_dim: int | None = None
     window: int | None = None
+    biased: bool = False
+    norm_eps: float = 1e-6
+    theta: float = 10_000.0
+    rope: Mapping[str, object] = field(default_factory=dict)
+    sinks: bool = False
+    sparse: Sparse | None = None
 
 
 LLAMA = Family(
@@ -73,9 +123,84 @@ QWEN3 = Family(
     window=4096,
 )
 
+STACKED = ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj")
+BY_NUMBER = ExpertNames(
+    "mlp.gate",
+    ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "mlp.experts.{}.down_proj",
+    stacked=STACKED,
+)
+MIXTRAL = Family(
+    name="mixtral",
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    windows=Windows.ALL,
+    norm_eps=1e-5,
+    theta=1e6,
+    sparse=Sparse(
+        ExpertNames(
+            "block_sparse_moe.gate",
+            ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+            "block_sparse_moe.experts.{}.w2",
+            stacked=STACKED,
+        ),
+        intermediate="intermediate_size",
+        normalised=True,
+    ),
+)
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    qkv_bias="qkv_bias",
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    windows=Windows.BELOW,
+    window=4096,
+    biased=True,
+    sparse=Sparse(BY_NUMBER, shared="shared_expert_intermediate_size"),
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    mlp_bias=False,
+    qk_norm=True,
+    windows=Windows.ASKED,
+    window=4096,
+    sparse=Sparse(BY_NUMBER),
+)
+GPT_OSS = Family(
+    name="gpt_oss",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    mlp_bias=False,
+    qk_norm=False,
+    windows=Windows.EVERY_OTHER,
+    head_dim=64,
+    window=128,
+    biased=True,
+    norm_eps=1e-5,
+    theta=150_000.0,
+    rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    sinks=True,
+    sparse=Sparse(
+        ExpertNames("mlp.router", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj", transposed=True),
+        intermediate="intermediate_size",
+        normalised=True,
+        bias=True,
+        clamped=True,
+    ),
+)
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "GptOssForCausalLM": GPT_OSS,
 }

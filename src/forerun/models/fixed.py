@@ -170,15 +170,16 @@ def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps
     turns, at = (decoder.rope.cos, decoder.rope.sin), (columns["positions"], columns["slots"])
     x, delta = decoder.embedding[columns["tokens"]] if inputs.states is None else inputs.states, None
     kept: dict[int, Tensor] = {}
-    for i, layer in enumerate(decoder.layers):
-        x, normed = ops.add_norm(x, delta, layer.attention_norm, c.norm_eps)
+    for i, (layer, mlp) in enumerate((layer.attention, layer.mlp) for layer in decoder.layers):
+        assert mlp.every is not None, "experts are chosen by looking at values: blueprints refuse them here"
+        x, normed = ops.add_norm(x, delta, layer.norm, c.norm_eps)
         if i in taps:
             kept[i] = x
         store = (cache.keys[i], cache.values[i])
         query = ops.rotate_store(layer.qkv(normed), turns, at, layer.qk_norm, shape, store)
         mixed = ops.attend(query, *store, where, layer.window)
-        x, normed = ops.add_norm(x, layer.out(mixed), layer.mlp_norm, c.norm_eps)
-        delta = layer.down(ops.silu_mul(layer.gate_up(normed)))
+        x, normed = ops.add_norm(x, layer.out(mixed), mlp.norm, c.norm_eps)
+        delta = mlp.every.down(ops.silu_mul(mlp.every.gate_up(normed)))
     x, normed = ops.add_norm(x, delta, decoder.norm, c.norm_eps)
     kept |= {len(decoder.layers): x, -1: normed}
     judged = normed[inputs.judged]

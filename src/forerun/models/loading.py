@@ -20,7 +20,7 @@ from forerun.cache.paged import PagedCache
 from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
 from forerun.device import CPU, Placement
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.fields import read_fields
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.machine import order_of_sums
@@ -33,6 +33,7 @@ from forerun.models.generation import GenerationDefaults
 from forerun.models.graphs import GraphRunner
 from forerun.models.native import find_kernels, kernels_name
 from forerun.models.ops import load_kernels
+from forerun.models.projections import count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
@@ -85,11 +86,14 @@ class Blueprint:
         dtypes = number_formats(spec.dtype, config, placement.fixed)
         checkpoint = Checkpoint(folder, dtypes[0])
         judged = check_weights(config, checkpoint)
+        if placement.fixed and (judged.experts or judged.sinks):
+            wanted = "use device cpu, or choose a checkpoint without them"
+            raise UnsupportedModel(f"{spec.model}: experts and attention sinks are computed on CPUs: {wanted}")
         if placement.fixed:
             choice = BackendChoice(Backend("torch", dtypes[0]))
         else:
             choice = choose_backend(spec.kernels, dtypes, spec.quantize, judged, progress)
-        num_bytes = checkpoint.num_bytes // dtypes[0].itemsize * choice.backend.dtype.itemsize
+        num_bytes = count_parameters(judged) * choice.backend.dtype.itemsize
         return cls(spec, judged.widened or spec.model, folder, judged, choice, num_bytes, placement)
 
     @property
@@ -133,14 +137,18 @@ class Blueprint:
 
     @property
     def weights_bytes(self) -> int:
-        """What the weights take once loaded: a tied head is packed apart from the embedding."""
-        return self.pass_bytes + self.config.vocab_size * self.config.hidden * self.dtype.itemsize
+        """What all weights take once loaded, idle experts too: a tied head is packed apart from the embedding."""
+        return self.read_bytes(0) + self.config.vocab_size * self.config.hidden * self.dtype.itemsize
 
     @property
     def pass_bytes(self) -> int:
-        """Weights that a pass reads: all but the table of embeddings, a row a token; it reads the head."""
+        """Weights that the pass of a token reads: all but the table of embeddings, a row a token, and idle experts."""
+        return self.read_bytes(num_idle(self.config))
+
+    def read_bytes(self, num_idle: int) -> int:
+        """All weights as they are held, the head among them, but the table of embeddings and so many of the layers'."""
         table = self.config.vocab_size * self.config.hidden
-        others = self.num_bytes // self.dtype.itemsize - table * (1 if self.config.tied else 2)
+        others = self.num_bytes // self.dtype.itemsize - table * (1 if self.config.tied else 2) - num_idle
         of_layers, of_head = {None: (self.dtype.itemsize, self.dtype.itemsize), **HELD_BYTES}[self.quantize]
         return int(others * of_layers) + table * of_head
 

@@ -13,7 +13,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from copy import copy
-from ctypes import POINTER, Structure, addressof, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, c_float, c_int64, c_void_p, pointer
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -35,8 +35,10 @@ from forerun.models.quantized4 import Quantized4Linear, quantize_groups
 
 if TYPE_CHECKING:
     from forerun.models.config import ModelConfig
-    from forerun.models.decoder import Layer, TokenBatch
+    from forerun.models.decoder import TokenBatch
+    from forerun.models.layer import Layer
     from forerun.models.linear import Linear
+    from forerun.models.mlp import GatedMlp, Router
     from forerun.models.rope import RopeTables
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
@@ -47,32 +49,52 @@ MAX_HEAD_DIM = 512
 
 
 class CShape(Structure):
-    """`Shape` in decoder.cpp."""
+    """`Shape` in decoder.hpp."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "cache_format")),
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format")),
         ("norm_eps", c_float),
     ]
 
 
-class CLayer(Structure):
-    """`Layer` in decoder.cpp."""
+class CGated(Structure):
+    """`Gated` in decoder.hpp."""
+
+    _fields_: ClassVar = [("gate_up", c_void_p), ("down", c_void_p)]
+
+
+class CExperts(Structure):
+    """`Experts` in decoder.hpp."""
 
     _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down", "attention_norm", "mlp_norm", "qk_norm")),
+        *((name, c_int64) for name in ("count", "active", "normalised")),
+        ("router", c_void_p),
+        ("gated", POINTER(CGated)),
+        *((name, c_float) for name in ("alpha", "limit")),
+    ]
+
+
+class CLayer(Structure):
+    """`Layer` in decoder.hpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("qkv", "out")),
+        ("every", CGated),
+        ("experts", POINTER(CExperts)),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "qk_norm", "sinks")),
         ("window", c_int64),
     ]
 
 
 class CPass(Structure):
-    """`Pass` in decoder.cpp."""
+    """`Pass` in decoder.hpp."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("num_tokens", "num_paths", "first_layer", "end_layer", "num_threads")),
         *((name, c_void_p) for name in ("x", "positions", "slots", "path_of", "last_key")),
         *((name, c_void_p) for name in ("first_slots", "num_plain", "source_ends", "sources", "keys", "values")),
         ("num_slots", c_int64),
-        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_void_p) for name in ("cos", "sin", "num_experts")),
     ]
 
 
@@ -217,7 +239,6 @@ class NativeDecoder:
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            intermediate=native(layers[0].down).inputs,
             cache_format=FORMATS[norm.dtype],
             norm_eps=config.norm_eps,
         )
@@ -226,16 +247,33 @@ class NativeDecoder:
 
     def layer(self, layer: Layer) -> CLayer:
         """A layer's pointers."""
+        a, mlp = layer.attention, layer.mlp
         return CLayer(
-            qkv=native(layer.qkv).pointer,
-            out=native(layer.out).pointer,
-            gate_up=native(layer.gate_up).pointer,
-            down=native(layer.down).pointer,
-            attention_norm=self.keep(padded_gains(layer.attention_norm)),
-            mlp_norm=self.keep(padded_gains(layer.mlp_norm)),
-            qk_norm=None if layer.qk_norm is None else self.keep(layer.qk_norm.float().contiguous()),
-            window=layer.window or 0,
+            qkv=native(a.qkv).pointer,
+            out=native(a.out).pointer,
+            every=CGated() if mlp.every is None else gated(mlp.every),
+            experts=None if mlp.router is None else pointer(self.experts(mlp.router, mlp.experts)),
+            attention_norm=self.keep(padded_gains(a.norm)),
+            mlp_norm=self.keep(padded_gains(mlp.norm)),
+            qk_norm=None if a.qk_norm is None else self.keep(a.qk_norm.float().contiguous()),
+            sinks=None if a.sinks is None else self.keep(a.sinks.float().contiguous()),
+            window=a.window or 0,
         )
+
+    def experts(self, router: Router, experts: Sequence[GatedMlp]) -> CExperts:
+        """Pointers to a layer's router and experts."""
+        clamp, mlps = experts[0].clamp, (CGated * len(experts))(*map(gated, experts))
+        found = CExperts(
+            count=len(experts),
+            active=router.active,
+            normalised=router.normalised,
+            router=native(router.linear).pointer,
+            gated=mlps,
+            alpha=clamp.alpha if clamp else 0.0,
+            limit=clamp.limit if clamp else 0.0,
+        )
+        self.kept.append(found)
+        return found
 
     def keep(self, tensor: Tensor) -> int:
         """Its address, for as long as this lives."""
@@ -251,8 +289,11 @@ class NativeDecoder:
 
     def forward(
         self, x: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache, rope: RopeTables, layers: range
-    ) -> None:
-        """Read the batch through `layers`, from and to the residual stream `x`, which is of float32."""
+    ) -> int:
+        """Read the batch through `layers`, from and to the residual stream `x`, which is of float32.
+
+        Returns how many experts were read, those of each layer counted.
+        """
         path_of, last_key = (array("q", [0]) * len(x) for _ in range(2))
         for number, path in enumerate(batch.paths):
             for query, position in zip(path.queries, path.positions, strict=True):
@@ -268,6 +309,7 @@ class NativeDecoder:
             array("q", [slot for copy in copies if copy is not None for slot in copy.source] or [0]),
         ]
         addresses = [table.buffer_info()[0] for table in tables]
+        num_experts = c_int64(0)
         each_path = dict(zip(("first_slots", "num_plain", "source_ends", "sources"), addresses[2:], strict=True))
         self.lib.forerun_forward(
             self.pointer,
@@ -288,8 +330,10 @@ class NativeDecoder:
                 num_slots=cache.keys.shape[2],
                 cos=rope.cos.data_ptr(),
                 sin=rope.sin.data_ptr(),
+                num_experts=addressof(num_experts),
             ),
         )
+        return num_experts.value
 
     def draw_chains(
         self,
@@ -346,6 +390,11 @@ class NativeDecoder:
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of normed rows."""
         return self.head(hidden.float(), self.norm, self.norm_eps)
+
+
+def gated(mlp: GatedMlp) -> CGated:
+    """Pointers to an MLP's layers."""
+    return CGated(native(mlp.gate_up).pointer, native(mlp.down).pointer)
 
 
 def native(linear: Linear) -> NativeLinear:

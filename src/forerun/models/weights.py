@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import read_fields, short
 from forerun.models.config import ModelConfig
+from forerun.models.projections import layer_tensors, promised_tensors
 from forerun.models.spec import dtype_name
 
 STORED = ("F64", "F32", "F16", "BF16")  # number formats that mean what they say, without scales beside them
@@ -180,10 +181,11 @@ def no_weights(folder: Path) -> MissingWeights:
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """Judge all tensors by their headers before any is loaded; `config` with `tied` as the tensors have it.
+    """Judge all tensors by their headers before any is loaded; `config` with `tied` and the experts' names as stored.
 
     A head stored beside an embedding it should be tied to counts where it differs from it. Raises as `check_tensors`.
     """
+    config = with_stored_names(config, checkpoint)
     head_name, size = "lm_head.weight", (config.vocab_size, config.hidden)
     if config.tied and head_name in checkpoint:
         head, embedding = (checkpoint.take(n, size) for n in (head_name, "model.embed_tokens.weight"))
@@ -197,6 +199,20 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
             config = replace(config, tied=False)
     check_tensors(promised_tensors(config), checkpoint, layers=config.layers, idle=[head_name])
     return config
+
+
+def with_stored_names(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """`config`, its experts stacked where the checkpoint has more of its tensors under those names."""
+    experts = config.experts
+    if experts is None or experts.names.stacked is None:
+        return config
+    stacked = replace(config, experts=replace(experts, names=experts.names.stacked))
+
+    def share(form: ModelConfig) -> float:
+        names = layer_tensors(form, experts.layers[0])
+        return sum(f"model.layers.{experts.layers[0]}.{name}" in checkpoint for name in names) / len(names)
+
+    return stacked if share(stacked) > share(config) else config
 
 
 def check_tensors(
@@ -243,39 +259,3 @@ def is_idle_bias(name: str, checkpoint: Checkpoint) -> bool:
     """Whether a tensor is a bias of zeros, as conversions between families leave them."""
     entry = checkpoint.stored[name]
     return name.endswith(".bias") and entry.format in STORED and not checkpoint.take(name, entry.shape).any()
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's name and shape of every tensor of the model, in the order of computation."""
-    return dict(promised_tensors(config))
-
-
-def promised_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The same one by one, for a configuration that may promise more than there can be."""
-    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden)
-    for layer in range(config.layers):
-        yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in layer_shapes(config).items())
-    yield "model.norm.weight", (config.hidden,)
-    if not config.tied:
-        yield "lm_head.weight", (config.vocab_size, config.hidden)
-
-
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer: the names that all families share, and their shapes."""
-    hidden, inner = config.hidden, config.intermediate
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    projections = {
-        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
-        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, queries, config.out_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
-    shapes |= {f"{name}.weight": (out, into) for name, (out, into, _) in projections.items()}
-    return shapes | {f"{name}.bias": (out,) for name, (out, _, bias) in projections.items() if bias}

@@ -36,7 +36,8 @@ from forerun.folders import cache_folder
 from forerun.models.agreement import Agreement, agreement
 from forerun.models.config import WIDENED, ModelConfig, amount, read_config
 from forerun.models.loading import Blueprint
-from forerun.models.weights import Checkpoint, tensor_shapes
+from forerun.models.projections import count_parameters, tensor_shapes
+from forerun.models.weights import Checkpoint
 
 RECIPE = 1  # raised when the same shape and seed give other weights
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -126,11 +127,6 @@ class LayerOrigin:
 
     layer: int
     real: bool
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """The numbers in all tensors; a tied head counts once."""
-    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
 
 def widen(

@@ -1,0 +1,115 @@
+// Sparse MLPs: which experts each token takes, and which rows each expert therefore has.
+//
+// A pair is a token and one of the MLPs that it takes: its experts, the likeliest first, and last the MLP that all tokens
+// take, where there is one. Pairs are grouped by MLP, so that each is read from memory once, and every token adds up what
+// its own gave in the order of its choice: neither depends on other tokens.
+#pragma once
+#include <vector>
+
+#include "decoder.hpp"
+
+namespace forerun {
+
+struct Group {  // the pairs of one MLP lie side by side
+  int64_t mlp, first, end;
+};
+
+struct Routes {
+  int64_t num_pairs = 0;
+  std::vector<int64_t> mlps;    // of each pair, those of a token side by side
+  std::vector<float> weights;   // likewise
+  std::vector<int64_t> tokens;  // of each place in the order of groups
+  std::vector<int64_t> places;  // of each pair
+  std::vector<Group> groups;    // those that have pairs, in ascending order
+
+  void room(int64_t most) { mlps.resize(most), weights.resize(most), tokens.resize(most), places.resize(most); }
+
+  void group(int64_t num_tokens, int64_t per_token, int64_t num_mlps) {
+    num_pairs = num_tokens * per_token;
+    std::vector<int64_t> ends(num_mlps + 1);
+    for (int64_t p = 0; p < num_pairs; p++) ends[mlps[p] + 1]++;
+    groups.clear();
+    for (int64_t m = 0; m < num_mlps; m++) {
+      if (ends[m + 1]) groups.push_back({m, ends[m], ends[m] + ends[m + 1]});
+      ends[m + 1] += ends[m];
+    }
+    for (int64_t p = 0; p < num_pairs; p++) {  // from where a group begins to where it ends
+      places[p] = ends[mlps[p]]++;
+      tokens[places[p]] = p / per_token;
+    }
+  }
+};
+
+// exp(x - top) of `count` numbers, and the sum of all in one order.
+inline float powers(const float* x, int64_t count, float top, float* out) {
+  Floats total{};
+  for (int64_t i = 0; i < count; i += LANES) {
+    float part[LANES];
+    for (int j = 0; j < LANES; j++) part[j] = i + j < count ? x[i + j] : -INFINITY;
+    const Floats power = exponential(load(part) - top);
+    total += power;
+    store(part, power);
+    if (out) memcpy(out + i, part, std::min<int64_t>(LANES, count - i) * sizeof(float));
+  }
+  return sum(total);
+}
+
+// A token's experts, the lowest numbers among equal logits, and their weights.
+inline void route(const Experts& e, const float* logits, int64_t* mlps, float* weights) {
+  for (int64_t rank = 0, last = -1; rank < e.active; rank++) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < e.count; i++) {
+      const bool follows = last < 0 || logits[i] < logits[last] || (logits[i] == logits[last] && i > last);
+      if (follows && (best < 0 || logits[i] > logits[best])) best = i;
+    }
+    last = mlps[rank] = best < 0 ? 0 : best;  // what is not a number has no order
+    weights[rank] = logits[last];
+  }
+  const float top = weights[0], chosen = powers(weights, e.active, top, weights);
+  const float total = e.normalised ? chosen : powers(logits, e.count, top, nullptr);
+  for (int64_t rank = 0; rank < e.active; rank++) weights[rank] /= total;
+  if (e.router->outputs > e.count) {
+    float gate[LANES];
+    store(gate, all(1.0f) / (exponential(all(-logits[e.count])) + 1.0f));
+    mlps[e.active] = e.count, weights[e.active] = gate[0];
+  }
+}
+
+// The linear layers of one kind of a sparse layer, and how far apart their groups lie.
+struct Products {
+  const Layer& layer;
+  const Linear* Gated::*linear;
+  int64_t row_bytes, width;
+
+  Products(const Layer& l, const Linear* Gated::*of) : layer(l), linear(of), row_bytes(0), width(0) {
+    for (const Gated* each : {&l.experts->gated[0], &l.every})
+      if (each->down) {
+        row_bytes = std::max(row_bytes, (each->*of)->row_bytes());
+        width = std::max(width, (each->*of)->width);
+      }
+  }
+  const Linear& of(const Group& g) const {
+    return *((g.mlp < layer.experts->count ? layer.experts->gated[g.mlp] : layer.every).*linear);
+  }
+  Rows rows(const Group& g, Rows all) const { return {all.data + g.first * row_bytes, all.scales + g.first}; }
+  float* out(const Group& g, float* all) const { return all + g.first * width; }
+
+  // The share of one thread in all groups: by what they cost, a part for the weights and one for every row.
+  void multiply(const std::vector<Group>& groups, Rows rows_of_all, float* out_of_all, int thread, int num_threads) const {
+    constexpr int64_t READ = 8;
+    const auto cost = [](const Group& g) { return READ + g.end - g.first; };
+    int64_t total = 0, begin = 0;
+    for (const Group& g : groups) total += of(g).width / WIDTH * cost(g);
+    const int64_t from = total * thread / num_threads, to = total * (thread + 1) / num_threads;
+    for (const Group& g : groups) {
+      const Linear& l = of(g);
+      const int64_t count = l.width / WIDTH, each = cost(g);
+      const auto reached = [&](int64_t at) { return std::min((std::max<int64_t>(at - begin, 0) + each - 1) / each, count); };
+      const int64_t first = reached(from), end = reached(to);
+      if (first < end) multiply_part(l, rows(g, rows_of_all), g.end - g.first, out(g, out_of_all), first, end);
+      begin += count * each;
+    }
+  }
+};
+
+}  // namespace forerun

@@ -1,0 +1,216 @@
+"""The table of a layer's tensors: which there are, their names and shapes, and what linear layers they make.
+
+Checking, loading, the choice of kernels, widening and memory planning all read this table, so a tensor is said once.
+All families share Llama's names; those of experts are declared per family. Embedding, last norm and head are no part of
+a layer: `promised_tensors` has them too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forerun.annotations import Float
+from forerun.models.config import ModelConfig
+from forerun.models.experts import ExpertsConfig
+
+Shapes = dict[str, tuple[int, ...]]
+Fetch = Callable[[str, tuple[int, ...]], Tensor]  # a layer's tensor by its name inside the layer
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Where an expert's part lies in a tensor of all `count` experts; `transposed` as in ExpertNames."""
+
+    count: int
+    expert: int
+    transposed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One linear layer: the tensors whose outputs it has one after the other, or a part of one of all experts.
+
+    `sizes` are the outputs of each of `names`. A stack has one name and all sizes.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    inputs: int
+    bias: bool
+    stack: Stack | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Of all its tensors together."""
+        return sum(self.sizes)
+
+    def weights(self) -> Shapes:
+        """The tensors that its weight lies in."""
+        if self.stack is None:
+            return {f"{name}.weight": (size, self.inputs) for name, size in zip(self.names, self.sizes, strict=True)}
+        size = (self.inputs, self.outputs) if self.stack.transposed else (self.outputs, self.inputs)
+        return {self.names[0]: (self.stack.count, *size)}
+
+    def biases(self) -> Shapes:
+        """The tensors that its bias lies in; none where it has none."""
+        if not self.bias:
+            return {}
+        if self.stack is None:
+            return {f"{name}.bias": (size,) for name, size in zip(self.names, self.sizes, strict=True)}
+        return {f"{self.names[0]}_bias": (self.stack.count, self.outputs)}
+
+    def weight(self, fetch: Fetch) -> list[Float[Tensor, "part inputs"]]:
+        """The parts of its weight, one of each of `sizes`."""
+        found = [fetch(name, shape) for name, shape in self.weights().items()]
+        if self.stack is None:
+            return found
+        own = found[0][self.stack.expert]
+        return self.parts(own.T if self.stack.transposed else own, self.stack)
+
+    def bias_of(self, fetch: Fetch) -> list[Float[Tensor, " part"]] | None:
+        """The parts of its bias, likewise; None where it has none."""
+        found = [fetch(name, shape) for name, shape in self.biases().items()]
+        if self.stack is None or not found:
+            return found or None
+        return self.parts(found[0][self.stack.expert], self.stack)
+
+    def parts(self, own: Tensor, stack: Stack) -> list[Tensor]:
+        """An expert's rows, by turns or one part after the other, as parts."""
+        if stack.transposed:
+            return [own[i :: len(self.sizes)] for i in range(len(self.sizes))]
+        return list(own.split(self.sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedTable:
+    """A gated MLP: gate over up, and down."""
+
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """All tensors of a layer: `vectors` are norms and sinks by name; `every` is the MLP that all tokens take.
+
+    A dense layer has no router and no experts. The router's last output, where experts have an MLP for all tokens
+    beside them, is that one's gate.
+    """
+
+    vectors: Mapping[str, int]
+    qkv: Projection
+    out: Projection
+    every: GatedTable | None
+    router: Projection | None = None
+    experts: tuple[GatedTable, ...] = ()
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> LayerTable:
+        """The table of the layer of this number."""
+        c = config
+        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        vectors = {"input_layernorm.weight": c.hidden, "post_attention_layernorm.weight": c.hidden}
+        if c.qk_norm:
+            vectors |= {"self_attn.q_norm.weight": c.head_dim, "self_attn.k_norm.weight": c.head_dim}
+        if c.sinks:
+            vectors["self_attn.sinks"] = c.heads
+        names = tuple(f"self_attn.{x}_proj" for x in "qkv")
+        qkv = Projection(names, (queries, keys, keys), c.hidden, c.qkv_bias)
+        out = Projection(("self_attn.o_proj",), (c.hidden,), queries, c.out_bias)
+        if c.experts is None or layer not in c.experts.layers:
+            return cls(vectors, qkv, out, gated(c, "mlp", c.intermediate, c.mlp_bias))
+        e = c.experts
+        every = gated(c, "mlp.shared_expert", e.shared, False) if e.shared else None
+        routers = (e.names.router, "mlp.shared_expert_gate") if e.shared else (e.names.router,)
+        router = Projection(routers, (e.count, 1)[: len(routers)], c.hidden, e.bias)
+        return cls(vectors, qkv, out, every, router, tuple(expert(c, e, i) for i in range(e.count)))
+
+    def projections(self) -> Iterator[Projection]:
+        """All of them, in the order of computation."""
+        yield from (self.qkv, self.out)
+        if self.router is not None:
+            yield self.router
+        for mlp in (*((self.every,) if self.every else ()), *self.experts):
+            yield from (mlp.gate_up, mlp.down)
+
+    def tensors(self) -> Shapes:
+        """Name and shape of every tensor: vectors, then weights, then biases."""
+        shapes: Shapes = {name: (size,) for name, size in self.vectors.items()}
+        for projection in self.projections():
+            shapes |= projection.weights()
+        for projection in self.projections():
+            shapes |= projection.biases()
+        return shapes
+
+
+def gated(config: ModelConfig, prefix: str, neurons: int, bias: bool) -> GatedTable:
+    """A gated MLP by Llama's names."""
+    names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    down = Projection((f"{prefix}.down_proj",), (config.hidden,), neurons, bias)
+    return GatedTable(Projection(names, (neurons, neurons), config.hidden, bias), down)
+
+
+def expert(config: ModelConfig, experts: ExpertsConfig, number: int) -> GatedTable:
+    """The MLP of one expert, by the names of its family."""
+    names, neurons = experts.names, experts.intermediate
+    stack = Stack(experts.count, number, names.transposed) if names.is_stacked else None
+    gate_up = tuple(name.format(number) for name in names.gate_up)
+    down = Projection((names.down.format(number),), (config.hidden,), neurons, experts.bias, stack)
+    return GatedTable(Projection(gate_up, (neurons, neurons), config.hidden, experts.bias, stack), down)
+
+
+def promised_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of the model, one by one: a configuration may promise more than there can be."""
+    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden)
+    for layer in range(config.layers):
+        yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in layer_tensors(config, layer).items())
+    yield "model.norm.weight", (config.hidden,)
+    if not config.tied:
+        yield "lm_head.weight", (config.vocab_size, config.hidden)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
+    """The tensors of one layer, by their names inside it."""
+    return LayerTable.of(config, layer).tensors()
+
+
+def tensor_shapes(config: ModelConfig) -> Shapes:
+    """The same as `promised_tensors`, all at once, in the order of computation."""
+    return dict(promised_tensors(config))
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """The numbers in all tensors, every expert's among them; a tied head counts once."""
+    return sum(math.prod(shape) for _, shape in promised_tensors(config))
+
+
+def num_idle(config: ModelConfig) -> int:
+    """The numbers in the experts that one token does not take."""
+    if config.experts is None:
+        return 0
+    one = LayerTable.of(config, config.experts.layers[0]).experts[0]
+    numbers = sum(p.outputs * (p.inputs + p.bias) for p in (one.gate_up, one.down))
+    return numbers * (config.experts.count - config.experts.active) * len(config.experts.layers)
+
+
+def products(config: ModelConfig) -> Mapping[tuple[int, int], int]:
+    """(outputs, inputs) of the matrix products that one token needs, head included, and how many there are of each.
+
+    Of the experts of a layer it needs those that it takes.
+    """
+    found: Counter[tuple[int, int]] = Counter()
+    for layer in range(config.layers):
+        table = LayerTable.of(config, layer)
+        needed = [table.qkv, table.out, *((table.router,) if table.router else ())]
+        active = table.experts[: config.experts.active] if config.experts else ()
+        for mlp in (*((table.every,) if table.every else ()), *active):
+            needed += [mlp.gate_up, mlp.down]
+        found.update((p.outputs, p.inputs) for p in needed)
+    if config.vocab_size:
+        found[config.vocab_size, config.hidden] += 1
+    return found
