@@ -97,11 +97,14 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         "torch_dtype": [absent, "float32", "float16", "bfloat16"],
         "hidden_act": [absent, "silu"],
         "num_key_value_heads": [None, 1, 2, 4, 8],
-        "qkv_bias": [absent, True, False],
-        "norm_topk_prob": [absent, True, False],
-        "decoder_sparse_step": [absent, 1, 2, 4],
-        "mlp_only_layers": [absent, None, [], [0, 2]],
     }
+    if raw["model_type"] in ("qwen2_moe", "qwen3_moe"):
+        choices |= {
+            "qkv_bias": [absent, True, False],
+            "norm_topk_prob": [absent, True, False],
+            "decoder_sparse_step": [absent, 1, 2, 4],
+            "mlp_only_layers": [absent, None, [], [0, 2]],
+        }
     for key, values in choices.items():
         value = draw(st.sampled_from(values))
         raw.pop(key, None)
@@ -109,7 +112,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
             raw[key] = value
     if raw["model_type"] in ("mistral", *SPARSE) and raw["num_key_value_heads"] is None:
         raw["num_key_value_heads"] = 8
-    if raw["model_type"] == "gpt_oss" and "sliding_window" in raw and raw["sliding_window"] is None:
+    if raw["model_type"] in ("gpt_oss", "qwen2_moe") and raw.get("sliding_window", 0) is None:
         del raw["sliding_window"]
     return raw
 

@@ -1,0 +1,304 @@
+"""Experts: a token's bits are its own whatever others choose; routes, names of tensors, damage, memory, counts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compiled import LEVELS, compiled_for, require_compiler
+from forerun.config import KernelChoice, Quantization
+from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
+from forerun.models import loading
+from forerun.models.config import read_config
+from forerun.models.families import STACKED
+from forerun.models.linear import make_linear
+from forerun.models.loading import Blueprint
+from forerun.models.mlp import Router
+from forerun.models.native import checked
+from forerun.models.projections import LayerTable, tensor_shapes
+from forerun.models.runner import Read, Runner
+from sparse import FAMILIES, write_sparse
+from unchecked import unchecked
+
+FORMATS: list[tuple[str, Quantization | None]] = [
+    ("float32", None),
+    ("bfloat16", None),
+    ("float16", None),
+    ("float32", "int8"),
+    ("float32", "int4"),
+]
+LENGTH = 150
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each family."""
+    root = tmp_path_factory.mktemp("sparse")
+    return {family: write_sparse(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def load(folder: Path, choice: KernelChoice, dtype: str = "float32", quantize: Quantization | None = None) -> Runner:
+    if choice == "native":
+        require_compiler()
+    return Blueprint.of(str(folder), dtype=dtype, quantize=quantize, kernels=choice).load(2048)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 512) for _ in range(length)]
+
+
+def read_all(runner: Runner, tokens: list[int], sizes: list[int], seq_id: int = 0) -> Tensor:
+    """The logits of a text read in pieces."""
+    logits, start = [], 0
+    for size in sizes:
+        logits.append(runner.read([Read(seq_id, tokens[start : start + size], judged=range(size))]).logits)
+        runner.keep([seq_id], [range(size)])
+        start += size
+    runner.release([seq_id])
+    return torch.cat(logits)
+
+
+def check_rows(runner: Runner) -> Tensor:
+    """Pieces, threads, a batch and a tree against the same tokens alone; the logits of the text alone."""
+    tokens = text(LENGTH)
+    with unchecked():
+        alone = read_all(runner, tokens, [1] * LENGTH)
+        for num_threads, sizes in ((1, [LENGTH]), (2, [17, 3, LENGTH - 20]), (3, [33] * 4 + [18]), (2, [5] * 30)):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(read_all(runner, tokens, sizes), alone), (num_threads, sizes)
+        texts = [text(length, length) for length in (1, 2, 7, 64)]
+        together = runner.read([Read(i, t, judged=range(len(t))) for i, t in enumerate(texts)]).logits
+        runner.release(range(len(texts)))
+        for found, each in zip(together.split([len(t) for t in texts]), texts, strict=True):
+            assert torch.equal(found, read_all(runner, each, [len(each)]))
+        runner.read([Read(0, tokens[:60])])
+        runner.keep([0], [range(60)])
+        guesses, parents = text(8, 8), [-1, -1, 0, 0, 1, 2, 4, 5]
+        logits = runner.read([Read(0, guesses, parents, range(8), scratch=4)]).logits
+        paths = [runner.tails[0].path(node) for node in range(8)]
+        runner.release([0])
+        for node, path in enumerate(paths):
+            plain = read_all(runner, tokens[:60] + [guesses[n] for n in path], [60] + [1] * len(path))
+            assert torch.equal(logits[node], plain[-1]), f"node {node}"
+    return alone
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("numbers", FORMATS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_has_bits_of_its_own(
+    folders: dict[str, Path], family: str, numbers: tuple[str, Quantization | None]
+) -> None:
+    """By compiled kernels and by torch's operators, which are near each other."""
+    native, by_torch = (check_rows(load(folders[family], choice, *numbers)) for choice in ("native", "torch"))
+    assert native.std() > 1.5
+    if numbers == ("float32", None):
+        assert (native - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
+    error = (native - by_torch).std(1) / by_torch.std(1)
+    assert error.quantile(0.1) < 0.1, "most tokens choose the same experts in any arithmetic"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_also_by_kernels_for_lesser_processors(
+    folders: dict[str, Path], family: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = checked(compiled_for(level, tmp_path))
+    monkeypatch.setattr(loading, "find_kernels", lambda choice, *_: kernels if choice == "native" else None)
+    for numbers in FORMATS:
+        found = check_rows(load(folders[family], "native", *numbers))
+        if numbers == ("float32", None):
+            by_torch = read_all(load(folders[family], "torch"), text(LENGTH), [LENGTH])
+            assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
+
+
+def in_stacks(folder: Path, family: str) -> dict[str, Tensor]:
+    """A checkpoint's tensors with each layer's experts in one tensor."""
+    config = read_config(folder)
+    assert config.experts is not None
+    stored, names = load_file(folder / "model.safetensors"), config.experts.names
+    tables = {i: LayerTable.of(config, i) for i in config.experts.layers}
+    for i, table in tables.items():
+        prefix = f"model.layers.{i}."
+
+        def all_of(part: str, prefix: str = prefix, table: LayerTable = table) -> Tensor:
+            each = [getattr(mlp, part).weights() for mlp in table.experts]
+            return torch.stack([torch.cat([stored.pop(prefix + name) for name in weights]) for weights in each])
+
+        stored[prefix + STACKED.gate_up[0]], stored[prefix + STACKED.down] = all_of("gate_up"), all_of("down")
+        stored[f"{prefix}{STACKED.router}.weight"] = stored.pop(f"{prefix}{names.router}.weight")
+    return stored
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_in_one_tensor_are_the_same_experts(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
+    folder = write_sparse(tmp_path / family, family)
+    save_file(in_stacks(folder, family), folder / "model.safetensors")
+    blueprint = Blueprint.of(str(folder), kernels="torch")
+    assert blueprint.config.experts is not None
+    assert blueprint.config.experts.names == STACKED
+    assert tensor_shapes(blueprint.config).keys() == load_file(folder / "model.safetensors").keys()
+    numbered = read_all(load(folders[family], "torch"), text(20), [20])
+    assert torch.equal(read_all(blueprint.load(64), text(20), [20]), numbered)
+
+
+def test_equal_logits_go_to_the_lowest_numbers() -> None:
+    """Weights are those of the softmax over the chosen or over all."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [0.0] * 5, [5.0, -1.0, 2.0, 7.0, 2.0], [-9.0] * 4 + [-8.0]])
+    for normalised in (True, False):
+        routes = Router(make_linear(torch.eye(5)), 5, 3, normalised)(torch.cat([logits, torch.zeros(3, 5)]), 4)
+        assert routes.experts.tolist() == [[1, 2, 4], [0, 1, 2], [3, 0, 2], [4, 0, 1]]
+        chosen = logits.gather(1, routes.experts)
+        expected = chosen.softmax(1) if normalised else logits.softmax(1).gather(1, routes.experts)
+        torch.testing.assert_close(routes.weights, expected)
+
+
+@pytest.mark.parametrize("choice", ["native", "torch"])
+def test_equal_experts_are_told_apart_by_their_numbers(tmp_path: Path, choice: KernelChoice) -> None:
+    """A router of zeros chooses the first experts: the others may be anything."""
+    folder = write_sparse(tmp_path / "model", "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        tensors[name] *= not name.endswith("block_sparse_moe.gate.weight")
+    save_file(tensors, folder / "model.safetensors")
+    before = read_all(load(folder, choice), text(30), [30])
+    for name in tensors:
+        tensors[name] *= 1.0 - (".experts.2." in name or ".experts.3." in name)
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(read_all(load(folder, choice), text(30), [30]), before)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_not_a_number_is_seen_in_its_own_row(folders: dict[str, Path], family: str) -> None:
+    runner = load(folders[family], "native")
+    clean = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    spoilt = clean.clone()
+    spoilt[2] = math.nan
+    reads = [Read(i, [5], judged=[0]) for i in range(6)]
+    found = []
+    for inputs in (clean, spoilt):
+        found.append(runner.read(reads, inputs=inputs).logits)
+        runner.release(range(6))
+    assert found[1][2].isnan().all()
+    rest = [0, 1, 3, 4, 5]
+    assert torch.equal(found[1][rest], found[0][rest])
+
+
+def damaged(folder: Path, changes: dict[str, Tensor | None]) -> str:
+    """The checkpoint with some tensors replaced or, where None, missing."""
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
+    return str(folder)
+
+
+DAMAGE: list[tuple[str, str, tuple[int, ...] | None, type[Exception], str]] = [
+    ("mixtral", "block_sparse_moe.experts.3.w1.weight", None, MissingWeights, "has no tensor .*experts.3.w1.weight"),
+    ("mixtral", "block_sparse_moe.gate.weight", (3, 64), WrongShape, r"gate.weight has shape \[3, 64\].*\[4, 64\]"),
+    ("mixtral", "block_sparse_moe.experts.4.w1.weight", (83, 64), UnsupportedModel, "experts.4.w1.weight would change"),
+    ("qwen2_moe", "mlp.experts.0.down_proj.weight", None, MissingWeights, "has no tensor .*experts.0.down_proj.weight"),
+    ("qwen2_moe", "mlp.shared_expert_gate.weight", None, MissingWeights, "has no tensor .*shared_expert_gate.weight"),
+    ("qwen3_moe", "mlp.experts.9.up_proj.weight", (25, 64), WrongShape, r"up_proj.weight has shape \[25, 64\]"),
+    ("gpt_oss", "mlp.experts.gate_up_proj", (8, 166, 64), WrongShape, r"promises \[8, 64, 166\]: use the config.json"),
+    ("gpt_oss", "mlp.experts.down_proj_bias", None, MissingWeights, "has no tensor .*down_proj_bias: .*download"),
+    ("gpt_oss", "self_attn.sinks", None, MissingWeights, "has no tensor model.layers.2.self_attn.sinks"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "shape", "error", "message"), DAMAGE)
+def test_damage_is_named(
+    tmp_path: Path, family: str, name: str, shape: tuple[int, ...] | None, error: type[Exception], message: str
+) -> None:
+    folder = write_sparse(tmp_path / "model", family)
+    change = {f"model.layers.2.{name}": None if shape is None else torch.ones(shape)}
+    with pytest.raises(error, match=message):
+        Blueprint.of(damaged(folder, change))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 10**6}, "num_experts is 1000000; it must be a whole number, at least 1 and at most 10000"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0; it must be a whole number"),
+        ({"num_experts_per_tok": 33}, "num_experts_per_tok is 33; it must be at most num_experts, 32"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; it must be a list of layers"),
+    ],
+)
+def test_numbers_that_cannot_be_are_named(
+    folders: dict[str, Path], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    raw = json.loads((folders["qwen3_moe"] / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes), encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_is_planned_for_all_experts_and_a_pass_reads_some(folders: dict[str, Path], family: str) -> None:
+    blueprint = Blueprint.of(str(folders[family]), dtype="float32")
+    tensors = load_file(folders[family] / "model.safetensors")
+    e, tied = blueprint.config.experts, blueprint.config.tied
+    assert e is not None
+    embedding = tensors["model.embed_tokens.weight"].numel()
+    held = sum(tensor.numel() for tensor in tensors.values()) + embedding * tied
+    assert blueprint.memory.weights_bytes == 4 * held
+    experts = sum(t.numel() for name, t in tensors.items() if ".experts." in name)
+    idle = experts * (e.count - e.active) // e.count
+    assert blueprint.pass_bytes == 4 * (held - embedding - idle)
+    eighth = Blueprint.of(str(folders[family]), quantize="int8")
+    assert held - embedding <= eighth.weights_bytes - 4 * embedding <= held
+
+
+def test_gpus_are_refused_by_name(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.device import Placement
+
+    fixed = Placement(torch.device("cpu"), fixed=True)
+    with pytest.raises(UnsupportedModel, match="experts and attention sinks are computed on CPUs: use device cpu"):
+        Blueprint.of(str(folders["mixtral"]), device=fixed)
+
+
+def distinct(runner: Runner, num_tokens: int, seed: int) -> int:
+    """Experts that a pass over so many random tokens reads, all layers together."""
+    before = runner.decoder.num_experts_read
+    runner.read([Read(i, [token]) for i, token in enumerate(text(num_tokens, seed))])
+    runner.release(range(num_tokens))
+    return runner.decoder.num_experts_read - before
+
+
+@pytest.mark.parametrize("choice", ["native", "torch"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16])
+def test_experts_that_are_read_are_counted(folders: dict[str, Path], choice: KernelChoice, num_tokens: int) -> None:
+    """Of N experts, t tokens that choose K at random read N (1 - (1 - K/N)^t)."""
+    runner = load(folders["qwen3_moe"], choice)
+    c = runner.decoder.config
+    assert c.experts is not None
+    n, k = c.experts.count, c.experts.active
+    with unchecked():
+        counts = [distinct(runner, num_tokens, seed) / c.layers for seed in range(40)]
+    expected = n * (1 - (1 - k / n) ** num_tokens)
+    assert abs(sum(counts) / len(counts) - expected) < 0.12 * expected
+    assert num_tokens > 1 or set(counts) == {k}
+
+
+def test_dense_layers_read_no_experts(folders: dict[str, Path], target_dir: Path) -> None:
+    dense, mixed = load(target_dir, "torch"), load(folders["qwen2_moe"], "torch")
+    assert distinct(dense, 4, 0) == 0
+    assert distinct(mixed, 1, 0) == 3 * 3  # three of four layers, three experts each

@@ -1,0 +1,91 @@
+"""Random models with experts, one of each family, as checkpoints beside the tokenizer of the stories models.
+
+Each has something that the others do not have: Mixtral windows in all layers, Qwen2-MoE an expert that all tokens share
+and a dense layer, Qwen3-MoE head norms and many experts, gpt-oss sinks, biases and a bounded activation.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.models.config import ModelConfig, read_config
+from forerun.models.projections import tensor_shapes
+
+DATA = Path(__file__).resolve().parent / "data"
+BASE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 83,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 90,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 72,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 50,
+        "swiglu_limit": 2.0,
+    },
+}
+
+
+def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Weights that keep the residual stream alive and spread logits as a trained model's are."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+        numbers = torch.randn(shape, generator=dice)
+        if name.endswith("norm.weight"):
+            return 1 + 0.1 * numbers
+        if name.endswith(("bias", "sinks")):
+            return 0.3 * numbers
+        scale = 4.0 if name.startswith(("lm_head", "model.embed")) else 1.5
+        return scale * numbers * (config.hidden if len(shape) == 3 else shape[-1]) ** -0.5
+
+    return {name: tensor(name, shape) for name, shape in tensor_shapes(config).items()}
+
+
+def write_sparse(folder: Path, family: str, **changes: Any) -> Path:
+    """A random checkpoint of this family in `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(BASE | FAMILIES[family] | changes), encoding="utf-8")
+    for path in (DATA / "stories260k").glob("tokenizer*"):
+        shutil.copyfile(path, folder / path.name)
+    save_file(random_tensors(read_config(folder)), folder / "model.safetensors")
+    return folder
