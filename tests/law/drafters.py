@@ -21,6 +21,7 @@ from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.lengths import FixedLength
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
+from sparse import write_sparse
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
@@ -35,6 +36,7 @@ DRAFTERS = {
     "ngram:2": "ngram:2",
     "suffix": "suffix",
     "model:stories280k": f"model:{SMALL}",
+    "model:experts": f"model:{write_sparse(Path(COPIES.name) / 'experts', 'qwen2_moe')}",
     "model:itself": f"model:{TARGET}",
     "model:shared": f"model:{copied(Path(COPIES.name) / 'in bytes')}",  # nearly all tokens, under other ids
     "model:encoded-again": f"model:{copied(Path(COPIES.name) / 'in pieces', dropped=('Ġt', 'he', 'Ġa'))}",  # too few

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import FORMATS, WISHES, Answer, Asked, decode, decode_plain
+from equality import FORMATS, STATIC, WISHES, Answer, Asked, decode, decode_plain
 from fuzz import Bench, number_format, run, threads
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from forerun.models.runner import Runner
 from forerun.models.weights import HELD
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
+from sparse import FAMILIES, write_sparse
 
 NUM_PROMPTS, NUM_SAMPLED = 200, 20  # the tenth and the twentieth are long ones
 # What torch's operators compute is sampled on the bundled models alone; int4 is sampled for int8, with its head, and
@@ -147,3 +148,21 @@ def test_across_key_blocks(numbers: str, edge: int, target_dir: Path, draft_dir:
         got = decode(bench, chosen, wish, drafter, max_num_seqs=6, chunk_tokens=chunk, num_tokens=16384)
         assert got.answers == plain
         assert got.stats.num_accepted > 200
+
+
+SPARSE = [(family, numbers) for family in FAMILIES for numbers in FORMATS]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("family", "numbers"), SPARSE, ids=[" ".join(each) for each in SPARSE])
+def test_with_experts(family: str, numbers: str, tmp_path: Path) -> None:
+    """Guesses of the model's own, and n-grams, in chains and trees: each node chooses experts as it would alone."""
+    folder = write_sparse(tmp_path / family, family)
+    bench, rng = Bench.of(folder, folder, numbers), random.Random(7)
+    chosen = asked([[rng.randrange(3, 512) for _ in range(rng.randrange(1, 90))] for _ in range(6)])
+    plain = decode_plain(bench, chosen)
+    for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 40), (STATIC, 17)):
+        got = decode(bench, chosen, wish, bench.model_drafter(), max_num_seqs=6, chunk_tokens=chunk)
+        assert got.answers == plain
+        assert got.stats.num_accepted > 100
+    assert decode(bench, chosen, Speculation(4, 2, 8), NgramDrafter(), chunk_tokens=9).answers == plain

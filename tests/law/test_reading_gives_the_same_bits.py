@@ -14,6 +14,8 @@ from torch import Tensor
 from forerun.cache.blocks import OutOfBlocks
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
+from forerun.models.experts import ExpertsConfig
+from forerun.models.families import BY_NUMBER
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
@@ -47,12 +49,27 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(scope="module")
 def decoders(dtype: torch.dtype, target_dir: Path, stories: ModelConfig) -> list[Decoder]:
-    """A real model, and a windowed one of random weights whose head_dim, width and context are awkward."""
+    """A real model, a windowed one of random weights whose head_dim, width and context are awkward, one with experts.
+
+    The last has all that there is of these: an expert that all tokens share, biases, sinks, dense layers.
+    """
     real = Decoder(stories, Checkpoint(target_dir, dtype).take, dtype)
     odd = replace(
         stories, max_positions=2048, intermediate=83, windows=(None, 700, 37, None, 512), qkv_bias=True, qk_norm=True
     )
-    return [real, random_decoder(odd, dtype)]
+    experts = ExpertsConfig(
+        BY_NUMBER,
+        layers=(0, 2, 3),
+        count=6,
+        active=2,
+        intermediate=45,
+        shared=30,
+        normalised=True,
+        bias=True,
+        clamp=None,
+    )
+    sparse = replace(odd, windows=(None, 300, None, 41, None), sinks=True, experts=experts)
+    return [real, random_decoder(odd, dtype), random_decoder(sparse, dtype)]
 
 
 @pytest.fixture(scope="module")

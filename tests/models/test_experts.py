@@ -130,6 +130,16 @@ def test_also_by_kernels_for_lesser_processors(
             assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_that_grow_by_a_token_find_room(folders: dict[str, Path], family: str) -> None:
+    """Scratch memory is made for more tokens than the pass at hand has, and for as many pairs as these could have."""
+    runner, tokens = load(folders[family], "native"), text(LENGTH)
+    whole = read_all(load(folders[family], "native"), tokens, [LENGTH])
+    with unchecked():
+        for length in range(1, 70):
+            assert torch.equal(read_all(runner, tokens[:length], [length]), whole[:length]), length
+
+
 def in_stacks(folder: Path, family: str) -> dict[str, Tensor]:
     """A checkpoint's tensors with each layer's experts in one tensor."""
     config = read_config(folder)

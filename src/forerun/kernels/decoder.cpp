@@ -48,7 +48,7 @@ struct Decoder {
       take(l.experts->gated[0]), wide = std::max(wide, l.experts->router->width);
       per_token = std::max(per_token, l.per_token());
     }
-    const int64_t rows = whole_tiles(num_tokens), pairs = whole_tiles(num_tokens * per_token);
+    const int64_t rows = whole_tiles(num_tokens), pairs = rows * per_token;
     s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + mixed) + 4 * pairs * (wide + 1 + deep) +
                                         pairs * ROW_GAP + 7 * 64);
     char* at = s.memory->data;
