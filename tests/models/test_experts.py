@@ -16,7 +16,9 @@ from torch import Tensor
 
 from compiled import LEVELS, compiled_for, require_compiler
 from forerun.config import KernelChoice, Quantization
+from forerun.device import Placement
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
+from forerun.llm import LLM
 from forerun.models import loading
 from forerun.models.config import read_config
 from forerun.models.families import STACKED
@@ -26,6 +28,8 @@ from forerun.models.mlp import Router
 from forerun.models.native import checked
 from forerun.models.projections import LayerTable, tensor_shapes
 from forerun.models.runner import Read, Runner
+from forerun.sampling.params import SamplingParams
+from models.damage import ABSENT, VALUES, write
 from sparse import FAMILIES, write_sparse
 from unchecked import unchecked
 
@@ -100,22 +104,37 @@ def check_rows(runner: Runner) -> Tensor:
     return alone
 
 
-@pytest.mark.sampled(2)
+COMPANY = [
+    pytest.param(family, choice, *numbers, marks=[pytest.mark.full] * (choice == "torch" and numbers in FORMATS[2:]))
+    for family in FAMILIES
+    for choice in ("native", "torch")
+    for numbers in FORMATS
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("family", "choice", "dtype", "quantize"), COMPANY)
+def test_a_row_has_bits_of_its_own(
+    folders: dict[str, Path], family: str, choice: KernelChoice, dtype: str, quantize: Quantization | None
+) -> None:
+    assert check_rows(load(folders[family], choice, dtype, quantize)).std() > 1.5
+
+
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_has_bits_of_its_own(
+def test_kernels_are_near_torchs_operators(
     folders: dict[str, Path], family: str, numbers: tuple[str, Quantization | None]
 ) -> None:
-    """By compiled kernels and by torch's operators, which are near each other."""
-    native, by_torch = (check_rows(load(folders[family], choice, *numbers)) for choice in ("native", "torch"))
-    assert native.std() > 1.5
+    """In float32 everywhere; in other formats where both choose the same experts, as they do for most tokens."""
+    tokens = text(60)
+    native, by_torch = (read_all(load(folders[family], by, *numbers), tokens, [60]) for by in ("native", "torch"))
     if numbers == ("float32", None):
         assert (native - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
     error = (native - by_torch).std(1) / by_torch.std(1)
-    assert error.quantile(0.1) < 0.1, "most tokens choose the same experts in any arithmetic"
+    assert error.quantile(0.1) < 0.1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_also_by_kernels_for_lesser_processors(
@@ -277,9 +296,7 @@ def test_memory_is_planned_for_all_experts_and_a_pass_reads_some(folders: dict[s
     assert held - embedding <= eighth.weights_bytes - 4 * embedding <= held
 
 
-def test_gpus_are_refused_by_name(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.device import Placement
-
+def test_gpus_are_refused_by_name(folders: dict[str, Path]) -> None:
     fixed = Placement(torch.device("cpu"), fixed=True)
     with pytest.raises(UnsupportedModel, match="experts and attention sinks are computed on CPUs: use device cpu"):
         Blueprint.of(str(folders["mixtral"]), device=fixed)
@@ -312,3 +329,29 @@ def test_dense_layers_read_no_experts(folders: dict[str, Path], target_dir: Path
     dense, mixed = load(target_dir, "torch"), load(folders["qwen2_moe"], "torch")
     assert distinct(dense, 4, 0) == 0
     assert distinct(mixed, 1, 0) == 3 * 3  # three of four layers, three experts each
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_in_config_json_raises_raw(tmp_path: Path, family: str) -> None:
+    """Any value under a key that says something of experts: it loads, or an error names the file."""
+    folder = write_sparse(tmp_path / "model", family)
+    path, keys = folder / "config.json", FAMILIES[family].keys() - {"architectures"}
+    whole, messages = json.loads(path.read_text(encoding="utf-8")), []
+    for key in keys | {"decoder_sparse_step", "mlp_only_layers", "swiglu_alpha", "norm_topk_prob", "rope_scaling"}:
+        for value in VALUES.values():
+            write(path, {k: v for k, v in (whole | {key: value}).items() if v is not ABSENT})
+            try:
+                Blueprint.of(str(folder), kernels="torch")
+            except (MissingWeights, WrongShape, UnsupportedModel) as error:
+                messages.append(str(error))
+    assert len(messages) > 50
+    assert all("config.json" in message and len(message) < 1500 for message in messages)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_its_own_layers_do_not_change_an_answer(folders: dict[str, Path], family: str) -> None:
+    prompts, params = ["Once upon a time", "The"], SamplingParams(temperature=0.7, seed=3, max_tokens=24)
+    plain = LLM(model=str(folders[family])).generate(prompts, params)
+    for draft in ("early-exit:2", "mix[ngram,early-exit:1]", f"cascade[ngram,model:{folders['mixtral']}]"):
+        drafted = LLM(model=str(folders[family]), draft=draft).generate(prompts, params)
+        assert [a.outputs[0].token_ids for a in drafted] == [a.outputs[0].token_ids for a in plain]
