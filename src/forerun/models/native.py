@@ -13,10 +13,10 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from copy import copy
-from ctypes import POINTER, Structure, addressof, c_float, c_int64, c_void_p, pointer
+from ctypes import POINTER, addressof, c_float, c_int64, c_void_p, pointer
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from forerun.kernels.library import library, warn_of_torch
 from forerun.models.invariance import cancelling_product
 from forerun.models.quantized import quantize_rows
 from forerun.models.quantized4 import Quantized4Linear, quantize_groups
+from forerun.models.structures import CChains, CExperts, CGated, CLayer, CPass, CShape
 
 if TYPE_CHECKING:
     from forerun.models.config import ModelConfig
@@ -46,71 +47,6 @@ INT4 = 3  # is handed over as int8, and packed by the library
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # formats of weights that are not quantised
 WIDTH = 64  # rows are padded to a multiple of this
 MAX_HEAD_DIM = 512
-
-
-class CShape(Structure):
-    """`Shape` in decoder.hpp."""
-
-    _fields_: ClassVar = [
-        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format")),
-        ("norm_eps", c_float),
-    ]
-
-
-class CGated(Structure):
-    """`Gated` in decoder.hpp."""
-
-    _fields_: ClassVar = [("gate_up", c_void_p), ("down", c_void_p)]
-
-
-class CExperts(Structure):
-    """`Experts` in decoder.hpp."""
-
-    _fields_: ClassVar = [
-        *((name, c_int64) for name in ("count", "active", "normalised")),
-        ("router", c_void_p),
-        ("gated", POINTER(CGated)),
-        *((name, c_float) for name in ("alpha", "limit")),
-    ]
-
-
-class CLayer(Structure):
-    """`Layer` in decoder.hpp."""
-
-    _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("qkv", "out")),
-        ("every", CGated),
-        ("experts", POINTER(CExperts)),
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "qk_norm", "sinks")),
-        ("window", c_int64),
-    ]
-
-
-class CPass(Structure):
-    """`Pass` in decoder.hpp."""
-
-    _fields_: ClassVar = [
-        *((name, c_int64) for name in ("num_tokens", "num_paths", "first_layer", "end_layer", "num_threads")),
-        *((name, c_void_p) for name in ("x", "positions", "slots", "path_of", "last_key")),
-        *((name, c_void_p) for name in ("first_slots", "num_plain", "source_ends", "sources", "keys", "values")),
-        ("num_slots", c_int64),
-        *((name, c_void_p) for name in ("cos", "sin", "num_experts")),
-    ]
-
-
-class CChains(Structure):
-    """`Chains` in chain.cpp."""
-
-    _fields_: ClassVar = [
-        *((name, c_int64) for name in ("num_rows", "depth")),
-        *((name, c_void_p) for name in ("depths", "starts", "positions", "logits")),
-        *((name, c_int64) for name in ("stride", "num_ids")),
-        *((name, c_void_p) for name in ("laws", "embedding")),
-        *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
-        *((name, c_void_p) for name in ("head", "norm")),
-        *((name, c_float) for name in ("norm_eps", "slack")),
-        *((name, c_void_p) for name in ("tokens", "states")),
-    ]
 
 
 class Kernels:

@@ -1,0 +1,71 @@
+"""The structures that Python hands to the compiled kernels of models, field by field as the C++ sources have them."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from typing import ClassVar
+
+
+class CShape(Structure):
+    """`Shape` in decoder.hpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format")),
+        ("norm_eps", c_float),
+    ]
+
+
+class CGated(Structure):
+    """`Gated` in decoder.hpp."""
+
+    _fields_: ClassVar = [("gate_up", c_void_p), ("down", c_void_p)]
+
+
+class CExperts(Structure):
+    """`Experts` in decoder.hpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("count", "active", "normalised")),
+        ("router", c_void_p),
+        ("gated", POINTER(CGated)),
+        *((name, c_float) for name in ("alpha", "limit")),
+    ]
+
+
+class CLayer(Structure):
+    """`Layer` in decoder.hpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("qkv", "out")),
+        ("every", CGated),
+        ("experts", POINTER(CExperts)),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "qk_norm", "sinks")),
+        ("window", c_int64),
+    ]
+
+
+class CPass(Structure):
+    """`Pass` in decoder.hpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("num_tokens", "num_paths", "first_layer", "end_layer", "num_threads")),
+        *((name, c_void_p) for name in ("x", "positions", "slots", "path_of", "last_key")),
+        *((name, c_void_p) for name in ("first_slots", "num_plain", "source_ends", "sources", "keys", "values")),
+        ("num_slots", c_int64),
+        *((name, c_void_p) for name in ("cos", "sin", "num_experts")),
+    ]
+
+
+class CChains(Structure):
+    """`Chains` in chain.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("num_rows", "depth")),
+        *((name, c_void_p) for name in ("depths", "starts", "positions", "logits")),
+        *((name, c_int64) for name in ("stride", "num_ids")),
+        *((name, c_void_p) for name in ("laws", "embedding")),
+        *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
+        *((name, c_void_p) for name in ("head", "norm")),
+        *((name, c_float) for name in ("norm_eps", "slack")),
+        *((name, c_void_p) for name in ("tokens", "states")),
+    ]
