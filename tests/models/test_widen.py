@@ -39,6 +39,7 @@ from forerun.models.agreement import Agreement
 from forerun.models.config import ModelConfig, amount, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.projections import count_parameters
+from forerun.models.runner import Read
 from forerun.models.widen import LayerOrigin, Wider, cached_widened, widen
 from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
@@ -181,6 +182,44 @@ def test_dead_weights_are_random_of_the_size_of_living_ones(tmp_path: Path) -> N
             assert (tensor[dead] != 0).all(), name
             assert 0.4 < tensor[dead].std() / resembled.std() < 1.5, name  # gains shrink by 2
     assert {int(n.split(".")[2]) for n in new if n.startswith("model.layers.")} == set(range(6))
+
+
+GIVEN = [TIED, BY_NAME["mistral: window"], BY_NAME["qwen3: head norms"]]
+
+
+@pytest.mark.parametrize("case", GIVEN, ids=lambda case: f"{case.family}: {case.name}")
+def test_a_dense_source_that_is_given_experts_keeps_its_function(case: Case, tmp_path: Path) -> None:
+    """Whichever experts a token takes; and they differ."""
+    grow: Grow = lambda c: Wider(4 * c.hidden, 5, 3 * c.intermediate, experts=6, active=3)  # noqa: E731
+    keeps_the_function(case, grow, tmp_path)
+    found = Blueprint.of(str(tmp_path / "wide"))
+    assert found.config.experts is not None
+    assert (found.config.experts.count, found.config.experts.active) == (6, 3)
+    new = tensors(tmp_path / "wide")
+    named = ("w2.weight", "down_proj.weight")
+    downs = [tensor for name, tensor in new.items() if "layers.2." in name and name.endswith(named)]
+    assert len(downs) == 6
+    assert all(not torch.equal(a, b) for i, a in enumerate(downs) for b in downs[:i])
+    runner = found.load(256)
+    with torch.inference_mode():
+        runner.read([Read(0, TOKENS[:40].tolist())])
+    assert runner.decoder.num_experts_read > 0.9 * 6 * 5, "tokens take different experts"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (BIASED, "experts: 4 cannot be given to it: mixtral has no biases or windows like those of"),
+        (WINDOWS, "experts: 4 cannot be given to it: qwen3_moe has no biases or windows"),
+        (UPPER, "experts: 4 cannot be given to a model of qwen2: leave it out"),
+        (BY_NAME["mixtral: two of eight experts"], "experts: 4 cannot be given to a model of mixtral"),
+    ],
+    ids=lambda value: value.family if isinstance(value, Case) else "",
+)
+def test_sources_that_cannot_be_given_experts_are_named(case: Case, message: str, tmp_path: Path) -> None:
+    source = source_of(tmp_path / "source", case)
+    with pytest.raises(InvalidRequest, match=message):
+        widen(str(source), tmp_path / "wide", Wider(128, 3, experts=4))
 
 
 def test_the_seed_decides_the_dead_weights(tmp_path: Path, draft_dir: Path) -> None:

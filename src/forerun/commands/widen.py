@@ -14,6 +14,7 @@ from forerun.options import ModelOption, OutputOptions, with_options
 
 EXAMPLES = """
 forerun widen --model stdlib --parameters 0.1B --folder stdlib-100M
+forerun widen --model stdlib --experts 16 --active 2 --folder stdlib-experts
 forerun widen --model stdlib-draft --hidden 256 --layers 8 --folder stdlib-draft-wide
 """
 
@@ -34,6 +35,8 @@ class ShapeOptions:
     mlp: Annotated[int | None, typer.Option(help="Neurons per layer; default: grows with the width.")] = None
     heads: Annotated[int | None, typer.Option(help="Query heads; default: grows with the width.")] = None
     vocab_size: Annotated[int | None, typer.Option(help="Padded vocabulary; default: unchanged.")] = None
+    experts: Annotated[int | None, typer.Option(help="Experts that every MLP becomes; default: none.")] = None
+    active: Annotated[int | None, typer.Option(help="Experts that a token takes; default: 2.")] = None
     spread: Annotated[
         bool, typer.Option("--spread/--at-end", help="Where layers that compute nothing go: between the others.")
     ] = True
@@ -41,7 +44,8 @@ class ShapeOptions:
 
     def sizes(self) -> dict[str, int | None]:
         """The sizes of the shape, by name."""
-        return {name: getattr(self, name) for name in ("hidden", "layers", "mlp", "heads", "vocab_size")}
+        names = ("hidden", "layers", "mlp", "heads", "vocab_size", "experts", "active")
+        return {name: getattr(self, name) for name in names}
 
 
 @with_options(EXAMPLES)

@@ -76,8 +76,8 @@ class Widened:
 
 def shape_object(config: ModelConfig) -> dict[str, int]:
     """A model's size and shape, by the names that the options have."""
-    c = config
-    return {
+    c, e = config, config.experts
+    shape = {
         "parameters": count_parameters(c),
         "hidden": c.hidden,
         "layers": c.layers,
@@ -86,10 +86,13 @@ def shape_object(config: ModelConfig) -> dict[str, int]:
         "mlp": c.intermediate,
         "vocab_size": c.vocab_size,
     }
+    return shape if e is None else shape | {"experts": e.count, "active": e.active}
 
 
 def describe(config: ModelConfig) -> str:
     """A model's size and shape on a line."""
     heads = f"{config.heads} heads ({config.kv_heads} of keys)"
-    shape = f"{config.hidden} wide, {config.layers} layers, {heads}, {config.intermediate} neurons"
+    e = config.experts
+    experts = "" if e is None else f" ({e.count} experts of {e.intermediate}, {e.active} for a token)"
+    shape = f"{config.hidden} wide, {config.layers} layers, {heads}, {config.intermediate} neurons{experts}"
     return f"{amount(count_parameters(config))} parameters: {shape}, vocabulary {config.vocab_size}"

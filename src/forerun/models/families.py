@@ -84,6 +84,7 @@ class Family:
     rope: Mapping[str, object] = field(default_factory=dict)
     sinks: bool = False
     sparse: Sparse | None = None
+    with_experts: str | None = None  # the architecture that is the same but for experts
 
 
 LLAMA = Family(
@@ -93,6 +94,7 @@ LLAMA = Family(
     mlp_bias="mlp_bias",
     qk_norm=False,
     windows=Windows.NONE,
+    with_experts="MixtralForCausalLM",
 )
 MISTRAL = Family(
     name="mistral",
@@ -102,6 +104,7 @@ MISTRAL = Family(
     qk_norm=False,
     windows=Windows.ALL,
     window=4096,
+    with_experts="MixtralForCausalLM",
 )
 QWEN2 = Family(
     name="qwen2",
@@ -121,6 +124,7 @@ QWEN3 = Family(
     windows=Windows.LISTED,
     head_dim=128,
     window=4096,
+    with_experts="Qwen3MoeForCausalLM",
 )
 
 STACKED = ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj")

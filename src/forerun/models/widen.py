@@ -2,10 +2,11 @@
 
 This file decides how a checkpoint grows without changing what it computes. The residual stream gets additional channels
 that stay 0: nothing writes to them, so the weights that read them may have any value. Additional heads and neurons
-compute, and their output columns are 0; additional layers compute and write nothing. Every unused weight is random and
-as large as the weights beside it, so no kernel can profit from it. A norm sees its mean square shrink by the ratio of
-the widths: its gain shrinks by the root of that, its eps by the ratio itself. Norms of query and key heads have the
-same eps, so their inputs shrink as well. At ratios of 4, 16, ... all this shrinks by powers of two, which loses no bit.
+compute, and their output columns are 0; additional layers compute and write nothing; widen_experts.py decides about
+experts. Every unused weight is random and as large as the weights beside it, so no kernel can profit from it. A norm
+sees its mean square shrink by the ratio of the widths: its gain shrinks by the root of that, its eps by the ratio
+itself. Norms of query and key heads have the same eps, so their inputs shrink as well. At ratios of 4, 16, ... all this
+shrinks by powers of two, which loses no bit.
 
 So the costs and gains of speculation can be shown at the size of a real model where none is available. config.json
 says that a checkpoint was widened (`forerun_widened`), and every measurement shows it. `agreement` compares the logits
@@ -20,8 +21,10 @@ import math
 import re
 import shutil
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -34,15 +37,18 @@ from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
 from forerun.fields import read_fields
 from forerun.folders import cache_folder
 from forerun.models.agreement import Agreement, agreement
-from forerun.models.config import WIDENED, ModelConfig, amount, read_config
+from forerun.models.config import WIDENED, ModelConfig, amount, config_of, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.projections import count_parameters, tensor_shapes
 from forerun.models.weights import Checkpoint
+from forerun.models.widen_experts import expert_values, given_experts, grown_experts, parts_of
 
 RECIPE = 1  # raised when the same shape and seed give other weights
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 EMBEDDING = "model.embed_tokens.weight"
-WRITERS = ("o_proj.weight", "o_proj.bias", "down_proj.weight", "down_proj.bias")  # what adds to the residual stream
+# What adds to the residual stream, by all names; the later ones are of experts.
+WRITERS: tuple[str, ...] = ("o_proj.weight", "o_proj.bias", "down_proj.weight", "down_proj.bias")
+WRITERS += ("w2.weight", "experts.down_proj", "experts.down_proj_bias")
 HEAD_NORMED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")  # in families with head norms
 STREAM_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
 SHARD_BYTES = 256 << 20
@@ -55,7 +61,8 @@ class Wider:
     """The shape to grow to. `mlp` and `heads` grow with `hidden` unless told; heads keep their width and grouping.
 
     Layers that compute nothing are spread between the real ones, the last of which stays last; without `spread` they
-    all come after them.
+    all come after them. With `experts` every MLP of a dense source becomes so many, of `mlp` neurons each, of which a
+    token takes `active`.
     """
 
     hidden: int
@@ -64,6 +71,8 @@ class Wider:
     heads: int | None = None
     vocab_size: int | None = None
     spread: bool = True
+    experts: int | None = None
+    active: int = 2
 
     @classmethod
     def of(cls, config: ModelConfig, num_parameters: int) -> Wider:
@@ -95,7 +104,8 @@ class Wider:
             raise InvalidRequest("heads", f"{heads} must be a multiple of {config.group}, the heads that share a key.")
         if self.hidden % heads and not config.hidden % config.heads:
             raise InvalidRequest("heads", f"{heads} must divide hidden, {self.hidden}: other readers insist on it.")
-        return replace(
+        origins = [origin.layer for origin in self.origins(config)]
+        wide = replace(
             config,
             hidden=self.hidden,
             layers=self.layers,
@@ -104,8 +114,10 @@ class Wider:
             intermediate=mlp,
             vocab_size=vocab_size,
             norm_eps=config.norm_eps / ratio,
-            windows=tuple(config.windows[origin.layer] for origin in self.origins(config)),
+            windows=tuple(config.windows[layer] for layer in origins),
+            experts=grown_experts(config, mlp, origins),
         )
+        return wide if self.experts is None else given_experts(config, wide, self.experts, self.active)
 
     def default_heads(self, config: ModelConfig) -> int:
         """As many more heads as channels, or a few less where that many do not divide the channels."""
@@ -183,7 +195,9 @@ class Plan:
         for path in [*companions(blueprint.folder), *sorted(blueprint.folder.glob(WEIGHTS))]:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        return cls(blueprint, wide, wider.origins(blueprint.config), seed, digest.hexdigest()[:16])
+        plan = cls(blueprint, wide, wider.origins(blueprint.config), seed, digest.hexdigest()[:16])
+        refuse_what_cannot_be_said(plan)
+        return plan
 
     def is_at(self, folder: Path) -> bool:
         """Whether this widening lies there already. Raises InvalidRequest where something else does."""
@@ -193,6 +207,19 @@ class Plan:
         if isinstance(made, dict) and made.get("recipe") == self.recipe:
             return True
         raise InvalidRequest("destination", f"{folder} exists and is not this widening: choose another, or remove it.")
+
+
+def refuse_what_cannot_be_said(plan: Plan) -> None:
+    """Raise InvalidRequest where a family with experts cannot have biases or windows that the dense source has."""
+    fields, wide = read_fields(plan.source.folder / "config.json"), plan.wide
+    if plan.source.config.experts is not None or wide.experts is None:
+        return
+    with suppress(UnsupportedModel):
+        said = config_of(replace(fields, values=config_values(plan, None)), wide.bos_id, wide.eos_ids)
+        if replace(said, widened=None) == wide:
+            return
+    wanted = f"{wide.family} has no biases or windows like those of {plan.source.name}: leave it out."
+    raise InvalidRequest("experts", f"{wide.experts.count} cannot be given to it: {wanted}")
 
 
 def refuse_emitted_padding(source: Blueprint) -> None:
@@ -239,6 +266,12 @@ def companions(folder: Path) -> list[Path]:
 
 def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
     """The source's config.json with the new shape, and what was made of what."""
+    text = json.dumps(config_values(plan, found), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
+    """What is written."""
     config, fields = plan.wide, read_fields(plan.source.folder / "config.json")
     values = dict(fields.values) | {
         "hidden_size": config.hidden,
@@ -260,9 +293,11 @@ def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
             "check": None if found is None else asdict(found),
         },
     }
-    if fields.values.get("layer_types") or fields.values.get("use_sliding_window"):
+    values |= expert_values(plan.source.config, config, fields.values)
+    asked = fields.values.get("layer_types") or fields.values.get("use_sliding_window")
+    if asked or len(set(config.windows)) > 1:
         values["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return values
 
 
 def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -> None:
@@ -302,9 +337,14 @@ def shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]
 def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """One tensor of the wide model: the source's in the first corner, dead weights or zeros around it."""
     config, layer = plan.source.config, LAYER.fullmatch(name)
-    origin = plan.origins[int(layer[1])] if layer else LayerOrigin(0, True)
-    own = f"model.layers.{origin.layer}.{layer[2]}" if layer else name
-    source = checkpoint.take(own, tensor_shapes(config)[own])
+    number = int(layer[1]) if layer else 0
+    origin = plan.origins[number] if layer else LayerOrigin(0, True)
+    part = parts_of(config, plan.wide).get(layer[2]) if layer else None
+    own = f"model.layers.{origin.layer}.{part.name if part else layer[2]}" if layer else name
+    promised = tensor_shapes(config).get(own)
+    if promised is None:  # a router that the source does not have; the logits have a spread of 1
+        return torch.empty(shape).normal_(0, config.hidden**-0.5, generator=generator).to(plan.wide.dtype)
+    source = checkpoint.take(own, promised)
     if name.endswith(STREAM_NORMS) or (config.qk_norm and name.endswith(HEAD_NORMED)):
         source = (source.double() * shrinkage(config, plan.wide)).to(source.dtype)
     if name.endswith(WRITERS):
@@ -315,7 +355,10 @@ def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...],
     if name == EMBEDDING:
         tensor[:, config.hidden :] = 0
     if origin.real:
-        tensor[tuple(slice(size) for size in source.shape)] = source
+        corner: list[slice | Tensor] = [slice(size) for size in source.shape]
+        if part is not None:
+            corner[part.axis] = part.places(source.shape[part.axis], shape[part.axis], number, plan.seed)
+        tensor[tuple(corner)] = source
     return tensor
 
 

@@ -1,0 +1,113 @@
+"""Widening with experts: those of a source grow as its MLPs do, and a dense source can be given some.
+
+Each expert of a source that had none computes the source's own MLP, by the same neurons in places of its own, among
+others that have no effect; so the experts differ, and whichever a token takes, what they give adds up to the same. The
+routers are random: a pass reads about as many experts as it would of a model whose experts are chosen evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Int
+from forerun.config import require_whole
+from forerun.errors import InvalidRequest, UnsupportedModel
+from forerun.models.config import ModelConfig
+from forerun.models.experts import ExpertsConfig
+from forerun.models.families import FAMILIES, Family
+from forerun.models.projections import LayerTable
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The row of a configuration's family."""
+    return next(family for family in FAMILIES.values() if family.name == config.family)
+
+
+def grown_experts(config: ModelConfig, mlp: int, layers: Sequence[int]) -> ExpertsConfig | None:
+    """The experts of a source whose dense MLP has `mlp` neurons now and whose layer i comes from `layers[i]`."""
+    e = config.experts
+    if e is None:
+        return None
+    if e.names.is_stacked and not e.names.transposed:
+        wanted = "save it with transformers, which writes each expert by itself"
+        raise UnsupportedModel(f"a checkpoint of {config.family} whose experts lie in one tensor cannot grow: {wanted}")
+    inner, shared = (round(size * mlp / config.intermediate) for size in (e.intermediate, e.shared))
+    sparse = tuple(i for i, origin in enumerate(layers) if origin in e.layers)
+    return replace(e, intermediate=inner, shared=shared, layers=sparse)
+
+
+def given_experts(config: ModelConfig, wide: ModelConfig, count: int, active: int) -> ModelConfig:
+    """`wide`, grown from the dense `config`, with so many experts in every layer, of which a token takes `active`.
+
+    Raises InvalidRequest for a source that has experts, or whose family has no form with any.
+    """
+    form = FAMILIES.get(family_of(config).with_experts or "")
+    if config.experts is not None or form is None or form.sparse is None:
+        raise InvalidRequest("experts", f"{count} cannot be given to a model of {config.family}: leave it out.")
+    require_whole("active", active, 1)
+    require_whole("experts", count, active)
+    experts = ExpertsConfig(
+        names=form.sparse.names,
+        layers=tuple(range(wide.layers)),
+        count=count,
+        active=active,
+        intermediate=wide.intermediate,
+        shared=0,
+        normalised=True,
+        bias=False,
+        clamp=None,
+    )
+    return replace(wide, family=form.name, experts=experts)
+
+
+def expert_values(source: ModelConfig, wide: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of the experts of `wide`; and, where the source had none, what else tells its family."""
+    e, family = wide.experts, family_of(wide)
+    if e is None or family.sparse is None:
+        return {}
+    dense = [layer for layer in range(wide.layers) if layer not in e.layers]
+    said: dict[str, Any] = {"num_experts": e.count, "num_local_experts": e.count, "num_experts_per_tok": e.active}
+    said |= {family.sparse.intermediate: e.intermediate, "decoder_sparse_step": 1}
+    said |= {"mlp_only_layers": dense} if dense or "mlp_only_layers" in values else {}
+    said |= {family.sparse.shared: e.shared} if family.sparse.shared else {}
+    if source.experts is not None:
+        return said
+    architecture = next(name for name, row in FAMILIES.items() if row is family)
+    said |= {"architectures": [architecture], "model_type": family.name, "norm_topk_prob": True}
+    said |= {"sliding_window": wide.windows[0], "use_sliding_window": wide.windows[0] is not None}
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    return said if "rope_theta" in rope else said | {"rope_theta": wide.rope.theta}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """Which of the source's tensors a tensor is: its name inside the layer, and the expert and axis of its neurons."""
+
+    name: str
+    expert: int
+    axis: int
+
+    def places(self, source: int, wide: int, layer: int, seed: int) -> Int[Tensor, " neurons"]:
+        """Where the neurons of the source's MLP are among those of this expert."""
+        dice = torch.Generator().manual_seed((seed * 10_007 + layer) * 10_007 + self.expert)
+        return torch.randperm(wide, generator=dice)[:source]
+
+
+@cache
+def parts_of(source: ModelConfig, wide: ModelConfig) -> dict[str, ExpertPart]:
+    """The tensors of experts that a dense source was given, by their names inside a layer; none for other sources."""
+    own = LayerTable.of(source, 0)
+    if source.experts is not None or wide.experts is None or own.every is None:
+        return {}
+    found = {}
+    for number, expert in enumerate(LayerTable.of(wide, 0).experts):
+        for mine, its, axis in ((own.every.gate_up, expert.gate_up, 0), (own.every.down, expert.down, 1)):
+            for name, new in zip(mine.weights(), its.weights(), strict=True):
+                found[new] = ExpertPart(name, number, axis)
+    return found
