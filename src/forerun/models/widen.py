@@ -23,6 +23,7 @@ import shutil
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ STREAM_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "mo
 SHARD_BYTES = 256 << 20
 COMPANIONS = ("*.json", "tokenizer*", "*.txt", "*.jinja", "LICENSE*")  # copied along, but for what is written anew
 WEIGHTS = "*.safetensors"
+promised_by = cache(tensor_shapes)  # of a source, for each tensor that grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +343,7 @@ def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...],
     origin = plan.origins[number] if layer else LayerOrigin(0, True)
     part = parts_of(config, plan.wide).get(layer[2]) if layer else None
     own = f"model.layers.{origin.layer}.{part.name if part else layer[2]}" if layer else name
-    promised = tensor_shapes(config).get(own)
+    promised = promised_by(config).get(own)
     if promised is None:  # a router that the source does not have; the logits have a spread of 1
         return torch.empty(shape).normal_(0, config.hidden**-0.5, generator=generator).to(plan.wide.dtype)
     source = checkpoint.take(own, promised)

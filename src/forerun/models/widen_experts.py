@@ -95,7 +95,7 @@ class ExpertPart:
 
     def places(self, source: int, wide: int, layer: int, seed: int) -> Int[Tensor, " neurons"]:
         """Where the neurons of the source's MLP are among those of this expert."""
-        dice = torch.Generator().manual_seed((seed * 10_007 + layer) * 10_007 + self.expert)
+        dice = torch.Generator().manual_seed(((seed * 10_007 + layer) * 10_007 + self.expert) % 2**63)
         return torch.randperm(wide, generator=dice)[:source]
 
 
