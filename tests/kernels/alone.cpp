@@ -1,12 +1,14 @@
 // The kernels without Python, for processors that are only emulated here: products, attention and draws against plain
 // loops in double precision, and every row and query against itself alone. Prints what differs, then a line for each
 // part with a hash of all result bits, which other processors with the same arithmetic must print as well.
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <vector>
 
 #include "attention.hpp"
 #include "decoder.hpp"
+#include "experts.hpp"
 #include "laws.hpp"
 
 using namespace forerun;
@@ -149,13 +151,14 @@ static void check_attention(const char* name) {
     for (float& each : q) each = number() * 3;
     std::vector<Query> queries;
     const int64_t positions[] = {0, 15, 60, 60, 60, 99};
-    for (int64_t i = 0; i < 6; i++) queries.push_back({&q[i * head], &out[i * head], positions[i]});
+    const auto sink = [](int64_t i) { return i % 2 ? 0.5f * i : -INFINITY; };
+    for (int64_t i = 0; i < 6; i++) queries.push_back({&q[i * head], &out[i * head], positions[i], sink(i)});
     attend(queries, path, keys.data(), values.data(), head, window, 0.158f, scores);
     for (int64_t i = 0; i < 6; i++) {
-      attend({{&q[i * head], alone.data(), positions[i]}}, path, keys.data(), values.data(), head, window, 0.158f, scores);
+      attend({{&q[i * head], alone.data(), positions[i], sink(i)}}, path, keys.data(), values.data(), head, window, 0.158f, scores);
       expect(!memcmp(alone.data(), &out[i * head], head * sizeof(float)), "a query in company", i, window);
       std::vector<double> weights(positions[i] + 1), sums(head);
-      double total = 0;
+      double total = std::exp(double{sink(i)});
       for (int64_t k = window ? std::max<int64_t>(0, positions[i] + 1 - window) : 0; k <= positions[i]; k++) {
         double dot = 0;
         for (int64_t d = 0; d < head; d++) dot += 0.158 * q[i * head + d] * wide_keys[path.slot(k) * head + d];
@@ -211,6 +214,53 @@ static void check_functions() {
     hash.add(y, sizeof y), hash.add(z, sizeof z);
   }
   printf("functions %016" PRIx64 "\n", hash.value);
+}
+
+// Experts in the order of their logits, which have many equals, and weights against plain loops; then their groups.
+static void check_routes() {
+  Hash hash;
+  const Weights w(FLOAT32, 24, 8);
+  for (int64_t shared : {0, 1})
+    for (int64_t normalised : {0, 1}) {
+      const int64_t count = 23, active = 5, per_token = active + shared, num_tokens = 40;
+      Linear* const router = forerun_linear(FLOAT32, count + shared, 8, w.plain.data(), nullptr, nullptr);
+      const Experts e = {count, active, normalised, router, nullptr, 0, 0};
+      Routes routes;
+      routes.room(num_tokens * per_token);
+      for (int64_t t = 0; t < num_tokens; t++) {
+        float logits[24];
+        for (float& each : logits) each = static_cast<int>(number() * 4);
+        int64_t* const mlps = &routes.mlps[t * per_token];
+        float* const weights = &routes.weights[t * per_token];
+        route(e, logits, mlps, weights);
+        std::vector<int64_t> order;
+        for (int64_t i = 0; i < count; i++) order.push_back(i);
+        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return logits[a] > logits[b]; });
+        double total = 0;
+        for (int64_t i = 0; i < (normalised ? active : count); i++) total += std::exp(double{logits[order[i]]});
+        for (int64_t i = 0; i < active; i++) {
+          expect(mlps[i] == order[i], "an expert", t, i);
+          expect(std::abs(weights[i] - std::exp(double{logits[order[i]]}) / total) < 1e-6, "its weight", t, i);
+        }
+        if (shared) expect(mlps[active] == count, "the MLP that all take", t, mlps[active]);
+        hash.add(weights, per_token * sizeof(float));
+      }
+      routes.group(num_tokens, per_token, count + 1);
+      int64_t next = 0;
+      for (const Group& g : routes.groups) {
+        expect(g.first == next && g.end > g.first, "a group", g.first, next);
+        next = g.end;
+      }
+      expect(next == num_tokens * per_token, "all pairs", next, per_token);
+      for (int64_t p = 0; p < next; p++) {
+        const int64_t place = routes.places[p];
+        expect(routes.tokens[place] == p / per_token, "a pair's token", p, place);
+        for (const Group& g : routes.groups)
+          if (place >= g.first && place < g.end) expect(g.mlp == routes.mlps[p], "a pair's group", p, g.mlp);
+      }
+      forerun_free_linear(router);
+    }
+  printf("routes %016" PRIx64 "\n", hash.value);
 }
 
 // Laws with nothing but a temperature; the lists are the caller's.
@@ -275,6 +325,7 @@ int main() {
   check_attention<float16>("attention in float16");
   check_conversions();
   check_functions();
+  check_routes();
   check_draws();
   return failures != 0;
 }

@@ -57,13 +57,13 @@ def run(level: str, folder: Path) -> list[str]:
     [level if level == BEST else pytest.param(level, marks=pytest.mark.full) for level in LEVELS if level in MACHINES],
 )
 def test_kernels_are_right_without_python(level: str, tmp_path: Path) -> None:
-    assert len(run(level, tmp_path)) == 10
+    assert len(run(level, tmp_path)) == 11
 
 
 @pytest.mark.full
 @pytest.mark.skipif(architecture() != "x86_64", reason="it is a level of x86-64")
 def test_kernels_are_right_on_processors_that_no_variant_is_for(tmp_path: Path) -> None:
-    assert len(run(PORTABLE, tmp_path)) == 10
+    assert len(run(PORTABLE, tmp_path)) == 11
 
 
 @pytest.mark.full

@@ -644,6 +644,9 @@ def test_the_command_writes_and_reports(tmp_path: Path, draft_dir: Path) -> None
     assert explicit.exit_code == 0
     assert read_config(tmp_path / "b").layers == 9
     assert read_config(tmp_path / "b").intermediate == 512
+    sparse = run("widen", "-m", str(draft_dir), "-f", str(tmp_path / "c"), "--experts", "4", "--active", "3")
+    assert sparse.exit_code == 0, sparse.stderr
+    assert "4 experts of 192, 3 for a token" in sparse.stdout
 
 
 @pytest.mark.parametrize(

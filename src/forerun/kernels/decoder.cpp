@@ -40,15 +40,15 @@ struct Decoder {
     if (num_tokens <= s.num_tokens) return s;
     const int64_t hidden = padded(shape.hidden), mixed = padded(q_size());
     int64_t wide = std::max(hidden, padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim));
-    int64_t deep = std::max(hidden, mixed), per_token = 1;
+    int64_t deep = std::max(hidden, mixed), per_token = 1, spare = 0;
     for (const Layer& l : layers) {
       const auto take = [&](const Gated& g) { wide = std::max(wide, g.gate_up->width), deep = std::max(deep, g.down->depth); };
       if (l.every.down) take(l.every);
       if (!l.experts) continue;
       take(l.experts->gated[0]), wide = std::max(wide, l.experts->router->width);
-      per_token = std::max(per_token, l.per_token());
+      per_token = std::max(per_token, l.per_token()), spare = 2 * TILE;  // of a last group that begins within a tile
     }
-    const int64_t rows = whole_tiles(num_tokens), pairs = rows * per_token;
+    const int64_t rows = whole_tiles(num_tokens), pairs = rows * per_token + spare;
     s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + mixed) + 4 * pairs * (wide + 1 + deep) +
                                         pairs * ROW_GAP + 7 * 64);
     char* at = s.memory->data;

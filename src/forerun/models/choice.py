@@ -89,6 +89,8 @@ def choose_backend(
     preferred, *others = backends
     others = [other for other in others if other.kernels == "native" or is_packed(other, quantize)]
     shapes = products(config)
+    if config.experts is not None and native:  # torch's operators group rows in Python, which the times do not show
+        return BackendChoice(preferred)
     if not native or not others or 4 * sum(math.prod(shape) * count for shape, count in shapes.items()) < SMALL_BYTES:
         return BackendChoice(preferred)
     return fastest(
