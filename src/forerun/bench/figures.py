@@ -37,8 +37,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class CellFigures:
-    """One depth of a group. `num_rounds_by_arm` says how often each arm of a mix drafted a sequence.
+    """One depth of a group.
 
+    `experts` are those that a layer of a sparse target reads in a full round, `expected_experts` as many as tokens need
+    that choose evenly and each for itself. `num_rounds_by_arm` says how often each arm of a mix drafted a sequence.
     `tokens_per_s` is decoding alone, `tokens_per_s_with_prompt` all of it. `speed_up` is the first of them over that of
     plain decoding. `pass_ratio` is v(k): a full round's pass over a plain one. `draft_step_ratio` is c: a full
     round's drafting, per depth, over a plain pass. `predicted` is o G / (k c + v), G the tokens per round, o the places
@@ -52,6 +54,8 @@ class CellFigures:
     tokens_per_s_with_prompt: Spread | None
     tokens_per_round: float | None
     guesses_per_round: float | None
+    experts: Spread | None
+    expected_experts: float | None
     num_rounds_by_arm: Mapping[str, int]
     acceptance_rate: float | None
     acceptance_at_depth: tuple[float, ...]
@@ -137,6 +141,8 @@ def cell_figures(depth: int, runs: Sequence[BenchRun], plain: Mapping[int, Bench
         tokens_per_s_with_prompt=of(lambda run: over(run.num_tokens, run.total_s)),
         tokens_per_round=stats.tokens_per_round,
         guesses_per_round=over(stats.num_drafted, stats.num_rounds),
+        experts=of(lambda run: run.full_experts),
+        expected_experts=next((run.expected_experts for run in runs if run.expected_experts is not None), None),
         num_rounds_by_arm=dict(sum((Counter(dict(run.num_rounds_by_arm)) for run in runs), Counter[str]())),
         acceptance_rate=stats.acceptance_rate,
         acceptance_at_depth=stats.acceptance_at_depth,

@@ -18,11 +18,15 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One round: what each sequence gained (nothing while only prompts are read), what it counted, what it took."""
+    """One round: what each sequence gained (nothing while only prompts are read), what it counted, what it took.
+
+    `num_experts` are those that it read, of all layers together; 0 of dense targets.
+    """
 
     deltas: Sequence[Delta]
     outcome: Outcome
     step_s: float
+    num_experts: int = 0
 
 
 class Ledger(Stats):
@@ -55,11 +59,12 @@ class Lane:
 
     def step(self, clock: Clock) -> Timed:
         """One timed round."""
-        started_s = clock()
+        decoder = self.engine.runner.decoder
+        num_before, started_s = decoder.num_experts_read, clock()
         deltas = self.engine.step()
         step_s = clock() - started_s
         self.clock_s += step_s
-        return Timed(deltas, self.ledger.outcomes[-1], step_s)
+        return Timed(deltas, self.ledger.outcomes[-1], step_s, decoder.num_experts_read - num_before)
 
     def clear(self) -> None:
         """Take out what is not finished."""

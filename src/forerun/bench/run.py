@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from forerun.accept.outcome import Outcome
 from forerun.bench.lane import Clock, Lane, Timed
 from forerun.bench.material import Item, Workload
 from forerun.bench.pace import Pace
@@ -24,6 +23,7 @@ from forerun.engine.controller import Controller
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import forget_peak_rss, peak_rss_bytes
+from forerun.models.experts import ExpertsConfig, expected_distinct
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
@@ -69,6 +69,8 @@ class BenchRun:
     answers: tuple[str, ...]
     peak_bytes: int | None
     num_rounds_by_arm: tuple[tuple[str, int], ...] = ()  # of a mix, in which it drafted a sequence
+    full_experts: float | None = None  # that a layer with experts reads in a full round, on average
+    expected_experts: float | None = None  # the same if tokens chose theirs evenly and each for itself
 
     @property
     def group(self) -> Group:
@@ -90,7 +92,8 @@ class Tape:
     arms: Sequence[str] = ()
     pace: Pace = field(default_factory=Pace)
     first_s: dict[int, float] = field(default_factory=dict)  # by sequence, from when its wave began
-    full: list[Outcome] = field(default_factory=list)
+    full: list[Timed] = field(default_factory=list)
+    experts: ExpertsConfig | None = None
 
     def add(self, timed: Timed, clock_s: float) -> None:
         """One more round; `clock_s` is the time its wave has taken so far."""
@@ -99,7 +102,20 @@ class Tape:
             self.first_s.setdefault(delta.seq_id, clock_s)
         drafted = [row.num_drafted for row in timed.outcome.rows]
         if not timed.outcome.num_prompt_tokens and drafted == [self.num_guesses] * self.batch:
-            self.full.append(timed.outcome)
+            self.full.append(timed)
+
+    def experts_read(self) -> float | None:
+        """By a layer with experts in a full round."""
+        if self.experts is None or not self.full:
+            return None
+        return statistics.fmean(each.num_experts for each in self.full) / len(self.experts.layers)
+
+    def experts_expected(self) -> float | None:
+        """The same of independent tokens."""
+        if self.experts is None or not self.full:
+            return None
+        num_tokens = self.batch * (1 + self.num_guesses)
+        return expected_distinct(self.experts.count, self.experts.active, num_tokens)
 
     def run(self, group: Group, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> BenchRun:
         """All of it, to be written down."""
@@ -126,8 +142,10 @@ class Tape:
             offered_at_depth=tuple(stats.offered_at_depth),
             accepted_at_depth=tuple(stats.accepted_at_depth),
             num_rounds_by_arm=tuple((self.arms[arm], own.num_rounds) for arm, own in sorted(stats.arms.items())),
-            full_pass_s=statistics.median(o.pass_s for o in self.full) if self.full else None,
-            full_draft_s=statistics.median(o.draft_s for o in self.full) if self.full else None,
+            full_pass_s=statistics.median(each.outcome.pass_s for each in self.full) if self.full else None,
+            full_draft_s=statistics.median(each.outcome.draft_s for each in self.full) if self.full else None,
+            full_experts=self.experts_read(),
+            expected_experts=self.experts_expected(),
             num_ngrams=sum(map(len, grams)),
             num_distinct=sum(len(set(each)) for each in grams),
             answers=tuple(hash_of(answer) for answer in answers),
@@ -167,7 +185,8 @@ class Stage:
 
     def tape(self, group: Group, depth: int) -> Tape:
         """A tape for a run at this depth."""
-        return Tape(group.batch, Budget.of(self.wish(depth)).nodes, self.llm.arms)
+        experts = self.llm.engine.runner.decoder.config.experts
+        return Tape(group.batch, Budget.of(self.wish(depth)).nodes, self.llm.arms, experts=experts)
 
     def wave(
         self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""

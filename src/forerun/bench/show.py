@@ -67,6 +67,9 @@ def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
         rates = " ".join(f"{rate:.2f}" for rate in deepest.acceptance_at_depth)
         yield Text(f"kept at depth 1, 2, …: {rates}", "dim")
     yield from choices(figures)
+    if read := [cell for cell in figures.cells if cell.experts and cell.expected_experts]:
+        each = (f"{number(c.experts, '.1f')} ({c.expected_experts:.1f}) at depth {depth_name(c.depth)}" for c in read)
+        yield Text(f"experts that a layer reads in a pass (if tokens chose by chance): {', '.join(each)}", "dim")
     if figures.distinct_ngrams is not None:
         yield Text(f"{figures.distinct_ngrams:.0%} of the 8-grams in the answers are distinct", "dim")
     if (share := report.limit_share(figures)) is not None:

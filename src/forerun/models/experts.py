@@ -43,6 +43,11 @@ class ExpertsConfig:
     clamp: Clamp | None
 
 
+def expected_distinct(count: int, active: int, num_tokens: int) -> float:
+    """Experts of a layer that a pass reads, if each token chose `active` of `count` evenly and for itself."""
+    return count * (1 - (1 - active / count) ** num_tokens)
+
+
 def read_experts(fields: Fields, sparse: Sparse | None, layers: int) -> ExpertsConfig | None:
     """The experts of a model of a family with these facts; None where no layer has any."""
     if sparse is None:

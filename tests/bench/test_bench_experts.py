@@ -1,0 +1,52 @@
+"""Of a sparse target the benchmark says how many experts its passes read, and what would be read by chance."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from forerun.cli import app
+from forerun.models.experts import expected_distinct
+
+
+@pytest.mark.parametrize(("count", "active"), [(8, 2), (128, 8), (256, 8)])
+def test_chance_is_that_of_independent_tokens(count: int, active: int) -> None:
+    """Against the published table of 1, 2, 4, 8, 16, 32 and 64 tokens, to its digits."""
+    table = {
+        (8, 2): [2, 3.5, 5.5, 7.2, 7.9, 8, 8],
+        (128, 8): [8, 15.5, 29.1, 51.6, 82.4, 111.8, 125.9],
+        (256, 8): [8, 15.8, 30.5, 57.4, 102, 163, 222],
+    }
+    found = [expected_distinct(count, active, 2**i) for i in range(7)]
+    assert found == pytest.approx(table[count, active], abs=0.6, rel=0.002)
+
+
+def test_a_benchmark_tells_experts_for_every_depth(tmp_path: Path) -> None:
+    folder, out = tmp_path / "sparse", tmp_path / "bench.json"
+    run = CliRunner()
+    made = run.invoke(app, ["widen", "--model", "stdlib", "--experts", "8", "--active", "2", "--folder", str(folder)])
+    assert made.exit_code == 0, made.output
+    options = ["--depth", "3", "--workload", "code", "--num-prompts", "1", "-n", "12", "--repeats", "1", "-t", "0"]
+    told = run.invoke(
+        app,
+        [
+            "bench",
+            "--model",
+            str(folder),
+            "--draft",
+            "model:stdlib-draft",
+            *options,
+            "--state",
+            str(tmp_path / "s"),
+            "-o",
+            str(out),
+        ],
+    )
+    assert told.exit_code == 0, told.output
+    cells = {cell["depth"]: cell for cell in json.loads(out.read_text())["cells"]}
+    assert cells[0]["experts"]["median"] == pytest.approx(2.0)
+    assert cells[0]["expected_experts"] == pytest.approx(2.0)
+    assert cells[3]["expected_experts"] == pytest.approx(expected_distinct(8, 2, 4))
+    assert 2.0 < cells[3]["experts"]["median"] <= 8.0
+    assert "experts that a layer reads in a pass" in told.output
