@@ -133,13 +133,14 @@ class MeasuredDepth:
         """Tell the log when drafting is given up because it costs more than it gives, and when it is taken up again."""
         free = self.tried is None and any(way.free for own in rows for way in own.values())
         if free and self.advice.planned(drafting=any(choice)):
-            if self.advice.off:
-                found = forecast(self.costs, self.arms, len(rows), self.num_context)
-                log.warning(
-                    "Drafting is off for now, since it does not pay: %s at best. It is tried now and then.", found
-                )
-            else:
+            found = forecast(self.costs, self.arms, len(rows), self.num_context)
+            if not self.advice.off:
                 log.info("Drafting is on again.")
+            elif found is not None and found.depth:
+                self.advice.off = False  # it would pay, but for these rows, which may be at their ends
+            else:
+                told = "Drafting is off for now, since it does not pay: %s at best. It is tried now and then."
+                log.warning(told, found)
 
     def ways(self, load: Load, outlook: Outlook) -> Sequence[Ways]:
         """The ways of all rows."""
