@@ -152,8 +152,9 @@ class Arm:
         expected_s = self.drafting_s(depth, len(num_unread))
         if max(num_unread) <= BEHIND:
             size = row_class(len(num_unread))
-            if size not in self.drafts or expected_s < NO_COST_S or self.level.record(taken_s / expected_s):
-                line = self.drafts.setdefault(size, LinearCost(flat=False))
+            line = self.drafts.setdefault(size, LinearCost(flat=False))
+            # a depth of which nothing follows yet surprises nobody: its time is not an outlier
+            if not line.knows(depth) or expected_s < NO_COST_S or self.level.record(taken_s / expected_s):
                 line.record(depth, taken_s / self.level.factor)
         else:
             each_s = max(0.0, taken_s - expected_s) / sum(num_unread)
