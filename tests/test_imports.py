@@ -15,7 +15,7 @@ MODULES = sorted((SRC / "forerun").rglob("*.py"))
 ORDER = """
     annotations errors folders guard near __version__
     limits
-    device fields kernels progress shape figure_table streams
+    device fields kernels progress shape figure_table streams settings_file
     tree config machine economy
     sampling cache text
     models
@@ -27,9 +27,10 @@ ORDER = """
     ecosystem messages output
     llm
     async_llm
-    train serve tune prove trace
+    train serve prove trace
     card
     bench
+    tune
     demo
     options page
     commands

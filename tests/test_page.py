@@ -37,8 +37,8 @@ def test_a_page_has_every_option_whole_and_fits(name: str, columns: int) -> None
     words = page.stdout.split()
     options = COMMANDS[name].params if name else []
     for option in options:
-        for spelling in option.opts if option.param_type_name == "option" else ["PROMPT"]:
-            assert any(word.strip(",") == spelling for word in words), spelling
+        for spelling in option.opts if option.param_type_name == "option" else [str(option.metavar)]:
+            assert any(word.strip(",[].") == spelling.strip("[].") for word in words), spelling
     examples = {f"  {line}" for _, line in EXAMPLES}
     allowed = max(40, min(100, columns))
     for line in page.stdout.splitlines():

@@ -16,6 +16,7 @@ Each message contains the offending value and says what to do about it. Broken i
     │   ├── PromptTooLong           a prompt that leaves no room for a new token
     │   └── InvalidTree             a static tree that is malformed, or whose file cannot be read
     ├── UnknownKeyword              a keyword that a function does not have; names the likely one
+    ├── UnknownSetting              a key of a settings file that no option has; names the likely one
     ├── DraftError
     │   ├── UnknownDrafter          a draft specification that does not parse or names an unknown drafter
     │   ├── VocabularyMismatch      the drafter's tokens cannot be compared with the target's
@@ -28,6 +29,10 @@ Each message contains the offending value and says what to do about it. Broken i
     │   └── RoundFailed             every round that reads this request raises, even with nothing else in it
     └── EngineClosed                work was given to an engine that has shut down
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class ForerunError(Exception):
@@ -92,6 +97,15 @@ class UnknownKeyword(ForerunError, TypeError):
     def __init__(self, function: str, name: str, likely: str | None) -> None:
         hint = f": did you mean {likely!r}?" if likely else "; help() lists what it has."
         super().__init__(f"{function}() has no keyword {name!r}{hint}")
+        self.likely = likely
+
+
+class UnknownSetting(ForerunError, ValueError):
+    """A key of the settings file `path` that no option has; `likely` is the one that was probably meant."""
+
+    def __init__(self, path: str, key: str, likely: str | None, known: Sequence[str]) -> None:
+        hint = f"did you mean {likely!r}?" if likely else f"use some of {', '.join(known)}."
+        super().__init__(f"{path}: there is no option {key!r}: {hint}")
         self.likely = likely
 
 

@@ -20,6 +20,7 @@ from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.spec import ModelSpec
+from forerun.settings_file import read_settings
 from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
@@ -243,6 +244,35 @@ def adapted(draft: str | None, adapter: Path | None) -> str | None:
     return str(replace(spec, argument=f"{spec.argument}:{adapter}"))
 
 
+def read_config(ctx: Any, path: Path | None) -> Path | None:
+    """Let the values of a settings file stand for options that are not given on the command line."""
+    if path is not None:
+        options = [param for param in ctx.command.params if param.param_type_name == "option"]
+        known = {name.lstrip("-").replace("-", "_"): param for param in options for name in param.opts}
+        others = {option.name for group in (ModelOptions, AnswerOptions) for option in fields(group)}
+        try:
+            found = read_settings(path, set(known) - {CONFIG, "help"}, others)
+        except ForerunError as error:
+            show_error(error)
+            raise typer.Exit(MISTAKE) from error
+        ctx.default_map = {
+            str(known[name].name): [value] if getattr(known[name], "multiple", False) else value
+            for name, value in found.items()
+        }
+    return path
+
+
+CONFIG = "config"
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        callback=read_config,
+        is_eager=True,
+        help="Take what is not given here from this file, such as the forerun.toml of forerun tune.",
+        rich_help_panel=MODEL,
+    ),
+]
 CommandBody = Callable[..., None]
 
 
@@ -275,9 +305,12 @@ def _with_options(run: CommandBody, examples: str) -> Command:
         parameters += [_parameter(option, types[option.name], group.TITLE) for option in fields(group)]
     by_name = inspect.Parameter.KEYWORD_ONLY
     parameters += [p.replace(annotation=hints[p.name], kind=by_name) for p in own if p.name not in groups]
+    if any(parameter.name == "model" for parameter in parameters):
+        parameters.append(inspect.Parameter(CONFIG, by_name, default=None, annotation=ConfigOption))
 
     @functools.wraps(run)
     def entry(**values: Any) -> None:
+        values.pop(CONFIG, None)  # it has taken effect already
         try:
             gathered = {
                 name: group(**{option.name: values.pop(option.name) for option in fields(group)})

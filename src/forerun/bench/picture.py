@@ -1,7 +1,7 @@
 """The picture of a benchmark: speed-up by depth, and the cost of a pass over more tokens.
 
 Each workload gets a pair of panels, each batch size a colour and each temperature a line style; bars reach from
-quartile to quartile. This is the only file that imports matplotlib.
+quartile to quartile. This is the only file of the benchmark that imports matplotlib.
 """
 
 from __future__ import annotations

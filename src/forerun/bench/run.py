@@ -160,7 +160,10 @@ def hash_of(answer: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """An LLM with a drafter, nothing under way, the texts to run on it, and what `wish` asks of it at a depth."""
+    """An LLM with a drafter, nothing under way, the texts to run on it, and what `wish` asks of it at a depth.
+
+    Where `refills` is set, a prompt begins as soon as another one ends, instead of wave by wave.
+    """
 
     llm: LLM
     workloads: Mapping[str, Workload]
@@ -169,12 +172,14 @@ class Stage:
     clock: Clock = time.perf_counter
     wish: Callable[[int], Speculation] = Speculation
     controllers: dict[tuple[Group, int], Controller] = field(default_factory=dict)
+    refills: bool = False
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
         own_peak = forget_peak_rss()
         tape, answers = self.tape(group, turn.depth), []
-        for numbers in waves(len(self.workloads[group.workload].items), group.batch):
+        turns = list(waves(len(self.workloads[group.workload].items), group.batch))
+        for numbers in [range(turns[-1].stop)] if self.refills else turns:
             answers += self.wave(group, turn.depth, numbers, tape, tenant=repr((group, turn)))
         return tape.run(group, turn, answers, peak_rss_bytes() if own_peak else None)
 

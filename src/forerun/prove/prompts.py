@@ -31,6 +31,15 @@ def read_prompts(path: str | Path, most: int | None = None) -> list[FilePrompt]:
     InvalidRequest, with file and line, for a file that cannot be read or a line without a prompt.
     """
     path = Path(path)
+    lines = prompt_lines(path)[:most]
+    return [FilePrompt(line if path.suffix == ".txt" else prompt_of(line, place), place) for place, line in lines]
+
+
+def prompt_lines(path: Path) -> list[tuple[str, str]]:
+    """The lines of a file of prompts that are not empty, each behind its place; at least one.
+
+    Raises InvalidRequest, with file and line, for a file that cannot be read or holds nothing.
+    """
     if path.suffix not in (".jsonl", ".txt"):
         raise _invalid(path, f"the name ends in {path.suffix!r}: give a .jsonl or a .txt file")
     try:
@@ -40,17 +49,10 @@ def read_prompts(path: str | Path, most: int | None = None) -> list[FilePrompt]:
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
         raise _invalid(f"{path}:{number}", f"not UTF-8 ({error.reason}): save the file as UTF-8") from error
-    prompts: list[FilePrompt] = []
-    for count, line in enumerate(lines, start=1):
-        if most is not None and len(prompts) >= most:
-            break
-        if line.strip():
-            place = f"{path}:{count}"
-            text = line.rstrip("\r") if path.suffix == ".txt" else prompt_of(line, place)
-            prompts.append(FilePrompt(text, place))
-    if not prompts:
+    found = [(f"{path}:{number}", line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
         raise _invalid(path, "there is no prompt in it: write one a line")
-    return prompts
+    return found
 
 
 def prompt_of(line: str, place: str) -> str:

@@ -7,6 +7,7 @@ one does not keep a model from completing text. They run in the sandbox of `text
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,6 +115,10 @@ class ChatTemplate:
                     f"the chat template of {self._origin} does not parse: {short(said(error))}"
                 ) from error
         return self._compiled[name]
+
+    def digest(self) -> str:
+        """16 hex digits that tell the template apart from others. Raises TokenizerError where there is none."""
+        return hashlib.sha256(self._source("default").encode()).hexdigest()[:16]
 
     def _source(self, name: str) -> str:
         named = self._named()

@@ -1,0 +1,151 @@
+"""Report: everything that a tuning found, which candidate is best where, and its form as JSON.
+
+This file decides who wins: the candidate with the highest measured speed-up at a batch size and a temperature, or plain
+decoding where none is faster. The first batch size and the first temperature that were asked for decide the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forerun.prove.report import jsonable
+from forerun.tune.settings import TuneSettings
+from forerun.tune.study import Studied, TuneCell
+from forerun.tune.translate import Translation, translations
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class TunedChoice:
+    """The fastest way to decode at a batch size and a temperature; no draft and depth 0 are plain decoding."""
+
+    batch: int
+    temperature: float
+    draft: str | None
+    depth: int
+    speed_up: float
+
+    @property
+    def name(self) -> str:
+        """For a reader."""
+        return f"{self.draft}, depth {self.depth}" if self.draft else PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class TuneReport:
+    """The whole tuning. `about` says what was run; `model_options` are those of the model that are not usual."""
+
+    about: Mapping[str, Any]
+    model_options: Mapping[str, Any]
+    settings: TuneSettings
+    temperatures: tuple[float, ...]
+    studied: tuple[Studied, ...]
+
+    def choice(self, batch: int, temperature: float) -> TunedChoice | None:
+        """The fastest that was measured here; None where nothing was."""
+        cells = [(each, cell) for each in self.studied if (cell := each.cell(batch, temperature)) and cell.speed_up]
+        if not cells:
+            return None
+        best, cell = max(cells, key=lambda pair: pair[1].speed_up or 0.0)
+        if (cell.speed_up or 0.0) <= 1:
+            return TunedChoice(batch, temperature, None, 0, 1.0)
+        return TunedChoice(batch, temperature, best.candidate.draft, cell.prediction.depth, cell.speed_up or 0.0)
+
+    @property
+    def pick(self) -> TunedChoice | None:
+        """The fastest at the first batch size and temperature."""
+        return self.choice(self.settings.batches[0], self.temperatures[0])
+
+    def plain_from(self, temperature: float) -> int | None:
+        """The batch size from which on plain decoding wins, of those that were measured; None where it does not."""
+        found = None
+        for batch in sorted(self.settings.batches, reverse=True):
+            choice = self.choice(batch, temperature)
+            if choice is None or choice.draft is not None:
+                break
+            found = batch
+        return found
+
+    def best_exits(self) -> dict[str, str]:
+        """Of candidates that were spelled as one, the fastest: by the spelling, such as early-exit:auto."""
+        found: dict[str, tuple[float, str]] = {}
+        for each in self.studied:
+            cell = each.cell(self.settings.batches[0], self.temperatures[0])
+            if each.candidate.family != each.candidate.draft and cell and cell.speed_up:
+                own = cell.speed_up, each.candidate.draft
+                found[each.candidate.family] = max(own, found.get(each.candidate.family, own))
+        return {family: draft for family, (_, draft) in found.items()}
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether every drafted run gave the tokens of plain decoding."""
+        return all(c.figures.same_tokens for each in self.studied for c in each.cells if c.figures)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every candidate was measured in every cell."""
+        return all(each.problem or (each.cells and all(c.speed_up for c in each.cells)) for each in self.studied)
+
+    def translated(self) -> Sequence[Translation]:
+        """The pick in the words of other engines."""
+        pick = self.pick
+        return translations(pick.draft, pick.depth) if pick and pick.draft else ()
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON: seconds, bytes, shares between 0 and 1, and null for what is not known."""
+        cells = [(t, b) for t in self.temperatures for b in self.settings.batches]
+        found: dict[str, Any] = jsonable(
+            {
+                **self.about,
+                "complete": self.complete,
+                "same_tokens": self.same_tokens,
+                "pick": self.pick and asdict(self.pick),
+                "choices": [asdict(choice) for t, b in cells if (choice := self.choice(b, t))],
+                "plain_from_batch": [{"temperature": t, "batch": self.plain_from(t)} for t in self.temperatures],
+                "best_exits": self.best_exits(),
+                "candidates": [self.candidate_object(each) for each in self.studied],
+                "translations": [asdict(each) for each in self.translated()],
+            }
+        )
+        return found
+
+    def candidate_object(self, each: Studied) -> dict[str, Any]:
+        """A candidate with all its figures."""
+        return {
+            "draft": each.candidate.draft,
+            "asked_as": each.candidate.family,
+            "problem": each.problem or None,
+            "memory": each.memory and asdict(each.memory),
+            "costs": list(each.costs),
+            "acceptance_at_depth": [
+                {"temperature": temperature, "category": kind or None, "rates": rates, **self.template}
+                for temperature, kinds in each.acceptance.items()
+                for kind, rates in kinds.items()
+            ],
+            "cells": [self.cell_object(cell) for cell in each.cells],
+        }
+
+    def cell_object(self, cell: TuneCell) -> dict[str, Any]:
+        """A cell: what was expected, what was measured, and how conversations became text."""
+        return {
+            "batch": cell.group.batch,
+            "temperature": cell.group.temperature,
+            **self.template,
+            "arm": cell.prediction.arm,
+            "depth": cell.prediction.depth,
+            "predicted_speed_up": cell.prediction.speed_up,
+            "predicted_speed_up_by_depth": cell.prediction.by_depth,
+            "measured_speed_up": cell.drafted and cell.drafted.speed_up and asdict(cell.drafted.speed_up),
+            "prediction_error": cell.error,
+            "plain": cell.plain and asdict(cell.plain),
+            "drafted": cell.drafted and asdict(cell.drafted),
+            "same_tokens": cell.figures and cell.figures.same_tokens,
+        }
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The chat template's hash and what it was told, or nothing where prompts are plain text."""
+        return {"template": self.about["prompts"]["template"]}

@@ -1,0 +1,189 @@
+"""A tuning for people to read: a table for each temperature, acceptance, memory, and what to do.
+
+This file decides wording and layout, which also work without colours. Every number comes from a TuneReport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from forerun.cache.plan import size
+from forerun.figure_table import FigureTable
+from forerun.tune.report import TunedChoice, TuneReport
+from forerun.tune.study import Studied, TuneCell
+
+COLUMNS = ("drafter", "batch", "depth", "tokens\n/s", "measured\nspeed-up", "quartiles", "pre-\ndicted", "error")
+WORTH = "What guesses are worth, and what they need"
+SHOWN_DEPTHS = (1, 2, 4, 8)
+
+
+def tune_card(report: TuneReport) -> RenderableType:
+    """The whole report."""
+    parts: list[RenderableType] = []
+    for temperature in report.temperatures:
+        parts += [Text(title(report, temperature), "bold"), speeds(report, temperature), Text()]
+    parts += [Text(WORTH, "bold"), drafters(report), Text(), memory_figures(report), Text()]
+    return Lines(*parts, facts(report), Text(), *verdict(report))
+
+
+def title(report: TuneReport, temperature: float) -> str:
+    """What a table is of."""
+    what = "recorded answers" if report.about["prompts"]["replayed"] else f"temperature {temperature:g}"
+    return f"Speed, {what}"
+
+
+def speeds(report: TuneReport, temperature: float) -> FigureTable:
+    """One line for plain decoding and one for each candidate, at each batch size."""
+    rows: list[list[str | Text]] = []
+    for batch in report.settings.batches:
+        best = report.choice(batch, temperature)
+        rows.append(plain_row(report, batch, temperature, best))
+        for each in report.studied:
+            cell = each.cell(batch, temperature)
+            rows.append(row(each, cell, best) if cell else [Text(each.candidate.draft), str(batch), *["–"] * 6])
+    return FigureTable(COLUMNS, rows, num_names=1)
+
+
+def plain_row(report: TuneReport, batch: int, temperature: float, best: TunedChoice | None) -> list[str | Text]:
+    """Plain decoding, at the median of what was measured beside each candidate."""
+    cells = [cell for each in report.studied if (cell := each.cell(batch, temperature))]
+    found = sorted(cell.plain.tokens_per_s.median for cell in cells if cell.plain and cell.plain.tokens_per_s)
+    speed = f"{found[len(found) // 2]:.1f}" if found else "?"
+    return [named("plain", best is not None and best.draft is None), str(batch), "0", speed, "×1.00", "", "", ""]
+
+
+def row(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[str | Text]:
+    """A candidate at a batch size."""
+    drafted, draft = cell.drafted, each.candidate.draft
+    spread = drafted.speed_up if drafted else None
+    speed = f"{drafted.tokens_per_s.median:.1f}" if drafted and drafted.tokens_per_s else "?"
+    measured = Text(f"×{spread.median:.2f}", "green" if spread.median > 1 else "yellow") if spread else Text("?")
+    return [
+        named(draft, best is not None and best.draft == draft),
+        str(cell.group.batch),
+        str(cell.prediction.depth),
+        speed,
+        measured,
+        f"{spread.low:.2f}–{spread.high:.2f}" if spread else "",
+        f"×{cell.prediction.speed_up:.2f}",
+        f"{cell.error:+.0%}" if cell.error is not None else "",
+    ]
+
+
+def named(name: str, best: bool) -> Text:
+    """A name, marked where it is the fastest."""
+    return Text(f"{name} ←" if best else name, "bold green" if best else "")
+
+
+def drafters(report: TuneReport) -> FigureTable:
+    """Acceptance by depth, of all prompts and of each category."""
+    rows, styles = list[list[str | Text]](), list[str]()
+    for each in report.studied:
+        for temperature, kinds in each.acceptance.items():
+            for kind, rates in kinds.items():
+                name = each.candidate.draft if not kind else f"  {kind}"
+                shown = [f"{rates[depth - 1]:.0%}" if len(rates) >= depth else "" for depth in SHOWN_DEPTHS]
+                rows.append([Text(name), f"{temperature:g}", *shown])
+                styles.append("dim" if kind else "")
+    heads = ("drafter", "temper-\nature", *(f"kept at\ndepth {depth}" for depth in SHOWN_DEPTHS))
+    return FigureTable(heads, rows, num_names=1, styles=styles)
+
+
+def memory_figures(report: TuneReport) -> FigureTable:
+    """What each drafter takes beside the target, and what the target takes."""
+    found = [(each.candidate.draft, each.memory) for each in report.studied if each.memory]
+    rows: list[list[str | Text]] = [
+        [Text(name), *map(size, (own.weights_bytes, own.cache_bytes, own.remembered_bytes))] for name, own in found
+    ]
+    if found:
+        own = found[0][1]
+        rows.insert(0, [Text("target"), size(own.target_weights_bytes), size(own.target_cache_bytes), ""])
+    return FigureTable(("memory", "weights", "cache", "past answers\nat most"), rows, num_names=1)
+
+
+def cost_figures(report: TuneReport) -> FigureTable:
+    """What rounds take, by batch and depth: the target's part, and each drafter's."""
+    rows: list[list[str | Text]] = [
+        [
+            Text(name or each.candidate.draft),
+            str(line["batch"]),
+            str(line["depth"]),
+            *map(milliseconds, (line["pass_s"], own_s)),
+        ]
+        for each in report.studied
+        for line in each.costs
+        for name, own_s in line["draft_s"].items()
+    ]
+    return FigureTable(("drafter", "batch", "depth", "target, ms", "drafting, ms"), rows, num_names=1)
+
+
+def milliseconds(taken_s: float) -> str:
+    """A time, three digits."""
+    return f"{1000 * taken_s:.3g}"
+
+
+def facts(report: TuneReport) -> Table:
+    """What lies behind the tables, as two columns."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts_of(report):
+        grid.add_row(Text(name), Text(value))  # brackets in them are no markup
+    return grid
+
+
+def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
+    """The same as pairs."""
+    model, machine, prompts = (report.about[name] for name in ("model", "machine", "prompts"))
+    yield "target", f"{model['target']} ({model['format']})"
+    threads = f"{machine['num_threads']} thread{'s' * (machine['num_threads'] > 1)}"
+    yield "machine", f"{machine['processor']}, {threads}, {model['kernels']}"
+    both = "the same one prompt" if prompts["shared"] else f"{prompts['tune']['num_prompts']} others"
+    yield "prompts", f"{prompts['pilot']['num_prompts']} to predict, {both} to measure; {template_line(prompts)}"
+    repeats = report.settings.repeats
+    yield (
+        "runs",
+        f"medians of {repeats} repetition{'s' * (repeats > 1)}, plain and drafted by turns; reading is not timed",
+    )
+    for each in report.studied:
+        if each.problem:
+            yield each.candidate.draft, each.problem
+    for family, best in report.best_exits().items():
+        yield family, f"the best exit is {best}"
+
+
+def template_line(prompts: dict[str, object]) -> str:
+    """How prompts became text."""
+    template = prompts["template"]
+    if not isinstance(template, dict):
+        return "plain text, no chat template"
+    thinking = {None: "the template's own thinking mode", True: "thinking", False: "no thinking"}[template["thinking"]]
+    return f"chat template {template['hash']}, {thinking}"
+
+
+def verdict(report: TuneReport) -> Iterator[Text]:
+    """What it means, in a line or two."""
+    pick = report.pick
+    if pick is None:
+        yield Text("Nothing was measured: allow more time with --time-limit.", "bold yellow")
+        return
+    at = f"at batch {pick.batch}" + (
+        "" if report.about["prompts"]["replayed"] else f", temperature {pick.temperature:g}"
+    )
+    if pick.draft is None:
+        yield Text(f"Plain decoding is fastest {at}: none of these drafters helps.", "bold yellow")
+    else:
+        yield Text(f"Use {pick.draft} at depth {pick.depth}: {pick.speed_up:.2f} times as fast {at}.", "bold green")
+    for temperature in report.temperatures:
+        batch = report.plain_from(temperature)
+        if batch is not None and pick.draft is not None:
+            yield Text(f"From batch {batch} on plain decoding is faster (temperature {temperature:g}).", "yellow")
+    if not report.complete:
+        yield Text("Some cells were not measured; the same command goes on with them.", "yellow")
+    if not report.same_tokens:
+        yield Text("Tokens differ from plain decoding's in some runs: see same_tokens in tune.json.", "bold red")

@@ -1,0 +1,263 @@
+"""`forerun tune` from end to end, on the stories pair: what it writes, what it refuses, and how it goes on."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from forerun.bench.figures import Spread
+from forerun.bench.run import Stage
+from forerun.settings_file import read_settings
+from forerun.tune import costs as tune_costs
+from forerun.tune import settings as tune_settings
+from forerun.tune.html import html_page
+from forerun.tune.report import TuneReport
+from forerun.tune.settings import Candidate, TuneSettings, candidates_of
+from forerun.tune.show import tune_card
+from forerun.tune.translate import translations
+from unchecked import unchecked
+
+STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog", "One day, a <b>bird</b>"]
+QUICK = ["--tokens", "12", "--repeats", "2", "--threads", "1"]
+FETCHES = re.compile(r"""(src|href)\s*=\s*["'](?!#)|@import|url\(\s*["']?(?!#)|https?://""")
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[str]:
+    root = Path(__file__).resolve().parent.parent / "data"
+    return ["--model", str(root / "stories260k"), "--drafts", "ngram", f"model:{root / 'stories280k'}"]
+
+
+def invoke(arguments: list[str]) -> Result:
+    """The command, on one thread, with each cost measured once."""
+    before = torch.get_num_threads()
+    try:
+        with unchecked():
+            return CliRunner().invoke(cli.app, ["tune", *arguments, *QUICK], env={"COLUMNS": "120"})
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_costs() -> object:
+    """Each cost is measured once: these tests are not about time."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tune_costs, "TURNS", 1)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def tuned(pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, list[str]]:
+    """A finished tuning: its folder, what was printed, and its arguments."""
+    folder = tmp_path_factory.mktemp("tuned")
+    prompts = folder / "tales.jsonl"
+    lines = [{"prompt": story, "category": "ab"[i % 2]} for i, story in enumerate(STORIES)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [*pair, "--prompts", str(prompts), "--batch", "1,2", "--out", str(folder / "out")]
+    return folder, invoke(arguments), arguments
+
+
+def test_it_says_what_to_do_and_writes_it_down(tuned: tuple[Path, Result, list[str]]) -> None:
+    folder, result, _ = tuned
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    for said in ("plain", "ngram", "stories280k", "pre-", "dicted", "kept at", "no chat template", "2 to predict"):
+        assert said in result.stdout
+    told = json.loads((folder / "out/tune.json").read_text())
+    assert told["complete"]
+    assert told["same_tokens"]
+    assert [len(each["cells"]) for each in told["candidates"]] == [2, 2]
+    for each in told["candidates"]:
+        assert {line["category"] for line in each["acceptance_at_depth"]} == {None, "a", "b"}
+        assert {line["batch"] for line in each["costs"]} == {1, 2}
+        for cell in each["cells"]:
+            assert cell["predicted_speed_up"] == max(cell["predicted_speed_up_by_depth"])
+            assert cell["measured_speed_up"]["median"] > 0
+            error = cell["predicted_speed_up"] / cell["measured_speed_up"]["median"] - 1
+            assert cell["prediction_error"] == pytest.approx(error)
+            assert cell["template"] is None
+    memory = [each["memory"] for each in told["candidates"]]
+    assert memory[0]["weights_bytes"] == memory[0]["cache_bytes"] == 0
+    assert memory[1]["weights_bytes"] > 1_000_000
+    assert memory[1]["cache_bytes"] > 0
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_suits_light_and_dark(tuned: tuple[Path, Result, list[str]]) -> None:
+    page = (tuned[0] / "out/tune.html").read_text()
+    assert not FETCHES.search(page)
+    assert "prefers-color-scheme: dark" in page
+    assert page.count("<svg") == 3
+    assert "currentColor" in page
+    assert "#010203" not in page
+    assert "<script" not in page
+
+
+def test_the_settings_are_read_by_other_commands(tuned: tuple[Path, Result, list[str]]) -> None:
+    path = tuned[0] / "out/forerun.toml"
+    found = read_settings(path, ["model", "draft", "depth", "verification", "threads"])
+    assert found["threads"] == "1"
+    line = ["--config", str(path), "-n", "4", "--seed", "1", "--json", "Once upon"]
+    answer = CliRunner().invoke(cli.app, ["generate", *line])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["draft"] == found.get("draft")
+
+
+def test_the_same_command_measures_nothing_again_and_a_new_candidate_alone(
+    tuned: tuple[Path, Result, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, first, arguments = tuned
+    before = json.loads((folder / "out/tune.json").read_text())
+    made: list[object] = []
+    real = Stage.run
+    monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
+    again = invoke(arguments)
+    assert not made
+    assert again.stdout == first.stdout
+    assert json.loads((folder / "out/tune.json").read_text()) == before
+    more = invoke([*arguments, "--drafts", "early-exit:auto"])
+    assert more.exit_code == 0, more.output
+    after = json.loads((folder / "out/tune.json").read_text())
+    own = {each["draft"]: each for each in after["candidates"]}
+    assert all(own[each["draft"]] == each for each in before["candidates"])
+    exits = [draft for draft in own if draft.startswith("early-exit")]
+    assert exits == ["early-exit:1", "early-exit:2"]
+    assert after["best_exits"]["early-exit:auto"] in exits
+    assert len(made) == 2 * 2 * 2 * 2  # exits, batches, repetitions, plain and drafted
+
+
+def test_interrupted_it_goes_on(pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = Stage.run, list[object]()
+
+    def counting(self: Stage, *what: object) -> object:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(what)
+        return real(self, *what)  # type: ignore[arg-type]
+
+    (tmp_path / "tales.txt").write_text("\n".join(STORIES))
+    arguments = [*pair[:4], "--prompts", str(tmp_path / "tales.txt"), "--out", str(tmp_path / "out"), "--json"]
+    monkeypatch.setattr(Stage, "run", counting)
+    stopped = invoke(arguments)
+    assert stopped.exit_code == 130
+    assert "The same command goes on behind" in stopped.stderr
+    made[:] = [None] * -1
+    monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
+    ended = invoke(arguments)
+    assert ended.exit_code == 0, ended.output
+    assert len(made) == 1
+    assert json.loads(ended.stdout)["complete"]
+    other = invoke([*arguments, "--seed", "5"])
+    assert other.exit_code == 2
+    assert "settings.seed" in other.stderr
+
+
+def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tales.txt").write_text("\n".join(STORIES))
+    where = ["--prompts", str(tmp_path / "tales.txt"), "--out", str(tmp_path / "out")]
+    result = invoke([*pair, *where, "--time-limit", "0.001"])
+    assert result.exit_code == 0, result.output
+    assert "not reached within --time-limit" in result.stdout
+    assert not (tmp_path / "out/forerun.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "drafts: there is no drafter to try"),
+        (["--drafts", "ngramm"], "there is no drafter 'ngramm': did you mean ngram?"),
+        (["--drafts", "ngram,"], "position 6"),
+        (["--drafts", "ngram", "--batch", "0"], "batch: 0 must be"),
+        (["--drafts", "ngram", "--batch", "2,2"], "batch: (2, 2) must be values that differ"),
+        (["--drafts", "ngram", "--temperature", "-1"], "temperature"),
+        (["--drafts", "ngram", "--time-limit", "-2"], "time_limit"),
+        (["--drafts", "ngram", "--prompts", "none.jsonl"], "none.jsonl: it cannot be read"),
+        (["--drafts", "ngram", "--template-options", "{"], "template_options: '{' is not JSON"),
+        (["--drafts", "ngram", "--out", "/proc/none"], "out: /proc/none cannot be written"),
+        (["--drafts", "ngram", "--num-prompts", "2", "--tokens", "5000"], "of a context of"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2_and_load_nothing(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.tune.trial.LLM", None)
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
+    with unchecked():
+        result = CliRunner().invoke(cli.app, ["tune", "--model", "stdlib", *arguments, *out])
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_charts_may_be_insisted_on(pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    result = invoke([*pair, "--html", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "pip install 'forerun[report]'" in " ".join(result.stderr.split())
+
+
+def test_exits_are_a_few_of_the_layers_each_once() -> None:
+    assert tune_settings.exits_of(32) == ["early-exit:4", "early-exit:8", "early-exit:16"]
+    assert tune_settings.exits_of(2) == ["early-exit:1"]
+    found = candidates_of(["ngram", "early-exit:auto", "ngram", "early-exit:8"], 32)
+    assert [each.draft for each in found] == ["ngram", *tune_settings.exits_of(32)]
+
+
+def made_report(tuned_report: TuneReport, *speeds: float) -> TuneReport:
+    """The same report with other measured speeds, by candidate."""
+    studied = []
+    for each, speed in zip(tuned_report.studied, speeds, strict=True):
+        cells = []
+        for cell in each.cells:
+            assert cell.figures is not None
+            drafted = replace(cell.figures.cells[-1], speed_up=Spread(speed, speed, speed))
+            cells.append(replace(cell, figures=replace(cell.figures, cells=(cell.figures.cells[0], drafted))))
+        studied.append(replace(each, cells=tuple(cells)))
+    return replace(tuned_report, studied=tuple(studied))
+
+
+def test_the_pick_has_the_highest_measured_speed(
+    tuned: tuple[Path, Result, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TuneReport] = []
+    monkeypatch.setattr("forerun.tune.html.html_page", html_page)
+    monkeypatch.setattr(
+        "forerun.commands.tuned_files.html_page", lambda report: seen.append(report) or html_page(report)
+    )
+    invoke(tuned[2])
+    (report,) = seen
+    (bracketed,) = (replace(each, candidate=Candidate("mix[a,b]", "mix[a,b]")) for each in report.studied[:1])
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(tune_card(replace(report, studied=(bracketed,))))
+    assert console.export_text().count("mix[a,b]") >= 4
+    for speeds, best in (((1.2, 1.5), 1), ((1.5, 1.2), 0), ((0.9, 0.8), None), ((1.0, 0.8), None)):
+        made = made_report(report, *speeds)
+        assert made.pick is not None
+        assert made.pick.draft == (None if best is None else report.studied[best].candidate.draft)
+        assert made.pick.speed_up == (1.0 if best is None else max(speeds))
+        assert made.plain_from(0.0) == (1 if best is None else None)
+        assert bool(made.translated()) == (best is not None)
+        assert "Use" in html_page(made) if best is not None else "Plain decoding is fastest" in html_page(made)
+
+
+def test_other_engines_are_told_in_their_words_and_only_of_methods_they_have() -> None:
+    ngram = {each.engine: each.options for each in translations("ngram:3", 5)}
+    config = json.loads(ngram["vLLM"].partition(" ")[2].strip("'"))
+    assert config == {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+    model = {each.engine: each.options for each in translations("model:a b", 4)}
+    assert "STANDALONE" in model["SGLang"]
+    assert "'a b'" in model["SGLang"]
+    assert model["llama.cpp"] == "--model-draft 'a b.gguf' --draft-max 4"
+    for draft in ("early-exit:2", "mix[ngram,suffix]"):
+        assert all(not each.options and "it has no" in each.note for each in translations(draft, 4))
+
+
+def test_settings_are_checked() -> None:
+    assert TuneSettings(batches=(1, 8), temperatures=(0.0, 1.0)).batches == (1, 8)
