@@ -32,7 +32,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 
 BATCHES = (1, 8, 32)
-DEPTHS = {1: (4, 0, 8, 1, 2, 16), 8: (4, 0, 2, 8), 32: (2, 0, 4)}  # by batch; what matters most comes first
+DEPTHS = {1: (0, 4, 8, 1, 2, 16), 8: (0, 4, 2, 8), 32: (0, 2, 4)}  # by batch; what matters most comes first
 NUM_ROUNDS = {1: 4, 8: 3, 32: 2}  # that count, behind one that does not
 WARM = 3  # further rounds at the very first that do not
 SHARES = {1: 0.6, 8: 0.85, 32: 1.0}  # of the time that is over when a batch size must be done
@@ -153,10 +153,14 @@ def play(
     assert engine.drafter is not None, "something drafts"
     arms = range(len(engine.drafter.arms))
     lines = [(depth, arm) for depth in DEPTHS[like] for arm in arms if depth or not arm]
-    script.counts, (script.depth, script.arm) = False, lines[0]
-    num_read = sum(len(sequence.unread) > 0 for sequence in sequences)
-    for _ in range(num_read + WARM):
-        if not advanced(engine):
+    script.counts, (script.depth, script.arm) = False, max(lines[:2])
+    num_left = len(sequences) + 1  # rounds at most in which prompts are read
+    while num_left and any(sequence.unread for sequence in sequences):
+        num_left -= 1
+        if time.perf_counter() > ends_s or not advanced(engine):
+            return
+    for _ in range(WARM):
+        if time.perf_counter() > ends_s or not advanced(engine):
             return
     for number, (script.depth, script.arm) in enumerate(lines, 1):
         for turn in range(1 + NUM_ROUNDS[like]):
