@@ -63,7 +63,7 @@ def test_deep_chains_take_no_more_memory_than_the_context(target_dir: Path, draf
 
 def test_a_draft_model_has_its_part_of_a_small_budget() -> None:
     """Where the target's longest contexts once took everything."""
-    llm = LLM("stdlib", draft="model:stdlib-draft", dtype="float32", memory_bytes=150_000_000)
+    llm = LLM("stdlib", draft="model:stdlib-draft", dtype="float32", memory_bytes=150_000_000, speculation=4)
     assert llm.plan.max_model_len == 2048
     assert llm.plan.num_sequences_speculative == llm.plan.num_sequences_plain >= 5
     assert llm.plan.lines()[-1].startswith("without a drafter's cache there would be room for 7 sequences")

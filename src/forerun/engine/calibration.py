@@ -36,7 +36,7 @@ DEPTHS = {1: (0, 4, 8, 1, 2, 16), 8: (0, 4, 2, 8), 32: (0, 2, 4)}  # by batch; w
 NUM_ROUNDS = {1: 4, 8: 3, 32: 2}  # that count, behind one that does not
 WARM = 3  # further rounds at the very first that do not
 SHARES = {1: 0.6, 8: 0.85, 32: 1.0}  # of the time that is over when a batch size must be done
-LIMIT_S = 4.5
+LIMIT_S = 4.0  # a round that is under way then is finished
 PROMPT_TOKENS = 24
 TEXT_TOKENS = 256  # that a sample's answer has at most
 
@@ -72,6 +72,8 @@ class Script:
         """Learn what was accepted in rounds that count, and remember the shortest."""
         if not self.counts or outcome.num_prompt_tokens:
             return
+        for arm in self.controller.arms.arms:
+            arm.acceptance.unit = 1.0  # all rounds of a calibration count the same, not the latest most
         taken = self.controller.accepted(outcome)
         place = self.controller.kind(len(outcome.rows), [way for way, _ in taken]), outcome.num_tokens
         shortest = self.rounds.get(place)
