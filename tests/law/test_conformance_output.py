@@ -34,6 +34,7 @@ BATCHES = (
     *((CHAIN, 1), (TREE, 1)),
     *((Speculation(depth), 8) for depth in (0, 1, 3, 7)),
     *((TREE, 8), (WIDE, 8), (STATIC, 8)),
+    *((Speculation(), 1), (Speculation(), 8), (Speculation(width=2), 8)),  # as far as pays
 )
 NUM_TOKENS = 24
 
