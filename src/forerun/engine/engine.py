@@ -284,9 +284,8 @@ class Engine:
     def guess(self, plan: Round) -> tuple[Draft, DraftTree]:
         """What the drafter gave, and what of its tree is judged: on the host as long as the drafter works there."""
         last = [row.sequence.tokens[-1] for row in plan.drawing]
-        nothing = Draft.none(last)
         if self.drafter is None or self.inquiry is not None or not plan.drawing:
-            return nothing, nothing.tree
+            return (nothing := Draft.none(last)), nothing.tree
         seq_ids = [row.sequence.id for row in plan.drawing]
         load = Load(
             seq_ids=seq_ids,
@@ -296,11 +295,11 @@ class Engine:
             num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
         )
         if self.controller.rests(load):
-            return nothing, nothing.tree
+            return (nothing := Draft.none(last)), nothing.tree
         spare = self.runner.cache.spare([r.sequence.id for r in plan.rows], [r.num_certain for r in plan.rows])
         budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
-            return nothing, nothing.tree
+            return (nothing := Draft.none(last)), nothing.tree
         drafted = self.drafter.propose(plan.draws, budgets)
         roots = torch.tensor(last, dtype=torch.long) if drafted.tree.tokens.is_cpu else plan.draws.roots_tokens
         safe = sanitize(drafted.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
