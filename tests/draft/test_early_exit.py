@@ -181,7 +181,7 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
 
 def test_one_layer_less_is_right_half_the_time() -> None:
     """Of a real model that nobody trained for it, on its own kind of text."""
-    llm = LLM(str(STORIES), "early-exit:4", dtype="float32")
+    llm = LLM(str(STORIES), "early-exit:4", dtype="float32", speculation=Speculation(4))
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=60, ignore_eos=True)
     llm.generate(["Once upon a time", "Lily had a red ball", "One day, a big dog"], params)
     assert sum(llm.stats.accepted_at_depth) > 0.45 * sum(llm.stats.offered_at_depth) > 0

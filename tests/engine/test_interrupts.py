@@ -171,6 +171,7 @@ def signalled(delays_s: Sequence[float]) -> Callable[[Callable[[], object]], boo
     return during
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a signal lost in a finaliser
 def test_real_signals_at_random_times() -> None:
     llm, rng = llm_with(f"model:{SMALL}"), random.Random(0)
     caught: list[bool] = []
