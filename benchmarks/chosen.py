@@ -1,0 +1,171 @@
+"""The depth that the controller chooses against every fixed depth, while a queue keeps the batch full.
+
+    python -m benchmarks.chosen [--workload code,prose,edits] [--batch 1,4,16] [--depth 1,2,4,8] [--draft DRAFT]
+                                [--tokens 48] [--num-prompts 8] [--repeats 3] [--temperature 0] [--wrong]
+
+The widened pair, `edits` by n-grams unless `--draft` names something else. Every text that ends is followed by another
+one, and only rounds count that read no prompt and draw for the whole batch, until `--tokens` times the batch have come
+out of them: so all depths answer about the same texts. Half of the prompts choose the best of the fixed depths, plain
+decoding among them; the other half judge it against `auto`, by turns, each repetition beginning one depth later. The
+controller goes on from the first half to the second. With `--wrong` the draft model's last norm is shuffled and half of
+its signs are changed, so that nearly every guess is wrong.
+
+Printed are tokens per second over those of plain decoding on the second half, medians of the repetitions, and in the
+last column `auto` over the depth that the first half chose. Where `auto` is better than that it may be above 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from benchmarks.drafters import passages
+from safetensors.torch import load_file, save_file
+
+from forerun.bench.lane import Lane
+from forerun.bench.material import Item, workload_of
+from forerun.bench.pace import Pace
+from forerun.bench.plan import CHOSEN, SHIPPED, Group, in_order, rotated
+from forerun.bench.run import Stage
+from forerun.config import Speculation
+from forerun.demo.material import widened_pair
+from forerun.llm import LLM
+from forerun.models.bundled import BUNDLED, DRAFT, TARGET
+from forerun.models.loading import Blueprint
+from forerun.request import Request
+from forerun.sampling.recorded import Recording
+
+HALVES = ("choosing", "judging")
+
+
+@dataclass(slots=True)
+class Queue:
+    """A stage whose batch is kept full, and the texts of one workload in two halves."""
+
+    stage: Stage
+    name: str
+    halves: dict[str, Sequence[Item]] = field(default_factory=dict)
+
+    def speed(self, group: Group, depth: int, half: str, tenant: str) -> float:
+        """Tokens per second of full rounds."""
+        items, recording, sequences = self.halves[half], Recording(), []
+        for number in range(4 * group.batch):
+            item = items[number % len(items)]
+            params = self.stage.params(item, group, number, None)
+            if number < group.batch:  # so that not all of the first ones end in the same round
+                params = replace(params, max_tokens=max(2, params.max_tokens * (number + 1) // group.batch))
+            (sequence,) = self.stage.llm.requests.sequences(
+                Request.of(item.prompt, params, self.stage.wish(depth), tenant)
+            )
+            if item.answer is not None:
+                recording.texts[sequence.id] = [*item.prompt, *item.answer]
+            sequences.append(sequence)
+        lane, pace = Lane(self.stage.engine(group, depth, recording), sequences), Pace()
+        try:
+            while pace.num_decoded < group.batch * self.stage.num_tokens:
+                timed = lane.step(self.stage.clock)
+                if len(timed.outcome.rows) == group.batch and not timed.outcome.num_prompt_tokens:
+                    pace.count(timed.outcome, timed.step_s)
+        finally:
+            lane.clear()
+        return pace.tokens_per_s
+
+    def cell(self, group: Group, depths: Sequence[int], repeats: int) -> float:
+        """All depths at one batch size; prints a line of the table, and says what its last column does."""
+        found: dict[tuple[str, int], list[float]] = {(half, depth): [] for half in HALVES for depth in depths}
+        for half, times in zip(HALVES, (max(1, repeats - 1), repeats), strict=True):
+            for turn in range(times):
+                for depth in rotated(depths, turn):
+                    speed = self.speed(group, depth, half, tenant=f"{group} {half} {turn} {depth}")
+                    found[half, depth].append(speed)
+        usual = {place: statistics.median(speeds) for place, speeds in found.items()}
+        best = max((depth for depth in depths if depth != CHOSEN), key=lambda depth: usual["choosing", depth])
+        plain = usual["judging", 0]
+        share = usual["judging", CHOSEN] / usual["judging", best]
+        cells = [f"{usual['judging', depth] / plain:.2f}" for depth in depths]
+        print(
+            f"| {self.name} | {group.batch} | {plain:.1f} | {' | '.join(cells[1:])} | {best} | {share:.3f} |",
+            flush=True,
+        )
+        return share
+
+
+def show(*cells: object) -> None:
+    """A line of the table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def shuffled(folder: Path) -> str:
+    """A copy of the bundled draft model that guesses wrong."""
+    for path in BUNDLED[DRAFT].iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    path = next(folder.glob("*.safetensors"))
+    tensors, generator = load_file(path), torch.Generator().manual_seed(0)
+    norm = tensors["model.norm.weight"]
+    signs = torch.randint(0, 2, norm.shape, generator=generator) * 2 - 1
+    tensors["model.norm.weight"] = norm[torch.randperm(len(norm), generator=generator)] * signs
+    save_file(tensors, path, metadata={"format": "pt"})
+    return f"model:{folder}"
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", default=",".join(SHIPPED))
+    parser.add_argument("--batch", default="1,4,16")
+    parser.add_argument("--depth", default="1,2,4,8")
+    parser.add_argument("--draft")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--wrong", action="store_true")
+    options = parser.parse_args()
+    batches = [int(each) for each in options.batch.split(",")]
+    depths = in_order({0, CHOSEN, *(int(each) for each in options.depth.split(","))})
+    shares = []
+    show("text", "batch", "plain tokens/s", *depths[1:-1], "auto", "chosen before", "auto over it")
+    show(*["---"] * (len(depths) + 4))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.workload.split(","):
+            draft = options.draft or ("ngram" if name == "edits" else f"model:{DRAFT}")
+            target, draft = widened_pair(TARGET, draft, None)
+            queue = queue_of(name, target, shuffled(Path(folder)) if options.wrong else draft, options, max(batches))
+            for batch in batches:
+                group = Group(name, batch, 0.0 if name == "edits" else options.temperature)
+                shares.append(queue.cell(group, depths, options.repeats))
+            queue.stage.llm.close()
+    mean = statistics.geometric_mean(shares)
+    print(f"\nauto over the depth chosen before: geometric mean {mean:.3f}, least {min(shares):.3f}")
+
+
+def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, batch: int) -> Queue:
+    """The models loaded, and the texts."""
+    tokenizer = Blueprint.of(target).tokenizer()
+    workload = workload_of(name, passages(name), options.num_prompts, tokenizer)
+    llm = LLM(
+        target,
+        draft,
+        speculation=Speculation(),
+        max_model_len=workload.longest(options.tokens) + 32,
+        max_num_seqs=batch,
+    )
+    stage = Stage(
+        llm,
+        {name: workload},
+        options.tokens,
+        wish=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth),
+    )
+    middle = len(workload.items) // 2
+    halves = dict(zip(HALVES, (workload.items[:middle], workload.items[middle:]), strict=True))
+    return Queue(stage, name, halves)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
