@@ -120,6 +120,16 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
     assert [each.request_id for each in expected] == [each.request_id for each in measured]
 
 
+@pytest.mark.parametrize(("draft", "readers"), [(f"model:{DRAFT}", 1), (f"mix[ngram,model:{DRAFT}]", 1), ("ngram", 0)])
+def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
+    """Of those who read the text themselves, and kept for the next start."""
+    first, again = (controller_of(started(draft)) for _ in range(2))
+    measured = [arm.reading_s for arm in first.arms.arms]
+    assert sum(0 < each < 1e-2 for each in measured) == readers
+    assert sum(each == 0 for each in measured) == len(measured) - readers
+    assert [arm.reading_s for arm in again.arms.arms] == measured
+
+
 def test_samples_are_not_remembered(tmp_path: Path) -> None:
     """Neither in memory nor in a user's file."""
     path = tmp_path / "past.jsonl"

@@ -22,16 +22,20 @@ from forerun.tune.predict import (
 
 @dataclass(frozen=True)
 class MadeCosts:
-    """A pass costs 1 and a little for each token; a draft, its depth, whoever makes it."""
+    """A pass costs 1 and a little for each token; a draft, its depth, whoever makes it, and its prompt once."""
 
     token_s: float = 0.02
     draft_s: float = 0.1
+    read_s: float = 0.01
 
     def plain_s(self, num_rows: int) -> float:
         return 1 + self.token_s * num_rows
 
     def drafted_s(self, num_rows: int, drafting: Drafting) -> float:
         return 1 + self.token_s * num_rows * (1 + drafting.guesses) + self.draft_s * drafting.depth
+
+    def reading_s(self, arm: str, num_tokens: float) -> float:
+        return self.read_s * num_tokens
 
 
 def drawn(rates: Sequence[float], depth: int, rng: random.Random) -> int:
@@ -54,6 +58,7 @@ def played(
     while waiting or rows:
         while waiting and len(rows) < job.batch:
             rows.append(waiting.pop())
+            total_s += costs.reading_s("", job.num_prompt_tokens) if depth else 0.0
         total_s += (
             costs.drafted_s(len(rows), Drafting("", depth, float(depth), 1.0)) if depth else costs.plain_s(len(rows))
         )
@@ -84,7 +89,7 @@ def test_what_a_round_gives_is_the_expectation_over_all_outcomes() -> None:
 def test_the_predicted_speed_up_is_what_games_come_to(batch: int, num_texts: int, depth: int) -> None:
     rng, costs = random.Random(f"{batch} {num_texts} {depth}"), MadeCosts()
     rates = [[0.9] * 6, [0.7, 0.6, 0.5, 0.4, 0.3, 0.2], [0.2] * 6]
-    job = DecodingJob(num_texts, 300.0, batch)
+    job = DecodingJob(num_texts, 300.0, batch, num_prompt_tokens=900.0)
     texts = [counted(own, 6, 4000, rng) for own in rates]
     found = speed_up(texts, costs, job, "", depth)
     times = [played(rates, job, depth, costs, rng) for _ in range(8)]

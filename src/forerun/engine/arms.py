@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 
-from forerun.accept.outcome import RowOutcome
+from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
-from forerun.economy import FADING, MOST, Acceptance, Level, LinearCost, damped, likeness, row_class
+from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, Level, LinearCost, damped, likeness, row_class
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
@@ -66,6 +66,9 @@ class Way:
     def to(self, depth: int) -> Budget:
         """The budget of going so far."""
         return self.budget if depth == self.budget.depth else replace(self.budget, depth=depth, nodes=self.nodes(depth))
+
+
+Taken = Sequence[tuple[Way, int]]  # how rows are drafted: ways, and how far
 
 
 @dataclass(slots=True)
@@ -241,6 +244,18 @@ class Arms:
         for number, arm in enumerate(self.arms):
             share = sum(number in own for own in rows) / len(rows)
             arm.covered += COVER_SHARE * (share - arm.covered)
+
+    def time(self, taken: Taken, outcome: Outcome, planning_s: float) -> None:
+        """Learn what drafting these rows took, where finding out that nothing should be drafted takes `planning_s`."""
+        active = {member for way, _ in taken for member in way.members}
+        drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s)
+        joining_s = max(0.0, drafting_s - sum(outcome.arm_s)) / max(1, len(active))  # of a mix, beside its members
+        for arm, arm_s in enumerate(outcome.arm_s or [drafting_s]):
+            taken_s = arm_s + joining_s if outcome.arm_s else arm_s
+            own = [(way, depth) for way, depth in taken if arm in way.members]
+            if own:
+                unread = [way.num_unread.get(arm, 0) for way, _ in own]
+                self.arms[arm].time(max(depth for _, depth in own), unread, taken_s)
 
     def wake(self) -> None:
         """Something has changed: what is known of arms that are not in use may be wrong, so they are tried soon."""

@@ -19,10 +19,11 @@ from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.economy import Kind, PassCost
+from forerun.engine.arms import BEHIND, Taken
 from forerun.engine.controller import Load
 from forerun.engine.engine import Engine
 from forerun.engine.kept_costs import as_json, from_json, keep, read_kept
-from forerun.engine.measured import MeasuredDepth, Taken
+from forerun.engine.measured import MeasuredDepth
 from forerun.engine.request import Requests
 from forerun.engine.samples import SAMPLES
 from forerun.engine.sequence import Sequence as TextSequence
@@ -38,6 +39,8 @@ WARM = 3  # further rounds at the very first that do not
 SHARES = {1: 0.6, 8: 0.85, 32: 1.0}  # of the time that is over when a batch size must be done
 LIMIT_S = 4.0  # a round that is under way then is finished
 PROMPT_TOKENS = 24
+READ_TOKENS = 192  # of the texts by which it is measured how fast drafters read
+NUM_READ = 2  # of them, the first of which only warms up
 TEXT_TOKENS = 256  # that a sample's answer has at most
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class Script:
     arm: int = 0
     depth: int = 0
     counts: bool = False
+    reads: bool = False  # whether what counts is how long drafters take for a text that is new to them
     rounds: dict[tuple[Kind, int], tuple[Taken, Outcome]] = field(default_factory=dict)
 
     def rests(self, load: Load) -> bool:
@@ -71,6 +75,11 @@ class Script:
     def record(self, outcome: Outcome) -> None:
         """Learn what was accepted in rounds that count, and remember the shortest."""
         if not self.counts or outcome.num_prompt_tokens:
+            return
+        if self.reads:
+            taken = self.controller.accepted(outcome)
+            if any(max(way.num_unread.values()) > BEHIND for way, _ in taken):
+                self.controller.arms.time(taken, outcome, self.controller.planning_s)
             return
         for arm in self.controller.arms.arms:
             arm.acceptance.unit = 1.0  # all rounds of a calibration count the same, not the latest most
@@ -142,6 +151,8 @@ def measure(
                     progress("measuring what drafting costs, once on this machine", (number + done) / len(batches))
             for sequence in sequences:
                 engine.cancel(sequence.request_id)
+            if number == 0:
+                read(engine, script, own, params, began_s + SHARES[like] * LIMIT_S)
     finally:
         for sequence in list(engine.sequences.values()):
             engine.cancel(sequence.request_id)
@@ -174,13 +185,33 @@ def play(
         yield number / len(lines)
 
 
+def read(engine: Engine, script: Script, requests: Requests, params: SamplingParams, ends_s: float) -> None:
+    """Find out how fast drafters read: each of them drafts texts that it has seen nothing of."""
+    arms = range(len(script.controller.arms.arms))
+    script.reads = True
+    for number, sequence in enumerate(itertools.islice(samples(requests, params, READ_TOKENS), NUM_READ)):
+        engine.submit(sequence)
+        script.counts, script.depth = False, 0
+        while sequence.unread and time.perf_counter() < ends_s and advanced(engine):
+            pass
+        script.counts, script.depth = number > 0, 1
+        for script.arm in arms:
+            if time.perf_counter() > ends_s or not advanced(engine):
+                break
+        engine.cancel(sequence.request_id)
+    script.reads = False
+
+
 def advanced(engine: Engine) -> bool:
     """One round; whether nothing ended in it."""
     return all(delta.finish_reason is None for delta in engine.step())
 
 
-def samples(requests: Requests, params: SamplingParams) -> Iterator[TextSequence]:
-    """Sequences that begin in different places of the sample texts, and do not end before they are long."""
+def samples(requests: Requests, params: SamplingParams, num_tokens: int = PROMPT_TOKENS) -> Iterator[TextSequence]:
+    """Sequences that begin in different places of the sample texts, and do not end before they are long.
+
+    A prompt has so many tokens, as far as the context leaves room for an answer; a sample is followed by the next ones.
+    """
     assert requests.tokenizer is not None, "samples are text"
     own = SamplingParams(
         temperature=params.temperature,
@@ -193,11 +224,12 @@ def samples(requests: Requests, params: SamplingParams) -> Iterator[TextSequence
         seed=0,
     )
     texts = [requests.tokenizer.encode(text) for text in SAMPLES]
-    most = max(1, min(PROMPT_TOKENS, requests.max_length // 4))
+    most = max(1, min(num_tokens, requests.max_length // 4))
     for number in itertools.count():
         text = texts[number % len(texts)]
         start = number // len(texts) * 5 % max(1, len(text) - most)
-        prompt = tuple(text[start : start + most])
+        others = [token for later in range(1, len(texts)) for token in texts[(number + later) % len(texts)]]
+        prompt = tuple([*text[start:], *others][:most])
         (sequence,) = requests.sequences(
             Request(prompt_token_ids=prompt, sampling_params=own, speculation=Speculation(AUTO_DEPTH, auto=True))
         )

@@ -20,7 +20,7 @@ from forerun.folders import cache_folder
 from forerun.kernels.library import replace_file
 
 SEEN = 2  # passes of a size that what was kept of it counts as
-VERSION = 1
+VERSION = 2
 
 
 def as_json(controller: MeasuredDepth) -> dict[str, Any]:

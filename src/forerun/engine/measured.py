@@ -21,7 +21,7 @@ from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
 from forerun.economy import NO_TIME_S, Kind, PassCost, PassCosts, damped
 from forerun.engine.advice import Advice
-from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Way
+from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
 from forerun.engine.controller import FixedDepth, Load, fitting
 from forerun.engine.forecast import forecast
 from forerun.tree import DraftTree
@@ -35,7 +35,6 @@ TRIAL_SHARE = 0.01  # of the time, that trials may cost
 HOLD = 8  # rounds for which a plan is held at most
 
 Ways = Mapping[int, Way]
-Taken = Sequence[tuple[Way, int]]  # ways and their depths
 Choice = Sequence[tuple[Way, int] | None]  # a way and its depth, for every row
 
 
@@ -351,15 +350,7 @@ class MeasuredDepth:
         """
         if not taken:
             self.planning_s += (damped(outcome.draft_s, self.planning_s) - self.planning_s) / 8
-        active = {member for way, _ in taken for member in way.members}
-        drafting_s = max(NO_TIME_S, outcome.draft_s - self.planning_s)
-        joining_s = max(0.0, drafting_s - sum(outcome.arm_s)) / max(1, len(active))  # of a mix, beside its members
-        for arm, arm_s in enumerate(outcome.arm_s or [drafting_s]):
-            taken_s = arm_s + joining_s if outcome.arm_s else arm_s
-            own = [(way, depth) for way, depth in taken if arm in way.members]
-            if own:
-                unread = [way.num_unread.get(arm, 0) for way, _ in own]
-                self.arms.arms[arm].time(max(depth for _, depth in own), unread, taken_s)
+        self.arms.time(taken, outcome, self.planning_s)
         if outcome.num_prompt_tokens:
             return False
         kind = self.kind(len(outcome.rows), [way for way, _ in taken])

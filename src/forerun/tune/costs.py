@@ -14,6 +14,7 @@ import numpy as np
 
 from forerun.annotations import ProgressCallback
 from forerun.economy import Kind
+from forerun.engine.arms import Arm
 from forerun.engine.calibration import BATCHES, measure
 from forerun.engine.kept_costs import as_json
 from forerun.engine.measured import MeasuredDepth
@@ -59,18 +60,26 @@ class MeasuredCosts:
 
         Where few of few rows can be drafted, some rounds have no guesses and cost what plain ones do.
         """
-        arms = self.known.arms
-        number = arms.names.index(drafting.arm)
-        merged = arms.is_mix and number == len(arms.arms) - 1
+        members, merged = self.members(drafting.arm)
         share = min(1.0, drafting.covered * num_rows)  # of the rounds, those with any guesses
         if share == 0:
             return self.plain_s(num_rows)
         num_guesses = drafting.guesses * num_rows / share
         pass_s = self.pass_s(num_rows, num_rows + num_guesses, merged)
-        members = arms.arms[:-1] if merged else [arms.arms[number]]
         drafted = max(1, round(drafting.covered * num_rows))
         draft_s = sum(member.drafting_s(drafting.depth, drafted) for member in members)
         return share * (pass_s + draft_s) + (1 - share) * self.plain_s(num_rows)
+
+    def reading_s(self, arm: str, num_tokens: float) -> float:
+        """Seconds that what drafts takes to read a prompt of so many tokens."""
+        return sum(member.reading_s for member in self.members(arm)[0]) * num_tokens
+
+    def members(self, arm: str) -> tuple[Sequence[Arm], bool]:
+        """Those who draft where this arm does, and whether their trees are merged."""
+        arms = self.known.arms
+        number = arms.names.index(arm)
+        merged = arms.is_mix and number == len(arms.arms) - 1
+        return (arms.arms[:-1] if merged else [arms.arms[number]]), merged
 
 
 def measured_costs(llm: LLM, batches: Sequence[int], progress: ProgressCallback) -> dict[str, Any]:
@@ -101,7 +110,8 @@ def shorter(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     for own, second in zip(one["arms"], other["arms"], strict=True):
         lines = [*own["drafts"].items(), *second["drafts"].items()]
         lines.sort(key=lambda line: -line[1]["seconds"] / max(1.0, line[1]["sizes"]))  # the last one of a size counts
-        arms.append({**own, "drafts": dict(lines)})
+        reading_s = min(own["reading_s"], second["reading_s"])
+        arms.append({**own, "drafts": dict(lines), "reading_s": reading_s})
     return {**one, "passes": [{"kind": list(kind), "sizes": sizes} for kind, sizes in kinds.items()], "arms": arms}
 
 

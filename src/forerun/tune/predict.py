@@ -3,6 +3,7 @@
 A text that is drafted `d` deep gives G(d) = 1 + the mean of min(accepted, d) tokens in a round, counted over the rounds
 of a run at a larger depth. So T tokens take T / G(d) rounds, and what a round takes depends on how many rows are in it.
 A batch of rows is refilled while there are texts; texts that are done early leave smaller rounds behind at the end.
+Before it drafts a text, a drafter reads its prompt, which counts as drafting; the target's reading counts on no side.
 This file holds that arithmetic; `costs.py` tells what rounds take.
 """
 
@@ -61,6 +62,10 @@ class RoundCosts(Protocol):
         """Seconds of a round in which all rows are drafted like this."""
         ...
 
+    def reading_s(self, arm: str, num_tokens: float) -> float:
+        """Seconds that what drafts takes to read a prompt of so many tokens."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -77,11 +82,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class DecodingJob:
-    """What is to be decoded: so many texts of so many tokens, in batches of so many."""
+    """What is to be decoded: so many texts of so many tokens, in batches of so many, behind prompts."""
 
     num_texts: int
     num_tokens: float
     batch: int
+    num_prompt_tokens: float = 0.0  # of a text
 
 
 def predict(texts: Mapping[str, Sequence[TextRounds]], costs: RoundCosts, job: DecodingJob, deepest: int) -> Prediction:
@@ -101,7 +107,8 @@ def speed_up(texts: Sequence[TextRounds], costs: RoundCosts, job: DecodingJob, a
     drafting = drafting_of(texts, arm, depth)
     lengths = [job.num_tokens / texts[number % len(texts)].tokens(depth) for number in range(job.num_texts)]
     plain_s = total_s([job.num_tokens] * job.num_texts, job.batch, costs.plain_s)
-    return plain_s / total_s(lengths, job.batch, lambda num_rows: costs.drafted_s(num_rows, drafting))
+    drafted_s = total_s(lengths, job.batch, lambda num_rows: costs.drafted_s(num_rows, drafting))
+    return plain_s / (drafted_s + job.num_texts * costs.reading_s(arm, job.num_prompt_tokens))
 
 
 def drafting_of(texts: Sequence[TextRounds], arm: str, depth: int) -> Drafting:

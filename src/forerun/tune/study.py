@@ -146,7 +146,8 @@ def job_of(trial: Trial, batch: int) -> DecodingJob:
     """What a run decodes. The first token of an answer comes from reading the prompt."""
     items, num_tokens = trial.texts.rest.items, trial.settings.num_tokens
     lengths = [num_tokens if item.answer is None else len(item.answer) for item in items]
-    return DecodingJob(-(-len(items) // batch) * batch, sum(lengths) / len(lengths) - 1, batch)
+    mean_prompt = sum(len(item.prompt) for item in items) / len(items)
+    return DecodingJob(-(-len(items) // batch) * batch, sum(lengths) / len(lengths) - 1, batch, mean_prompt)
 
 
 def measured(trial: Trial, expected: Mapping[Group, Prediction], clock: TimeLimit) -> list[TuneCell]:
