@@ -18,7 +18,7 @@ from typing import Any
 from forerun.ecosystem import REQUEST_WORDS, check_words
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Sequence
-from forerun.engine.turns import Inbox
+from forerun.engine.turns import Inbox, DeltaReader
 from forerun.errors import EngineClosed
 from forerun.guard import attempt
 from forerun.llm import LLM
@@ -42,7 +42,7 @@ class AsyncLLM:
         self.llm = llm
         self.bell: Inbox = queue.SimpleQueue()  # gets None when there is work
         self.closing = False
-        self.outboxes: dict[int, Outbox] = {}
+        self.outboxes: dict[int, Outbox] = {}  # by the first of their requests
         self.end: BaseException | None = None  # why nothing joins any more
         self.gate = threading.Lock()
         self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
@@ -125,39 +125,39 @@ class AsyncLLM:
         return self.llm.get_default_sampling_params()
 
     async def follow(self, sequences: Seq[Sequence]) -> AsyncGenerator[Delta, None]:
-        """Give sequences to the engine's thread and yield their deltas."""
-        request_id, num_open = sequences[0].request_id, len(sequences)
-        outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue())
-        heard: dict[int, Delta] = {}
+        """Give the sequences of one or more requests to the engine's thread and yield their deltas.
+
+        They are cancelled together when the generator is closed, or when one of them fails.
+        """
+        reader, key = DeltaReader(sequences), sequences[0].request_id
+        request_ids = frozenset(sequence.request_id for sequence in sequences)
+        outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue(), request_ids)
 
         def hear(delta: Delta) -> None:
             if not outbox.put(delta):
-                self.part(request_id)
+                self.part(key)
 
         with self.gate:
             if self.end is not None:
                 raise EngineClosed("this AsyncLLM has shut down; build a new one.") from self.end
-            self.outboxes[request_id] = outbox
+            self.outboxes[key] = outbox
             self.llm.turns.submit(sequences, hear)
         self.bell.put(None)
         try:
-            while num_open:
+            while reader.num_open:
                 news = await outbox.news.get()
                 if isinstance(news, BaseException):
                     raise news
-                if news.error is not None:
-                    raise news.error
-                if heard.get(news.seq_id) is not news:  # after an interrupt the last delta may come twice
-                    heard[news.seq_id] = news
-                    num_open -= news.finish_reason is not None
+                if reader.takes(news):
                     yield news
         finally:
-            self.part(request_id)
+            self.part(key)
 
-    def part(self, request_id: int) -> None:
-        """Cancel a request, if it is not finished, and forget its outbox."""
-        if self.outboxes.pop(request_id, None) is not None:
-            self.llm.turns.jobs.append(self.llm.turns.cancelling([request_id]))
+    def part(self, key: int) -> None:
+        """Cancel the requests of an outbox, as far as they are not finished, and forget it."""
+        outbox = self.outboxes.pop(key, None)
+        if outbox is not None:
+            self.llm.turns.jobs.append(self.llm.turns.cancelling(outbox.request_ids))
             self.bell.put(None)
 
     def run(self) -> None:
@@ -181,17 +181,18 @@ class AsyncLLM:
             self.end, outboxes = end, dict(self.outboxes)
         for outbox in outboxes.values():
             outbox.put(end)
-        for request_id in outboxes:
-            self.part(request_id)
+        for key in outboxes:
+            self.part(key)
         self.llm.turns.drive(rounds=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """Where a request's deltas go: a queue of the event loop that waits for them."""
+    """Where the deltas of some requests go: a queue of the event loop that waits for them."""
 
     loop: asyncio.AbstractEventLoop
     news: asyncio.Queue[Delta | BaseException]
+    request_ids: frozenset[int]
 
     def put(self, news: Delta | BaseException) -> bool:
         """Put a delta or an error from the engine's thread; False where the loop is closed."""

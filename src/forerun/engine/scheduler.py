@@ -6,6 +6,7 @@ token that is certain to be read. Guesses get the slots that are left, so drafti
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class Scheduler:
         """Move a waiting sequence into the batch; one that is there stays."""
         if self.waiting.pop(sequence.id, None) is not None:
             sequence.status = Status.RUNNING
+            sequence.started_s = sequence.started_s or time.perf_counter()
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.id)
 

@@ -65,6 +65,7 @@ class Sequence:
     origins: list[Origin] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_preempted: int = 0
+    started_s: float | None = None  # when it first had a place in the batch, by time.perf_counter
     pace: LiveGain = field(default_factory=LiveGain)
     edits: TextEdits | None = None  # of the text as it was when `sampling` was last called
 

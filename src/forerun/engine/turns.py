@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +40,27 @@ class Driver:
     """The call that steps the engine, and its thread."""
 
     thread: int
+
+
+class DeltaReader:
+    """What is still to come for the reader of these sequences; both front doors read with it."""
+
+    def __init__(self, sequences: Seq[Sequence]) -> None:
+        self.num_open = len(sequences)
+        self.last: dict[int, Delta] = {}
+
+    def takes(self, delta: Delta) -> bool:
+        """Whether a delta is new: after an interrupt the last may come twice. Raises what ended a request that failed.
+
+        A new one counts as read.
+        """
+        if self.last.get(delta.seq_id) is delta:
+            return False
+        if delta.error is not None:
+            raise delta.error
+        self.last[delta.seq_id] = delta
+        self.num_open -= delta.finish_reason is not None
+        return True
 
 
 class Turns:
@@ -85,11 +106,10 @@ class Turns:
         """
         inbox: Inbox = queue.SimpleQueue()
         cancel = self.cancelling({sequence.request_id for sequence in sequences})
-        heard: dict[int, Delta] = {}
-        num_open = len(sequences)
+        reader = DeltaReader(sequences)
         try:
             self.submit(sequences, inbox.put)
-            while num_open:
+            while reader.num_open:
                 delta = self.news(inbox)
                 if delta is None:
                     if all(sequence.status is Status.FINISHED for sequence in sequences) and inbox.empty():
@@ -97,11 +117,7 @@ class Turns:
                             raise EngineClosed(CLOSED)
                         return  # another part of the program cancelled the request
                     idle()
-                elif heard.get(delta.seq_id) is not delta:  # after an interrupt the last delta may come twice
-                    if delta.error is not None:
-                        raise delta.error
-                    heard[delta.seq_id] = delta
-                    num_open -= delta.finish_reason is not None
+                elif reader.takes(delta):
                     yield delta
         finally:
             self.jobs.append(cancel)
@@ -130,7 +146,7 @@ class Turns:
 
         self.jobs.append(enter_or_tell)
 
-    def cancelling(self, request_ids: Seq[int] | set[int]) -> Callable[[], None]:
+    def cancelling(self, request_ids: Collection[int]) -> Callable[[], None]:
         """The job of cancelling requests."""
 
         def cancel() -> None:
