@@ -18,7 +18,7 @@ from typing import Any
 from forerun.ecosystem import REQUEST_WORDS, check_words
 from forerun.engine.delta import Delta
 from forerun.engine.sequence import Sequence
-from forerun.engine.turns import Inbox, DeltaReader
+from forerun.engine.turns import DeltaReader, Inbox
 from forerun.errors import EngineClosed
 from forerun.guard import attempt
 from forerun.llm import LLM

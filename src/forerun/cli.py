@@ -18,6 +18,7 @@ from forerun.commands.chat import chat
 from forerun.commands.demo import demo
 from forerun.commands.generate import generate
 from forerun.commands.prove import prove
+from forerun.commands.serve import serve
 from forerun.commands.trace import trace
 from forerun.commands.tune import tune
 from forerun.commands.widen import widen
@@ -57,7 +58,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, demo, trace, prove, bench, tune, widen):
+for command in (generate, chat, serve, demo, trace, prove, bench, tune, widen):
     app.command(cls=Page, epilog=command.examples)(command)
 
 

@@ -1,0 +1,119 @@
+"""`forerun serve`: answer requests over HTTP, as OpenAI's clients send them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from forerun.commands.interrupt import importing
+from forerun.options import ModelOptions, with_options
+from forerun.serve.packages import require_packages
+from forerun.serve.settings import ServeSettings
+from forerun.streams import show_note
+
+EXAMPLES = """
+forerun serve --model stdlib --draft model:stdlib-draft
+forerun serve --model Qwen/Qwen2.5-0.5B-Instruct --draft ngram --port 8080 --max-num-seqs 32
+forerun serve --model ./target --draft model:./draft --host 0.0.0.0 --api-keys keys.txt --tls-key k.pem --tls-cert c.pem
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Options that say where to listen, whom to answer, and how much to take on."""
+
+    TITLE: ClassVar[str] = "Server"
+
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is reached from this machine alone.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
+    served_model_name: Annotated[
+        str, typer.Option(help="Name of the model in requests and answers; default: as given.")
+    ] = ""
+    api_keys: Annotated[
+        Path | None, typer.Option(help="File of keys, one a line, with a name in front if wanted; others get 401.")
+    ] = None
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most samples that are generated at once.")] = 16
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Most requests of one key that wait beyond those; others get 429.")
+    ] = 256
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Longest body; longer ones get 413.")] = 8 << 20
+    drain_s: Annotated[
+        float, typer.Option(min=0, help="Seconds that answers may take after SIGTERM or Ctrl-C, which refuse new ones.")
+    ] = 60.0
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of HTTPS, PEM.")] = None
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of HTTPS, PEM.")] = None
+    lenient: Annotated[
+        bool, typer.Option("--lenient", help="Warn of unknown fields in bodies, instead of refusing them.")
+    ] = False
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Log what is asked; otherwise nothing of it is in the log.")
+    ] = False
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False
+
+    def settings(self, model: str) -> ServeSettings:
+        """What the server is told."""
+        return ServeSettings(
+            host=self.host,
+            port=self.port,
+            model_name=self.served_model_name or model,
+            api_keys=self.api_keys,
+            max_queue=self.max_queue,
+            max_body_bytes=self.max_body_bytes,
+            drain_s=self.drain_s,
+            lenient=self.lenient,
+            log_prompts=self.log_prompts,
+            tls_key=self.tls_key,
+            tls_certificate=self.tls_cert,
+        )
+
+
+@with_options(EXAMPLES)
+def serve(where: ModelOptions, server: ServeOptions) -> None:
+    """Answer requests over HTTP, as OpenAI's clients send them.
+
+    The same seed, body and fingerprint give the same answer, whatever the load. docs/serving.md shows requests, errors,
+    metrics and limits. Needs the extra forerun[serve].
+    """
+    require_packages()
+    settings = server.settings(where.model)
+    with importing():
+        from rich.console import Console
+
+        from forerun.commands.answering import build_llm
+        from forerun.serve.keys import ApiKeys
+        from forerun.serve.server import bound_socket
+        from forerun.serve.server import serve as serve_until_told
+    if settings.api_keys is not None:
+        ApiKeys.read(settings.api_keys)  # a mistake in it is told before anything is loaded
+    sock = bound_socket(settings)
+    log_to_stderr(server.access_log)
+    llm = build_llm(where, Console(stderr=True), server.max_num_seqs)
+    scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
+    shown_host = f"[{host}]" if ":" in host else host
+
+    def started() -> None:
+        show_note(f"{settings.model_name} at {scheme}://{shown_host}:{port}/v1, fingerprint {llm.fingerprint}")
+
+    with llm:
+        status = serve_until_told(llm, settings, sock, started)
+    if status:
+        raise typer.Exit(status)
+
+
+def log_to_stderr(access: bool) -> None:
+    """Show what the server has to say, with times."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    levels = {"forerun.serve": logging.INFO, "uvicorn.error": logging.WARNING, "uvicorn.access": logging.INFO}
+    for name, level in levels.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.propagate = False
+        if access or name != "uvicorn.access":
+            logger.addHandler(handler)

@@ -1,0 +1,295 @@
+"""The application: routes, bodies, streams and errors over HTTP; the file that knows FastAPI."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from forerun import __version__
+from forerun.errors import EngineClosed, ForerunError
+from forerun.serve.answers import AnswerWriter
+from forerun.serve.gate import Visit
+from forerun.serve.metrics import CONTENT_TYPE
+from forerun.serve.problems import ApiError, problem_of
+from forerun.serve.schema import KNOWN, Endpoint
+from forerun.serve.service import ClientGone, Service, unless_gone
+from forerun.serve.settings import BODY_S
+from forerun.serve.texts import detokenized, tokenized
+
+Handler = Callable[[Request], Awaitable[Response]]
+CLIENT_GONE = 499  # nobody reads it
+DONE = b"data: [DONE]\n\n"
+log = logging.getLogger(__name__)
+
+
+class EventStream(Response):
+    """Server-sent events until `chunks` end or the client goes away; `end` is called then, whatever happened."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.chunks = chunks
+        self.end = end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        try:
+            await unless_gone(receive, self.write(send))
+        except (ClientGone, OSError):
+            log.debug("A client left its stream.")
+        finally:
+            self.end()
+
+    async def write(self, send: Any) -> None:
+        """Send all chunks."""
+        async with aclosing(self.chunks) as chunks:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Routes:
+    """The handlers of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def completions(self, request: Request) -> Response:
+        """Continue texts."""
+        return await self.answer(request, "completions")
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self.answer(request, "chat")
+
+    async def answer(self, request: Request, endpoint: Endpoint) -> Response:
+        """The answer to a body, whole or as a stream whose first chunk is there."""
+        visit = self.service.gate.enter(self.tenant(request))
+        stays = False
+        try:
+            raw = await self.body(request)
+            response = await unless_gone(request.receive, self.reply(visit, endpoint, raw))
+            stays = isinstance(response, EventStream)
+            return response
+        finally:
+            if not stays:
+                self.service.gate.leave(visit)
+
+    async def reply(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Response:
+        """The same for a body that was read. An error before the first token is raised, and has a status of its own."""
+        writer = await self.service.writer(visit, endpoint, raw)
+        deltas = self.service.deltas(visit, writer.answers)
+        if writer.asked.stream:
+            chunks = self.events(writer, deltas)
+            try:
+                first = await anext(chunks)
+            except BaseException:
+                await chunks.aclose()
+                raise
+            return EventStream(following(first, chunks), lambda: self.service.gate.leave(visit))
+        async with aclosing(deltas):
+            async for _ in deltas:
+                pass
+        return json_response(writer.whole())
+
+    async def events(self, writer: AnswerWriter, deltas: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+        """The events of a stream. An error behind the first is an event too, and the last."""
+        begun = False
+        async with aclosing(deltas):
+            try:
+                async for delta in deltas:
+                    for chunk in writer.chunks(delta):
+                        yield event(chunk)
+                        begun = True
+            except Exception as error:
+                if not begun:
+                    raise
+                yield event(self.told(error).body)
+                return
+        if writer.asked.include_usage:
+            yield event(writer.last_chunk())
+        yield DONE
+
+    async def models(self, request: Request) -> Response:
+        """The one model that is served."""
+        self.tenant(request)
+        return json_response({"object": "list", "data": [self.model_object()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model of this name."""
+        self.tenant(request)
+        self.service.check_model(request.path_params["name"])
+        return json_response(self.model_object())
+
+    def model_object(self) -> dict[str, Any]:
+        """The model, with how long its texts may be."""
+        own = {"id": self.service.model_name, "object": "model", "created": 0, "owned_by": "forerun"}
+        llm = self.service.llm
+        return own | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text or a conversation."""
+        return await self.text_work(request, tokenized)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        return await self.text_work(request, detokenized)
+
+    async def text_work(self, request: Request, work: Callable[[Service, bytes], dict[str, Any]]) -> Response:
+        """Work of the tokenizer, in another thread."""
+        self.tenant(request)
+        raw = await self.body(request)
+        return json_response(await asyncio.to_thread(work, self.service, raw))
+
+    async def health(self, request: Request) -> Response:
+        """Whether the engine goes on."""
+        if not self.service.alive:
+            raise EngineClosed("the engine has stopped; restart the server.")
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether new requests are taken."""
+        if self.service.gate.draining:
+            raise ApiError(503, "the server is shutting down.", code="shutting_down", kind="server_error")
+        return await self.health(request)
+
+    async def metrics(self, request: Request) -> Response:
+        """The metrics, for Prometheus."""
+        return Response(self.service.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    def tenant(self, request: Request) -> str:
+        """Whose request it is. Raises the ApiError for 401 where that is not told."""
+        return self.service.keys.tenant(request.headers.get("authorization"))
+
+    async def body(self, request: Request) -> bytes:
+        """The body. Raises the ApiError for one that is no JSON by its type, too long, or too slow.
+
+        A page in a browser cannot send this type to another origin without asking first, which is not allowed here.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "the body must be sent with Content-Type: application/json.", code="invalid_type")
+        most, pieces, size = self.service.settings.max_body_bytes, [], 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    size += len(piece)
+                    if size > most:
+                        raise ApiError(413, f"the body has more than {most} bytes.", code="body_too_large")
+                    pieces.append(piece)
+        except TimeoutError:
+            message = f"the body did not arrive within {BODY_S:g} seconds."
+            raise ApiError(408, message, code="body_too_slow") from None
+        return b"".join(pieces)
+
+    def told(self, error: BaseException) -> ApiError:
+        """An error as an answer; those that nobody foresaw are logged."""
+        problem = problem_of(error)
+        if problem.status >= 500 and not isinstance(error, ApiError):
+            # The message of an error that nobody foresaw may hold what was asked; where it was raised does not.
+            own = isinstance(error, ForerunError) or self.service.settings.log_prompts
+            what = str(error) if own else type(error).__name__
+            trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+            log.error("A request was answered with %d (%s): %s\n%s", problem.status, problem.code, what, trace)
+        return problem
+
+    def problem(self, request: Request, error: Exception) -> Response:
+        """The answer to a request that raised."""
+        if isinstance(error, ClientGone | ClientDisconnect):
+            return Response(status_code=CLIENT_GONE)
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_route")
+        problem = self.told(error)
+        return json_response(problem.body, problem.status, problem.headers)
+
+    def guarded(self, handler: Handler) -> Handler:
+        """A handler that answers errors too, and whose answers are counted.
+
+        A request may raise what nobody foresaw, and the server has to go on: every exception is caught here.
+        """
+
+        async def handle(request: Request) -> Response:
+            try:
+                response = await handler(request)
+            except Exception as error:
+                response = self.problem(request, error)
+            self.service.metrics.answered.labels(str(response.status_code)).inc()
+            return response
+
+        return handle
+
+
+def application(service: Service) -> FastAPI:
+    """The application over a service, which it closes when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close)
+
+    # The pages that show the interface would load scripts from elsewhere.
+    app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    routes = Routes(service)
+    table: list[tuple[str, str, Handler, Endpoint | None]] = [
+        ("POST", "/v1/completions", routes.completions, "completions"),
+        ("POST", "/v1/chat/completions", routes.chat, "chat"),
+        ("POST", "/tokenize", routes.tokenize, "tokenize"),
+        ("POST", "/detokenize", routes.detokenize, "detokenize"),
+        ("GET", "/v1/models", routes.models, None),
+        ("GET", "/v1/models/{name:path}", routes.model, None),
+        ("GET", "/health", routes.health, None),
+        ("GET", "/ready", routes.ready, None),
+        ("GET", "/metrics", routes.metrics, None),
+    ]
+    for method, path, handler, endpoint in table:
+        extra = None if endpoint is None else described(endpoint)
+        app.add_api_route(path, routes.guarded(handler), methods=[method], openapi_extra=extra, response_class=Response)
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        return routes.problem(request, error)
+
+    app.add_exception_handler(HTTPException, no_route)
+    return app
+
+
+def described(endpoint: Endpoint) -> dict[str, Any]:
+    """The body of an endpoint for the application's OpenAPI document: its fields, by their class."""
+    properties = {name: {"description": field.kind} for name, field in KNOWN[endpoint].items()}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + written(body) + b"\n\n"
+
+
+def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer in JSON."""
+    return Response(written(body), status, headers, "application/json")
+
+
+def written(body: dict[str, Any]) -> bytes:
+    """JSON in ASCII: some clients take U+2028 for the end of a line, and halves of surrogates have no UTF-8."""
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+async def following(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """A generator's first item, which was taken out, and the rest of it."""
+    async with aclosing(rest):
+        yield first
+        async for each in rest:
+            yield each

@@ -1,0 +1,228 @@
+"""Asking: request bodies as requests of the library.
+
+This file decides how a body is read, and which request of the library its fields stand for. The library checks the
+values themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from forerun.config import Speculation
+from forerun.errors import InvalidRequest
+from forerun.limits import shown, whole
+from forerun.llm import LLM
+from forerun.messages import ChatOptions
+from forerun.near import nearest
+from forerun.request import Request, Wish, as_batch, requests_of
+from forerun.sampling.params import SamplingParams
+from forerun.serve.problems import ApiError, refused
+from forerun.serve.schema import SAMPLING, TEMPLATE, Endpoint, served_fields
+from forerun.serve.settings import MOST_SAMPLES_AT_ONCE
+from forerun.shape import StaticTree
+
+MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
+SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number exactly
+STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the latter hides sizes of chunks, not the text
+MOST_CHAT_LOGPROBS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer."""
+
+    endpoint: Endpoint
+    requests: Seq[Request]
+    n: int
+    seed: int
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Of all prompts."""
+        return self.n * len(self.requests)
+
+
+def parsed_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises the ApiError for 400 for anything else."""
+
+    def no_number(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        body = json.loads(raw.decode("utf-8"), parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        kind = "it is nested too deep" if isinstance(error, RecursionError) else type(error).__name__
+        where = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ApiError(400, f"the body is not JSON in UTF-8 ({kind}{where}).", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
+    return body
+
+
+def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, lenient: bool = False) -> Asked:
+    """What a body for completions or chat asks for. Raises InvalidRequest or ApiError, naming the field at fault."""
+    given = served_fields(body, endpoint, lenient)
+    stream = switch(given, "stream")
+    params = params_of(given, endpoint, llm)
+    if stream and params.prompt_logprobs is not None:
+        raise refused("prompt_logprobs", "prompt_logprobs: a stream has none; leave out one of both.")
+    wish = wish_of(given.get("speculation"))
+    requests = chat_requests if endpoint == "chat" else completion_requests
+    asked = Asked(
+        endpoint=endpoint,
+        requests=requests(given, params, wish, tenant, llm),
+        n=params.n,
+        seed=params.resolve_seed(),
+        stream=stream,
+        include_usage=usage_wanted(given.get("stream_options"), stream),
+        return_token_ids=switch(given, "return_token_ids"),
+    )
+    if asked.num_samples > MOST_SAMPLES_AT_ONCE:
+        problem = f"{asked.num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
+        raise refused("n", f"n: {problem}: ask for fewer at once.")
+    return asked
+
+
+def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> SamplingParams:
+    """The sampling parameters: those of the body, and otherwise the model's defaults, with OpenAI's `max_tokens`."""
+    defaults = llm.get_default_sampling_params()
+    values = {name: given[name] for name in SAMPLING if name in given}
+    values.setdefault("seed", secrets.randbits(SEED_BITS))
+    limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
+    if len(limits) == 2 and limits[0] != limits[1]:
+        raise refused("max_tokens", "max_tokens: max_completion_tokens says otherwise; use that one alone.")
+    own = llm.generation_defaults.max_tokens
+    values["max_tokens"] = limits[0] if limits else own or (MAX_TOKENS if endpoint == "completions" else None)
+    if "logit_bias" in given:
+        values["logit_bias"] = biases(given["logit_bias"])
+    values["logprobs"] = chat_logprobs(given) if endpoint == "chat" else given.get("logprobs")
+    try:
+        return replace(defaults, **values)
+    except InvalidRequest as error:
+        renamed = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}.get(error.field, error.field)
+        raise error if renamed not in given else refused(renamed, f"{renamed} as {error}") from error
+
+
+def chat_logprobs(given: Mapping[str, Any]) -> int | None:
+    """How many alternatives are wanted; None for no log-probabilities."""
+    wanted, top = switch(given, "logprobs"), given.get("top_logprobs")
+    if top is not None and not wanted:
+        raise refused("top_logprobs", "top_logprobs: it needs logprobs: true.")
+    if top is not None:
+        top = whole("top_logprobs", top, f"use a number up to {MOST_CHAT_LOGPROBS}", 0, MOST_CHAT_LOGPROBS)
+    return (top or 0) if wanted else None
+
+
+def biases(value: object) -> dict[int, Any]:
+    """`logit_bias` with token ids as numbers; in JSON they are strings."""
+    if not isinstance(value, dict):
+        raise refused("logit_bias", f"logit_bias: {shown(value)} is no object from token ids to numbers.")
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+            raise refused("logit_bias", f"logit_bias: {shown(key)} is not a token id.")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def wish_of(value: object) -> Wish:
+    """`speculation` as in the library; an object has the fields of Speculation."""
+    if not isinstance(value, dict):
+        if value is not None and not isinstance(value, bool | int | str):
+            raise refused("speculation", f"speculation: {shown(value)} is no depth, true, false, or an object.")
+        return value
+    names = [field.name for field in fields(Speculation)]
+    for name in value:
+        if name not in names:
+            near = nearest(name, names)
+            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(names)}."
+            raise refused(f"speculation.{name}", f"speculation has no field {shown(name)}: {hint}", "unknown_parameter")
+    if not isinstance(value.get("auto", False), bool):
+        raise refused("speculation.auto", "speculation.auto: use true or false.")
+    tree = value.get("tree")
+    return Speculation(**{**value, "tree": None if tree is None else StaticTree(tree)})
+
+
+def completion_requests(
+    given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM
+) -> Seq[Request]:
+    """One request for each prompt: text, or token ids, or a list of either."""
+    prompt = given.get("prompt")
+    if prompt is None:
+        raise refused("prompt", "prompt: there is none: give text or token ids.", "missing_required_parameter")
+    if not isinstance(prompt, str | list) or not prompt:
+        raise refused("prompt", f"prompt: {shown(prompt)} is no text, no token ids, and no list of either.")
+    if len(as_batch(prompt)) > MOST_SAMPLES_AT_ONCE:
+        raise refused("prompt", f"prompt: these are {len(prompt)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
+    requests = requests_of(prompt, params, wish, tenant)
+    return requests if switch(given, "add_special_tokens", True) else [without_special(each, llm) for each in requests]
+
+
+def without_special(request: Request, llm: LLM) -> Request:
+    """A request whose text becomes tokens without any in front or behind."""
+    if request.prompt is None:
+        return request
+    ids = llm.tokenizer.encode_within(request.prompt, llm.plan.max_model_len, add_special_tokens=False)
+    return replace(request, prompt_token_ids=tuple(ids))
+
+
+def chat_requests(given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM) -> Seq[Request]:
+    """The request for a conversation."""
+    return [Request.of(llm.chat_prompt(messages_of(given), template_of(given)), params, wish, tenant)]
+
+
+def messages_of(given: Mapping[str, Any]) -> list[Any]:
+    """The messages of a body, of which there must be some."""
+    messages = given.get("messages")
+    if messages is None:
+        raise refused("messages", "messages: there are none: give a list of them.", "missing_required_parameter")
+    if not isinstance(messages, list) or not messages:
+        raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
+    return messages
+
+
+def template_of(given: Mapping[str, Any]) -> ChatOptions:
+    """The options of the chat template."""
+    template, options = given.get("chat_template"), given.get("chat_template_kwargs", {})
+    if template is not None and not isinstance(template, str):
+        raise refused("chat_template", f"chat_template: {shown(template)} is no text.")
+    own = {"tools", "tokenize", "conversation", *TEMPLATE} - {"documents"}
+    if not isinstance(options, dict) or own & options.keys():
+        raise refused("chat_template_kwargs", f"chat_template_kwargs: {shown(options)} is no object of other options.")
+    goes_on = switch(given, "continue_final_message")
+    return ChatOptions(
+        chat_template=template,
+        add_generation_prompt=switch(given, "add_generation_prompt", not goes_on),
+        continue_final_message=goes_on,
+        chat_template_kwargs={**options, **{name: given[name] for name in ("documents",) if name in given}},
+    )
+
+
+def usage_wanted(options: object, stream: bool) -> bool:
+    """Whether a stream ends with a chunk of its usage."""
+    if options is None:
+        return False
+    if not stream or not isinstance(options, dict):
+        raise refused("stream_options", "stream_options: it is an object, and goes with stream: true alone.")
+    for name in options:
+        if name not in STREAM_OPTIONS:
+            raise refused(
+                f"stream_options.{name}", f"stream_options has no field {shown(name)} here.", "unknown_parameter"
+            )
+    return switch(options, "include_usage")
+
+
+def switch(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise refused(name, f"{name}: {shown(value)} must be true or false.")
+    return value

@@ -1,0 +1,121 @@
+"""Gate: who is let in, who waits, and whose turn it is.
+
+Requests wait here, and not in the engine, so that tenants can take turns: the next place goes to the tenant that holds
+the fewest, and among those to the one that has waited longest for a turn. The engine is given a few more sequences than
+its batch holds, so that a place that becomes free is taken in the next round. All of it runs in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from forerun.serve.problems import FAULT_OF_SERVER, ApiError
+
+MOST_RETRY_S = 60
+SMOOTHING = 0.9  # of the mean time between departures
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One HTTP request between entering and leaving; `num_places` sequences of it are in the engine."""
+
+    tenant: str
+    entered_s: float
+    turn: asyncio.Future[None] | None = None
+    wanted: int = 0
+    num_places: int = 0
+    gone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """Lets in at most `num_requests` + `max_queue` requests of each tenant, and `num_places` sequences to the engine.
+
+    A request with more samples than places are left is let through when any place is free: it could never be otherwise.
+    """
+
+    num_requests: int
+    num_places: int
+    max_queue: int
+    visits: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter)
+    queues: dict[str, deque[Visit]] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
+    num_turns: int = 0
+    between_s: float = 1.0  # departures, on average
+    left_s: float | None = None
+    draining: bool = False
+    empty: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self, tenant: str) -> Visit:
+        """Let a request in. Raises the ApiError for 503 while draining, for 429 where its tenant's queue is full."""
+        if self.draining:
+            message = "the server is shutting down and takes no new requests."
+            raise ApiError(503, message, code="shutting_down", kind=FAULT_OF_SERVER, retry_s=1)
+        if self.visits[tenant] >= self.num_requests + self.max_queue:
+            message = f"{self.visits[tenant]} requests are being answered or waiting, and no more may wait: try again."
+            raise ApiError(429, message, code="queue_full", kind="rate_limit_error", retry_s=self.retry_s)
+        self.visits[tenant] += 1
+        self.empty.clear()
+        return Visit(tenant, time.perf_counter())
+
+    async def place(self, visit: Visit, num_sequences: int) -> None:
+        """Wait until so many sequences may be given to the engine."""
+        visit.wanted, visit.turn = num_sequences, asyncio.get_running_loop().create_future()
+        self.queues.setdefault(visit.tenant, deque()).append(visit)
+        self.advance()
+        await visit.turn
+
+    def leave(self, visit: Visit) -> None:
+        """End a visit, wherever it is; a second time has no effect."""
+        if visit.gone:
+            return
+        visit.gone = True
+        self.visits[visit.tenant] -= 1
+        self.held[visit.tenant] -= visit.num_places
+        if visit.num_places:
+            now = time.perf_counter()
+            if self.left_s is not None:
+                self.between_s = SMOOTHING * self.between_s + (1 - SMOOTHING) * (now - self.left_s)
+            self.left_s = now
+        elif visit.turn is not None:
+            self.queues[visit.tenant].remove(visit)
+        self.advance()
+        if not self.visits.total():
+            self.empty.set()
+
+    def advance(self) -> None:
+        """Give free places to whose turn it is."""
+        while self.held.total() < self.num_places:
+            waiting = [tenant for tenant, queue in self.queues.items() if queue]
+            if not waiting:
+                return
+            tenant = min(waiting, key=lambda name: (self.held[name], self.turns.get(name, 0)))
+            visit = self.queues[tenant].popleft()
+            visit.num_places = visit.wanted
+            self.held[tenant] += visit.wanted
+            self.num_turns += 1
+            self.turns[tenant] = self.num_turns
+            assert visit.turn is not None, "only visits with a turn to come wait"
+            if not visit.turn.done():  # a cancelled one gives its places back when it leaves
+                visit.turn.set_result(None)
+
+    def drain(self) -> None:
+        """Let nobody in from here on; `empty` is set once all who are in have left."""
+        self.draining = True
+        if not self.visits.total():
+            self.empty.set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here."""
+        return sum(len(queue) for queue in self.queues.values())
+
+    @property
+    def retry_s(self) -> int:
+        """Seconds after which some place in the queue should be free, by the departures so far."""
+        return max(1, min(MOST_RETRY_S, math.ceil(self.between_s * self.num_waiting)))

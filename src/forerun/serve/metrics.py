@@ -1,0 +1,124 @@
+"""Metrics: what a server tells Prometheus, under vLLM's names with the prefix forerun.
+
+The counters of speculation are read from the engine's own when they are asked for; times are observed where answers
+are read. Nothing here depends on what a request says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from forerun.engine.delta import Delta
+from forerun.llm import LLM
+from forerun.output import Answers
+from forerun.serve.gate import Gate, Visit
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+
+
+class EngineReader:
+    """Reads the engine's counters, and how much is under way, whenever metrics are asked for."""
+
+    def __init__(self, llm: LLM, gate: Gate) -> None:
+        self.llm = llm
+        self.gate = gate
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of the moment."""
+        stats, scheduler = self.llm.stats, self.llm.engine.scheduler
+        num_drafts = stats.offered_at_depth[0] if stats.num_drafted else 0  # every draft offers a guess there
+        counters = {
+            "spec_decode_num_drafts": ("Drafts that were judged.", num_drafts),
+            "spec_decode_num_draft_tokens": ("Guesses that were judged.", stats.num_drafted),
+            "spec_decode_num_accepted_tokens": ("Guesses that were accepted.", stats.num_accepted),
+            "generation_tokens": ("Tokens generated.", stats.num_emitted),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"forerun:{name}", text, value=value)
+        by_place = CounterMetricFamily(
+            "forerun:spec_decode_num_accepted_tokens_per_pos", "Guesses accepted, by position.", labels=["position"]
+        )
+        for position, count in enumerate(list(stats.accepted_at_depth)):
+            by_place.add_metric([str(position)], count)
+        yield by_place
+        num_waiting = self.gate.num_waiting + len(scheduler.waiting)
+        yield GaugeMetricFamily("forerun:num_requests_running", "Samples in the batch.", value=len(scheduler.running))
+        yield GaugeMetricFamily("forerun:num_requests_waiting", "Requests and samples that wait.", value=num_waiting)
+        if stats.gain is not None:
+            text = "Times as fast as plain decoding, estimated from measured rounds since the start."
+            yield GaugeMetricFamily("forerun:estimated_gain", text, value=stats.gain)
+        if self.llm.forecasts:
+            text = "Times as fast as plain decoding, as expected at the start, by batch."
+            expected = GaugeMetricFamily("forerun:forecast_gain", text, labels=["batch"])
+            for forecast in self.llm.forecasts:
+                expected.add_metric([str(forecast.batch)], forecast.gain)
+            yield expected
+
+
+@dataclass(slots=True)
+class Watch:
+    """The times of one HTTP request: when it came, and when each of its samples last grew."""
+
+    entered_s: float
+    last_s: dict[int, float] = field(default_factory=dict)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, llm: LLM, gate: Gate) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineReader(llm, gate))
+        times = {
+            "time_to_first_token_seconds": ("From a request's arrival to the first token of any sample.", LONG_S),
+            "inter_token_latency_seconds": (
+                "Between tokens of a sample: the time between rounds, shared out over the tokens of the round.",
+                SHORT_S,
+            ),
+            "request_queue_time_seconds": ("From a request's arrival to a place in the batch.", LONG_S),
+            "e2e_request_latency_seconds": ("From a request's arrival to its last token.", LONG_S),
+        }
+        self.first, self.between, self.queue, self.total = (
+            Histogram(f"forerun:{name}", text, buckets=buckets, registry=self.registry)
+            for name, (text, buckets) in times.items()
+        )
+        self.finished = Counter(
+            "forerun:request_success", "Samples finished, by reason.", ["finished_reason"], registry=self.registry
+        )
+        self.prompts = Counter("forerun:prompt_tokens", "Tokens of prompts, once each.", registry=self.registry)
+        self.answered = Counter("forerun:http_responses", "Answers, by status.", ["status"], registry=self.registry)
+
+    def watch(self, visit: Visit) -> Watch:
+        """Begin to observe the answer to one HTTP request."""
+        return Watch(visit.entered_s)
+
+    def see(self, watch: Watch, delta: Delta, answers: Answers) -> None:
+        """Observe one delta of it."""
+        now, last = time.perf_counter(), watch.last_s.get(delta.seq_id)
+        if last is None:
+            if not watch.last_s:
+                self.first.observe(now - watch.entered_s)
+            sequence = answers.answers[delta.seq_id].sequence
+            if sequence.started_s is not None:
+                self.queue.observe(max(0.0, sequence.started_s - watch.entered_s))
+            self.prompts.inc(sequence.num_prompt if delta.sample == 0 else 0)
+        elif delta.token_ids:
+            for _ in delta.token_ids:
+                self.between.observe((now - last) / len(delta.token_ids))
+        watch.last_s[delta.seq_id] = now
+        if delta.finish_reason is not None:
+            self.finished.labels(delta.finish_reason).inc()
+            if answers.num_finished == len(answers.sequences):
+                self.total.observe(now - watch.entered_s)
+
+    def exposition(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self.registry)

@@ -1,0 +1,80 @@
+"""Problems: errors as HTTP answers, in the shape that OpenAI's clients read.
+
+This file decides which status and code every error of the package has. Errors that nobody foresaw are answered without
+their text, which goes to the log.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forerun.errors import (
+    EngineClosed,
+    ForerunError,
+    InvalidRequest,
+    PromptTooLong,
+    RequestFailed,
+    TokenizerError,
+    UnknownKeyword,
+)
+
+MISTAKE_OF_CALLER, FAULT_OF_SERVER = "invalid_request_error", "server_error"
+INTERNAL = "the server met an error that it was not prepared for; its log says which. Other requests go on."
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` is the field at fault; `retry_s` says when to try again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        kind: str = MISTAKE_OF_CALLER,
+        retry_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.kind = kind
+        self.retry_s = retry_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that belong to it."""
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return headers if self.retry_s is None else {**headers, "Retry-After": str(self.retry_s)}
+
+
+def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """The answer to a body that cannot be served because of one field."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def problem_of(error: BaseException) -> ApiError:
+    """Any error as an answer."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLong):
+        return refused(error.field, str(error), "context_length_exceeded")
+    if isinstance(error, InvalidRequest):
+        return refused(error.field, str(error))
+    if isinstance(error, UnknownKeyword | TokenizerError):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, RequestFailed):
+        message = f"the engine failed at this request and has ended it; others go on. {error}"
+        return ApiError(500, message, code="round_failed", kind=FAULT_OF_SERVER)
+    if isinstance(error, EngineClosed):
+        return ApiError(503, str(error), code="engine_closed", kind=FAULT_OF_SERVER)
+    if isinstance(error, ForerunError):
+        return ApiError(500, str(error), code="engine_error", kind=FAULT_OF_SERVER)
+    return ApiError(500, INTERNAL, code="internal_error", kind=FAULT_OF_SERVER)

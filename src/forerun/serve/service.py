@@ -1,0 +1,117 @@
+"""Service: one body on its way from the gate through the engine, whatever the protocol around it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from forerun.async_llm import AsyncLLM
+from forerun.engine.delta import Delta
+from forerun.llm import LLM
+from forerun.output import Answers
+from forerun.serve.answers import AnswerWriter
+from forerun.serve.asking import asked_of, parsed_body
+from forerun.serve.gate import Gate, Visit
+from forerun.serve.keys import ApiKeys
+from forerun.serve.metrics import Metrics
+from forerun.serve.problems import ApiError
+from forerun.serve.schema import Endpoint
+from forerun.serve.settings import ServeSettings
+from forerun.serve.spelled import TokenTexts
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client went away before its answer was complete."""
+
+
+class Service:
+    """Everything that answering needs: the engine in its thread, the gate, the keys and the metrics.
+
+    The LLM belongs to the caller, who closes it after `close`.
+    """
+
+    def __init__(self, llm: LLM, settings: ServeSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.keys = ApiKeys() if settings.api_keys is None else ApiKeys.read(settings.api_keys)
+        places = llm.engine.options.max_num_seqs
+        self.gate = Gate(places, places + max(1, places // 4), settings.max_queue)
+        self.metrics = Metrics(llm, self.gate)
+        self.texts = TokenTexts(llm.tokenizer)
+        self.front = AsyncLLM(llm)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name, as bodies give it."""
+        return self.settings.model_name or self.llm.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread goes on."""
+        return self.front.end is None
+
+    def close(self) -> None:
+        """Stop the engine's thread; whoever is still waiting is told so."""
+        self.front.close()
+
+    def check_model(self, name: object) -> None:
+        """Raise the ApiError for 404 where a body names another model."""
+        if name is not None and name != self.model_name:
+            message = f"the model {str(name)[:100]!r} is not served here: it is {self.model_name!r}."
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    async def writer(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> AnswerWriter:
+        """A body, checked and made into sequences, with the writer of its answer; nothing runs yet.
+
+        Reading and tokenizing a long body takes time, so it is done in another thread.
+        """
+        return await asyncio.to_thread(self.prepared, visit, endpoint, raw)
+
+    def prepared(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> AnswerWriter:
+        """The same in this thread."""
+        body = parsed_body(raw)
+        self.check_model(body.get("model"))
+        asked = asked_of(body, endpoint, self.llm, visit.tenant, self.settings.lenient)
+        answers = self.llm.ask(asked.requests)
+        if self.settings.log_prompts:
+            for request, _ in answers.requests:
+                shown = request.prompt if request.prompt is not None else request.prompt_token_ids
+                log.info("%s %r %r", endpoint, shown, request.sampling_params)
+        return AnswerWriter(asked, answers, self.texts, self.model_name)
+
+    async def deltas(self, visit: Visit, answers: Answers) -> AsyncGenerator[Delta, None]:
+        """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""
+        await self.gate.place(visit, len(answers.sequences))
+        watch = self.metrics.watch(visit)
+        async with aclosing(self.front.follow(answers.sequences)) as deltas:
+            async for delta in deltas:
+                answers.add(delta)
+                self.metrics.see(watch, delta, answers)
+                yield delta
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """What the work gives. If the client goes away first, the work is cancelled and ClientGone is raised."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def gone(receive: Receive) -> None:
+    """Return when the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

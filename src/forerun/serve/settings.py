@@ -1,0 +1,43 @@
+"""ServeSettings: how a server listens, whom it answers and how much it takes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.config import require_whole
+from forerun.errors import InvalidRequest
+
+MOST_SAMPLES_AT_ONCE = 128  # prompts of one body times n, OpenAI's limit of n
+BODY_S = 30.0  # seconds that a client has to send its body
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Settings of one server.
+
+    At most `max_queue` requests of each key wait beyond those that are being answered. `drain_s` is how long a server
+    that was told to end waits for the requests it has. With `lenient` unknown fields of bodies are warned of and not
+    refused. `api_keys` is a file of keys; without one everybody is answered. Raises InvalidRequest naming the field.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str = ""
+    api_keys: Path | None = None
+    max_queue: int = 256
+    max_body_bytes: int = 8 << 20
+    drain_s: float = 60.0
+    lenient: bool = False
+    log_prompts: bool = False
+    tls_key: Path | None = None
+    tls_certificate: Path | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("max_queue", self.max_queue, 0)
+        require_whole("max_body_bytes", self.max_body_bytes, 1)
+        require_whole("port", self.port, 0)
+        if not self.drain_s >= 0:
+            raise InvalidRequest("drain_s", f"{self.drain_s} must be a number of seconds from 0 on.")
+        if (self.tls_key is None) != (self.tls_certificate is None):
+            raise InvalidRequest("tls_key", "a key and a certificate go together: give both, or neither.")

@@ -1,0 +1,45 @@
+"""Texts: what the tokenizer does for clients, /tokenize and /detokenize, with the fields of vLLM's server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forerun.limits import shown
+from forerun.serve.asking import messages_of, parsed_body, switch, template_of
+from forerun.serve.problems import refused
+from forerun.serve.schema import served_fields
+from forerun.serve.service import Service
+
+
+def tokenized(service: Service, raw: bytes) -> dict[str, Any]:
+    """The token ids of `prompt`, or of `messages` in the chat template; their number, and the limit."""
+    body = parsed_body(raw)
+    service.check_model(body.get("model"))
+    given = served_fields(body, "tokenize", service.settings.lenient)
+    llm, prompt = service.llm, given.get("prompt")
+    if (prompt is None) == ("messages" not in given):
+        raise refused("prompt", "prompt: give either a prompt or messages.", "missing_required_parameter")
+    text, special = prompt, switch(given, "add_special_tokens", prompt is not None)
+    if prompt is None:
+        text = template_of(given).render(llm.tokenizer, messages_of(given))
+    if not isinstance(text, str):
+        raise refused("prompt", f"prompt: {shown(text)} is no text.")
+    tokens = llm.tokenizer.encode_within(text, llm.plan.max_model_len, special)
+    own = {"count": len(tokens), "max_model_len": llm.plan.max_model_len, "tokens": tokens}
+    if switch(given, "return_token_strs"):
+        own["token_strs"] = [service.texts.text_of(token) for token in tokens]
+    return own
+
+
+def detokenized(service: Service, raw: bytes) -> dict[str, Any]:
+    """The text of `tokens`."""
+    body = parsed_body(raw)
+    service.check_model(body.get("model"))
+    tokens = served_fields(body, "detokenize", service.settings.lenient).get("tokens")
+    num_ids = service.llm.requests.num_ids
+    if not isinstance(tokens, list):
+        raise refused("tokens", f"tokens: {shown(tokens)} is no list of token ids.", "missing_required_parameter")
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
+            raise refused("tokens", f"tokens: {shown(token)} is not a token id from 0 to {num_ids - 1}.")
+    return {"prompt": service.llm.tokenizer.decode(tokens)}
