@@ -158,9 +158,13 @@ def completion_requests(
         raise refused("prompt", "prompt: there is none: give text or token ids.", "missing_required_parameter")
     if not isinstance(prompt, str | list) or not prompt:
         raise refused("prompt", f"prompt: {shown(prompt)} is no text, no token ids, and no list of either.")
-    if len(as_batch(prompt)) > MOST_SAMPLES_AT_ONCE:
-        raise refused("prompt", f"prompt: these are {len(prompt)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
-    requests = requests_of(prompt, params, wish, tenant)
+    prompts = as_batch(prompt)
+    if len(prompts) > MOST_SAMPLES_AT_ONCE:
+        raise refused("prompt", f"prompt: these are {len(prompts)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
+    for each in prompts:
+        if not isinstance(each, str | list):
+            raise refused("prompt", f"prompt: {shown(each)} is no text and no list of token ids.")
+    requests = requests_of(prompts, params, wish, tenant)
     return requests if switch(given, "add_special_tokens", True) else [without_special(each, llm) for each in requests]
 
 
@@ -184,6 +188,9 @@ def messages_of(given: Mapping[str, Any]) -> list[Any]:
         raise refused("messages", "messages: there are none: give a list of them.", "missing_required_parameter")
     if not isinstance(messages, list) or not messages:
         raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise refused("messages", f"messages: {shown(message)} is no object with a role and a content.")
     return messages
 
 

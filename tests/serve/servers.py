@@ -1,0 +1,145 @@
+"""Servers on real sockets for the tests of forerun.serve, and OpenAI's specification where it is at hand.
+
+A module that imports this one is skipped where what the server needs is not installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.llm import LLM
+from forerun.serve.settings import ServeSettings
+
+
+def needed(name: str) -> Any:
+    """A module of a package that some installations lack; whoever imports this file is skipped there."""
+    return pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[dev]'")
+
+
+httpx, openai = needed("httpx"), needed("openai")
+for server_package in ("fastapi", "uvicorn", "prometheus_client"):
+    needed(server_package)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DATA = ROOT / "tests" / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}{{ opening or 'One day' }}{% endif %}"
+)
+PATIENCE_S = 30
+
+
+@cache
+def plain() -> LLM:
+    """The model without a drafter: what every answer has to be equal to."""
+    return LLM(str(TARGET), dtype="float32")
+
+
+def drafting(**options: Any) -> LLM:
+    """A model that drafts, for a server of its own."""
+    return LLM(str(TARGET), f"model:{SMALL}", **{"dtype": "float32", "speculation": 3, "max_num_seqs": 4} | options)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers."""
+
+    url: str
+    server: Any  # a DrainingServer
+
+    @property
+    def llm(self) -> LLM:
+        return self.server.service.llm
+
+    def client(self, key: str = "none", **options: Any) -> Any:
+        """OpenAI's own client, which must not hide an error by asking again."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, **options)
+
+    def http(self, **options: Any) -> Any:
+        """Plain HTTP."""
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
+
+    def post(self, path: str, **body: Any) -> Any:
+        """One request."""
+        with self.http() as http:
+            return http.post(path, json=body)
+
+
+@contextmanager
+def running(llm: LLM, **settings: Any) -> Iterator[Running]:
+    """A server in a thread; it drains at the end, and nothing may be left in it."""
+    from forerun.serve.server import bound_socket, server_of
+
+    told = ServeSettings(**{"port": 0, "model_name": "stories"} | settings)
+    sock = bound_socket(told)
+    server = server_of(llm, told)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", server)
+    finally:
+        assert server.loop is not None
+        server.loop.call_soon_threadsafe(server.drain)
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        assert not llm.engine.has_work
+        assert llm.engine.runner.cache.num_rows == 0
+        assert not server.service.gate.visits.total()
+        assert not server.service.gate.held.total()
+
+
+def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Wait for another thread to get there."""
+    end_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come to that"
+        time.sleep(0.002)
+
+
+@cache
+def specification() -> dict[str, Any]:
+    """OpenAI's specification, from FORERUN_OPENAPI or a folder `shared` beside or in the checkout; else a skip."""
+    places = [ROOT.parent / "shared", ROOT / "shared"]
+    files = [Path(os.environ.get("FORERUN_OPENAPI", "")), *(place / "data" / "openapi.yaml" for place in places)]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        pytest.skip("OpenAI's specification is not here: FORERUN_OPENAPI names openapi.yaml of openai/openai-openapi")
+    yaml = needed("yaml")
+    with file.open("rb") as text:
+        found: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return found
+
+
+def assert_valid(body: object, schema: str) -> None:
+    """That a body is what the specification's schema of this name says."""
+    own = {"$ref": f"#/components/schemas/{schema}", "components": {"schemas": schemas()}}
+    needed("jsonschema").Draft202012Validator(own).validate(body)
+
+
+@cache
+def schemas() -> Any:
+    """The specification's schemas, for a validator."""
+    return strict(specification()["components"]["schemas"])
+
+
+def strict(node: Any) -> Any:
+    """Schemas of OpenAPI as JSON schemas: `nullable` is an alternative, and `$recursiveAnchor` nothing."""
+    if isinstance(node, list):
+        return [strict(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    own = {key: strict(value) for key, value in node.items() if key not in ("nullable", "$recursiveAnchor", "example")}
+    return {"anyOf": [own, {"type": "null"}]} if node.get("nullable") is True else own

@@ -1,0 +1,202 @@
+"""Bodies: every field of the specification has its class, and whatever cannot be served is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forerun.serve.schema import FIELDS, KNOWN
+from serve.servers import Running, drafting, running, specification
+
+OK = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with drafting() as llm, running(llm, max_body_bytes=100_000) as found:
+        yield found
+
+
+def properties(name: str) -> set[str]:
+    """The fields that the specification gives a body, its parts included."""
+    schemas = specification()["components"]["schemas"]
+
+    def of(schema: dict[str, Any]) -> set[str]:
+        if "$ref" in schema:
+            return of(schemas[schema["$ref"].rpartition("/")[2]])
+        return set(schema.get("properties", ())).union(*map(of, schema.get("allOf", ())))
+
+    return of(schemas[name])
+
+
+def test_every_field_of_the_specification_has_a_class() -> None:
+    assert properties("CreateCompletionRequest") <= KNOWN["completions"].keys()
+    assert properties("CreateChatCompletionRequest") <= KNOWN["chat"].keys()
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.kind == "idle"])
+def test_what_cannot_change_the_text_has_no_effect(server: Running, name: str) -> None:
+    path, body = ("/v1/completions", OK) if "completions" in FIELDS[name].endpoints else ("/v1/chat/completions", CHAT)
+    with_it, without = server.post(path, **body, seed=1, **{name: "x"}), server.post(path, **body, seed=1)
+    assert with_it.status_code == without.status_code == 200
+    assert with_it.json()["choices"] == without.json()["choices"]
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.kind == "unserved"])
+def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running, name: str) -> None:
+    field = FIELDS[name]
+    path, body = ("/v1/completions", OK) if "completions" in field.endpoints else ("/v1/chat/completions", CHAT)
+    for harmless in (None, *field.harmless):
+        assert server.post(path, **body, **{name: harmless}).status_code == 200
+    refused = server.post(path, **body, **{name: {"asks": "for something"}})
+    assert refused.status_code == 400
+    assert refused.json()["error"] == {
+        "code": "unsupported_parameter",
+        "param": name,
+        "type": "invalid_request_error",
+        "message": refused.json()["error"]["message"],
+    }
+    assert field.answer in refused.json()["error"]["message"]
+
+
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"max_toke": 3}, "max_toke", "did you mean 'max_tokens'?"),
+    ({"temprature": 3}, "temprature", "did you mean 'temperature'?"),
+    ({"\ud800": 3}, "\ud800", "there is no field"),
+    ({"prompt": None}, "prompt", "there is none"),
+    ({"prompt": []}, "prompt", "is no text"),
+    ({"prompt": 7}, "prompt", "is no text"),
+    ({"prompt": [[]]}, "prompt", "it is empty"),
+    ({"prompt": [1, "a"]}, "prompt", "1 is no text and no list of token ids"),
+    ({"prompt": ["a", {"prompt": "b"}]}, "prompt", "is no text and no list of token ids"),
+    ({"prompt": ["a", [True]]}, "prompt", "True is not a token id"),
+    ({"prompt": [-1]}, "prompt", "is not a token id from 0 to 511"),
+    ({"prompt": [512]}, "prompt", "is not a token id from 0 to 511"),
+    ({"prompt": "\ud800"}, "prompt", "is not valid Unicode"),
+    ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
+    ({"prompt": [1] * 600}, "prompt", "leave no room in a context of 512"),
+    ({"n": 129}, "n", "129 samples"),
+    ({"n": 65, "prompt": ["a", "b"]}, "n", "130 samples"),
+    ({"n": 0}, "n", "0 cannot be served"),
+    ({"n": True}, "n", "cannot be served"),
+    ({"max_tokens": 0}, "max_tokens", "0 cannot be served"),
+    ({"max_tokens": []}, "max_tokens", "cannot be served"),
+    ({"max_tokens": 2.5}, "max_tokens", "cannot be served"),
+    ({"temperature": -1}, "temperature", "cannot be served"),
+    ({"temperature": "hot"}, "temperature", "cannot be served"),
+    ({"temperature": 10**400}, "temperature", "cannot be served"),
+    ({"top_p": 0}, "top_p", "cannot be served"),
+    ({"seed": 2**64}, "seed", "cannot be served"),
+    ({"stop": ["x"] * 65}, "stop", "at most 64"),
+    ({"stop": ["x" * 1025]}, "stop", "at most 1024"),
+    ({"stop": [""]}, "stop", "an empty string"),
+    ({"stop": 5}, "stop", "cannot be served"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "is not a token id"),
+    ({"logit_bias": {"600": 1}}, "logit_bias", "below the vocabulary size"),
+    ({"logit_bias": [1]}, "logit_bias", "is no object"),
+    ({"logprobs": True}, "logprobs", "cannot be served"),
+    ({"logprobs": 129}, "logprobs", "at most 128"),
+    ({"stream": "yes"}, "stream", "must be true or false"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "no field"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "a stream has none"),
+    ({"speculation": "far"}, "speculation", "cannot be served"),
+    ({"speculation": -1}, "speculation.depth", "cannot be served"),
+    ({"speculation": 1.5}, "speculation", "is no depth"),
+    ({"speculation": {"dept": 1}}, "speculation.dept", "did you mean 'depth'?"),
+    ({"speculation": {"drafter": "eagle"}}, "speculation.drafter", "is not drafting here"),
+    ({"speculation": {"tree": [[5, 5]]}}, "speculation.tree", "has no parent"),
+    ({"chat_template": "x"}, "chat_template", "there is no field"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "said"), REFUSED, ids=lambda value: ascii(value)[:50])
+def test_a_body_that_cannot_be_served_is_refused_by_name(
+    server: Running, fields: dict[str, Any], param: str, said: str
+) -> None:
+    with server.http() as http:
+        body = json.dumps(OK | fields)  # escapes what has no UTF-8
+        answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hi"]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"chat_template": "{% for %}"}, None),
+        ({"chat_template": "{{ raise_exception('no') }}"}, "messages"),
+        ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, None),
+        ({"chat_template": 3}, "chat_template"),
+        ({"chat_template": None}, None),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 200}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"prompt": "x"}, "prompt"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_conversation_that_cannot_be_served(server: Running, fields: dict[str, Any], param: str | None) -> None:
+    answer = server.post("/v1/chat/completions", **CHAT | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (b"", 400, "invalid_json"),
+        (b"[]", 400, "invalid_json"),
+        (b"{", 400, "invalid_json"),
+        (b'{"temperature": NaN}', 400, "invalid_json"),
+        (b'{"prompt": "\xff"}', 400, "invalid_json"),
+        (b'{"prompt":' + b"[" * 50_000 + b"]" * 50_000 + b"}", 413, "body_too_large"),
+        (b'{"prompt":' + b"[" * 40_000 + b"]" * 40_000 + b"}", 400, "invalid_json"),
+        (b'{"n":' + b"9" * 5000 + b"}", 400, "invalid_json"),
+        (b'{"prompt": "' + b"x" * 100_001 + b'"}', 413, "body_too_large"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_no_body(server: Running, content: bytes, status: int, code: str) -> None:
+    with server.http() as http:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            answer = http.post(path, content=content, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_other_types_methods_models_and_origins_are_refused(server: Running) -> None:
+    with server.http() as http:
+        assert http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+        assert http.get("/v1/completions").status_code == 405
+        assert http.get("/nowhere").json()["error"]["code"] == "no_route"
+        asked = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+        preflight = http.options("/v1/completions", headers=asked)
+        assert preflight.status_code == 405
+        answer = http.post("/v1/completions", json=OK, headers={"Origin": "http://elsewhere"})
+        assert not [name for name in (*preflight.headers, *answer.headers) if name.startswith("access-control")]
+    other = server.post("/v1/completions", **OK, model="gpt-5")
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+    assert server.post("/detokenize", tokens=[1, 512]).json()["error"]["param"] == "tokens"
+    assert server.post("/detokenize", tokens=[True]).status_code == 400
+    assert server.post("/tokenize", prompt="a", messages=[]).status_code == 400
+
+
+def test_lenient_warns_of_unknown_names_and_refuses_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    with drafting() as llm, running(llm, lenient=True) as server, caplog.at_level(logging.WARNING):
+        assert server.post("/v1/completions", **OK, temprature=1).status_code == 200
+        assert server.post("/v1/completions", **OK, best_of=3).status_code == 400
+    assert "did you mean 'temperature'? It was ignored." in caplog.text

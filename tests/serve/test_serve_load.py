@@ -1,0 +1,354 @@
+"""Under load: who leaves is out within a round, who comes too late is told, who fails fails alone, and all ends well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.engine.engine import Engine, Round
+from forerun.sampling.params import SamplingParams
+from forerun.serve.gate import Gate, Visit
+from forerun.serve.keys import ApiKeys
+from forerun.serve.problems import ApiError
+from serve.servers import PATIENCE_S, ROOT, SMALL, TARGET, Running, drafting, httpx, openai, plain, running, until
+
+OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
+ENDLESS = {"prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True, "seed": 1}
+
+
+@cache
+def expected() -> str:
+    """What the library says to OK."""
+    params = SamplingParams(max_tokens=8, seed=1)
+    return plain().generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with drafting() as llm, running(llm) as found:
+        yield found
+
+
+class Paced:
+    """An engine whose rounds wait to be let through, one by one, once it is held."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes, self.held, self.num_rounds = threading.Semaphore(0), False, 0
+        honest = Engine.round
+
+        def one(engine: Engine, plan: Round) -> object:
+            if self.held:
+                assert self.passes.acquire(timeout=PATIENCE_S)
+            self.num_rounds += 1
+            return honest(engine, plan)
+
+        monkeypatch.setattr(Engine, "round", one)
+
+    def let_go(self) -> None:
+        self.held = False
+        self.passes.release(1000)
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paced]:
+    found = Paced(monkeypatch)
+    yield found
+    found.let_go()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_is_out_of_the_engine_within_a_round(server: Running, paced: Paced, path: str, stream: bool) -> None:
+    """Counted in rounds that the test itself lets through: of the next one the request is no part any more."""
+    paced.held = True
+    body: dict[str, Any] = {**ENDLESS, "n": 2, "stream": stream}
+    if "chat" in path:
+        body = {name: value for name, value in body.items() if name != "prompt"}
+        body |= {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}"}
+    engine, raw = server.llm.engine, json.dumps(body).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
+        sock.sendall(head.encode() + raw)
+        until(lambda: len(engine.sequences) == 2)
+        paced.passes.release(3)
+        until(lambda: paced.num_rounds == 3)
+        assert len(engine.sequences) == 2
+    until(lambda: server.llm.turns.jobs)  # the cancellation waits for the round under way
+    paced.passes.release(1)
+    until(lambda: not engine.sequences)
+    assert paced.num_rounds <= 4
+    until(lambda: not server.server.service.gate.visits.total())
+
+
+def test_who_leaves_while_waiting_never_enters_the_engine(server: Running, paced: Paced) -> None:
+    paced.held = True
+    gate = server.server.service.gate
+    with ThreadPoolExecutor(gate.num_places) as pool:
+        running_ones = [pool.submit(server.post, "/v1/completions", **OK) for _ in range(gate.num_places)]
+        until(lambda: gate.held.total() == gate.num_places)
+        with pytest.raises(httpx.ReadTimeout), server.http() as http:
+            http.post("/v1/completions", json=OK, timeout=0.1)
+        until(lambda: not gate.num_waiting)
+        num_before = len(server.llm.engine.sequences)
+        paced.let_go()
+        assert all(each.result().json()["choices"][0]["text"] == expected() for each in running_ones)
+        assert num_before <= gate.num_places
+
+
+def test_a_full_queue_says_when_to_come_back(paced: Paced) -> None:
+    paced.held = True
+    with drafting(max_num_seqs=1) as llm, running(llm, max_queue=2) as server, ThreadPoolExecutor(8) as pool:
+        gate = server.server.service.gate
+        asked = [pool.submit(server.post, "/v1/completions", **OK) for _ in range(3)]
+        until(lambda: gate.visits.total() == 3)
+        refused = server.post("/v1/completions", **OK)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        with pytest.raises(openai.RateLimitError):
+            server.client().completions.create(model="stories", prompt="a", stream=True)
+        paced.let_go()
+        assert [each.result().json()["choices"][0]["text"] for each in asked] == [expected()] * 3
+        assert server.post("/v1/completions", **OK).status_code == 200
+
+
+def test_tenants_take_turns_and_each_has_a_queue_of_its_own() -> None:
+    async def work() -> None:
+        gate, order = Gate(num_requests=2, num_places=2, max_queue=4), []
+
+        async def ask(tenant: str, visit: Visit) -> None:
+            await gate.place(visit, 1)
+            order.append(tenant)
+            await asyncio.sleep(0)
+            gate.leave(visit)
+
+        first = [gate.enter("busy") for _ in range(6)]
+        with pytest.raises(ApiError, match="no more may wait") as error:
+            gate.enter("busy")
+        assert error.value.status == 429
+        later = [gate.enter(name) for name in ("calm", "calm", "shy")]
+        tasks = [asyncio.create_task(ask(visit.tenant, visit)) for visit in (*first, *later)]
+        await asyncio.gather(*tasks)
+        assert order[:2] == ["busy", "busy"]
+        assert set(order[2:5]) == {"busy", "calm", "shy"}
+        assert order[-2:] == ["busy", "busy"]
+        assert not gate.visits.total() + gate.held.total() + gate.num_waiting
+        gate.drain()
+        assert gate.empty.is_set()
+        with pytest.raises(ApiError) as error:
+            gate.enter("calm")
+        assert error.value.status == 503
+
+    asyncio.run(work())
+
+
+def test_a_request_that_needs_more_places_than_there_are_is_served_and_one_that_leaves_frees_them() -> None:
+    async def work() -> None:
+        gate = Gate(num_requests=1, num_places=2, max_queue=9)
+        large, small, gone = gate.enter(""), gate.enter(""), gate.enter("")
+        await gate.place(large, 50)
+        waiting = [asyncio.create_task(gate.place(visit, 1)) for visit in (gone, small)]
+        await asyncio.sleep(0)
+        assert gate.num_waiting == 2
+        waiting[0].cancel()
+        gate.leave(gone)
+        gate.leave(gone)
+        assert gate.num_waiting == 1
+        gate.leave(large)
+        await waiting[1]
+        gate.leave(small)
+        assert gate.empty.is_set()
+
+    asyncio.run(work())
+
+
+def test_a_broken_round_fails_its_own_request_and_the_server_goes_on(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = Engine.round
+
+    def broken(engine: Engine, plan: Round) -> object:
+        if any(row.sequence.seed == 666 and row.sequence.num_output > 2 for row in plan.rows):
+            raise RuntimeError("on purpose")
+        return honest(engine, plan)
+
+    monkeypatch.setattr(Engine, "round", broken)
+    with ThreadPoolExecutor(3) as pool:
+        good = [pool.submit(server.post, "/v1/completions", **OK) for _ in range(2)]
+        bad = pool.submit(server.post, "/v1/completions", **{**OK, "seed": 666}).result()
+        assert bad.status_code == 500
+        assert bad.json()["error"]["code"] == "round_failed"
+        assert "RuntimeError" in bad.json()["error"]["message"]
+        assert [each.result().json()["choices"][0]["text"] for each in good] == [expected()] * 2
+    stream = server.client().completions.create(model="stories", **{**OK, "seed": 666}, stream=True)
+    with pytest.raises(openai.APIError, match="failed at this request"):
+        list(stream)
+    assert server.post("/v1/completions", **OK).json()["choices"][0]["text"] == expected()
+    with server.http() as http:
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+
+
+def test_an_engine_that_has_stopped_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drafting() as llm, running(llm) as server:
+        monkeypatch.setattr(Engine, "step", lambda _: 1 / 0)
+        assert server.post("/v1/completions", **OK).json()["error"]["code"] == "internal_error"
+        with server.http() as http:
+            until(lambda: http.get("/health").status_code == 503)
+        assert server.post("/v1/completions", **OK).json()["error"]["code"] == "engine_closed"
+        monkeypatch.undo()
+
+
+def test_keys_are_wanted_where_there_are_some(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# who may ask\nalice  secret-a\nsecret-b # nobody in particular\n\n")
+    known = ApiKeys.read(keys)
+    assert known.tenant("Bearer secret-a") == "alice"
+    assert known.tenant("bearer secret-b").startswith("key-")
+    assert "secret" not in repr(known) + known.tenant("bearer secret-b")
+    with drafting() as llm, running(llm, api_keys=keys) as server:
+        assert [m.id for m in server.client("secret-a").models.list()] == ["stories"]
+        for client in (server.client("secret"), server.client("secret-a "[:-2])):
+            with pytest.raises(openai.AuthenticationError):
+                client.completions.create(model="stories", prompt="a")
+        with server.http() as http:
+            for path in ("/v1/models", "/v1/models/stories"):
+                assert http.get(path).status_code == 401
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+                answer = http.post(path, json=OK, headers={"Authorization": "Basic secret-a"})
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            for path in ("/health", "/ready", "/metrics"):
+                assert http.get(path).status_code == 200
+            good = http.post("/v1/completions", json=OK, headers={"Authorization": "Bearer secret-b"})
+            assert good.json()["choices"][0]["text"] == expected()
+
+
+def test_nothing_of_a_prompt_is_in_the_log_unless_asked(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(server: Running) -> None:
+        server.post("/v1/completions", **{**OK, "prompt": "zebrafish", "stop": "zebrafish"})
+        server.post("/v1/completions", prompt="zebrafish", zebrafish=1)
+        server.post("/v1/completions", prompt=["zebrafish", 1])
+        server.post("/tokenize", prompt="zebrafish")
+        with server.http() as http:
+            http.post("/v1/completions", content=b'{"zebrafish', headers={"content-type": "application/json"})
+        with monkeypatch.context() as patch:
+            patch.setattr("forerun.serve.service.asked_of", lambda body, *_: int(body["prompt"]))
+            assert server.post("/v1/completions", prompt="zebrafish").json()["error"]["code"] == "internal_error"
+
+    with caplog.at_level(logging.DEBUG), drafting() as llm:
+        with running(llm) as server:
+            ask(server)
+        assert "ValueError" in caplog.text
+        assert "zebrafish" not in caplog.text
+        with running(llm, log_prompts=True) as server:
+            ask(server)
+        assert "zebrafish" in caplog.text
+
+
+def test_metrics_count_what_the_engine_did() -> None:
+    with drafting() as llm, running(llm) as server:
+        usages = [
+            server.post("/v1/completions", **{**OK, "seed": seed, "max_tokens": 40, "n": 2}).json()["usage"]
+            for seed in range(3)
+        ]
+        with server.http() as http:
+            text = http.get("/metrics").text
+        counts = {}
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                counts[name.removeprefix("forerun:")] = float(value)
+        drafted = sum(usage["speculation"]["num_drafted"] for usage in usages)
+        assert counts["spec_decode_num_draft_tokens_total"] == drafted > 0
+        accepted = sum(usage["speculation"]["num_accepted"] for usage in usages)
+        assert counts["spec_decode_num_accepted_tokens_total"] == accepted > 0
+        by_place = [counts[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(3)]
+        assert by_place == llm.stats.accepted_at_depth
+        assert sum(by_place) == accepted
+        assert accepted < drafted <= 3 * counts["spec_decode_num_drafts_total"]
+        assert counts["generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages)
+        assert counts["prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
+        assert counts["time_to_first_token_seconds_count"] == counts["e2e_request_latency_seconds_count"] == 3
+        assert counts["request_queue_time_seconds_count"] == 6
+        assert counts['request_success_total{finished_reason="length"}'] == 6
+        first = counts["inter_token_latency_seconds_count"]
+        assert first < counts["generation_tokens_total"] <= first + 6 * 4
+        assert counts["num_requests_running"] == counts["num_requests_waiting"] == 0
+        assert counts['http_responses_total{status="200"}'] == 3
+
+
+def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """The command itself, in a process of its own, and where it listens."""
+    command = [sys.executable, "-m", "forerun", "serve", "--model", str(TARGET), "--draft", f"model:{SMALL}"]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        [*command, "--dtype", "float32", "--depth", "3", "--port", "0", *arguments],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "/v1" in line:
+            return process, line.split(" at ")[1].split("/v1")[0]
+    raise AssertionError(f"it ended with {process.wait()}")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)]
+)
+def test_a_signal_drains_the_server(sent: signal.Signals, status: int) -> None:
+    """What is under way is answered in full, on an open connection new requests get 503, and then the process ends."""
+    process, url = started()
+    try:
+        with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
+            assert http.get("/ready").status_code == 200
+            with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 12, "stream": True}) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                process.send_signal(sent)
+                until(lambda: http.get("/ready").status_code == 503)
+                late = http.post("/v1/completions", json=OK)
+                assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
+                assert late.headers["retry-after"] == "1"
+                assert http.get("/health").status_code == 200
+                events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        ends = [choice["index"] for each in events for choice in each["choices"] if choice["finish_reason"]]
+        assert sorted(ends) == list(range(12))
+        out, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == status, errors
+        assert out == errors == ""
+    finally:
+        process.kill()
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        run = [*made, *names, "-keyout", str(key), "-out", str(certificate)]
+        subprocess.run(run, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make a certificate with")
+    with drafting() as llm, running(llm, tls_key=key, tls_certificate=certificate) as server:
+        verify = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=server.url.replace("http", "https"), verify=verify, trust_env=False) as http:
+            assert http.post("/v1/completions", json=OK).json()["choices"][0]["text"] == expected()
