@@ -1,6 +1,7 @@
 """docs/ is true: its Python runs, its `forerun` lines parse, its links and headings exist, its JSON is JSON.
 
-A Python block that follows the line `<!-- needs a download -->` is compiled and not run. The blocks of one page share
+A Python block that follows the line `<!-- needs a download -->` is compiled and not run; one that follows
+`<!-- needs a server -->` is run by tests/serve/test_serve_docs.py. The blocks of one page share
 their names, as a reader who goes from top to bottom would have it.
 """
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from forerun.cli import app
 from test_readme import BLOCK, DOCUMENTS, ROOT
 
-NEEDS_DOWNLOAD = "<!-- needs a download -->"
+NEEDS = ("<!-- needs a download -->", "<!-- needs a server -->")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 EVERYWHERE = [*DOCUMENTS, *(page for page in PAGES if page not in DOCUMENTS)]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in EVERYWHERE}
@@ -28,10 +29,10 @@ SHELL = {"|", ">", "2>", "<", "&&", ";"}
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, bool]]:
-    """(body, whether it needs a download) of every block in this language."""
+    """(body, whether it needs a download or a server) of every block in this language."""
     text = TEXTS[page]
     return [
-        (found.group(2), text[: found.start()].rstrip().endswith(NEEDS_DOWNLOAD))
+        (found.group(2), text[: found.start()].rstrip().endswith(NEEDS))
         for found in BLOCK.finditer(text)
         if found.group(1) == language
     ]
@@ -75,9 +76,9 @@ def test_there_is_something_to_check() -> None:
 def test_python_blocks_run_in_order(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {"__name__": "docs"}
-    for body, needs_download in blocks(page, "python"):
+    for body, needs_more in blocks(page, "python"):
         code = compile(body, page.name, "exec")
-        if not needs_download:
+        if not needs_more:
             exec(code, names)
 
 

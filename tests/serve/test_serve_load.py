@@ -1,4 +1,4 @@
-"""Under load: who leaves is out within a round, who comes too late is told, who fails fails alone, and all ends well."""
+"""Under load: who leaves is out within a round, who comes too late is told, who fails fails alone, and all end well."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from forerun.engine.engine import Engine, Round
+from forerun.engine.forecast import Forecast
 from forerun.sampling.params import SamplingParams
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
@@ -294,6 +295,13 @@ def test_metrics_count_what_the_engine_did() -> None:
         assert first < counts["generation_tokens_total"] <= first + 6 * 4
         assert counts["num_requests_running"] == counts["num_requests_waiting"] == 0
         assert counts['http_responses_total{status="200"}'] == 3
+        assert "estimated_gain" not in counts, "nothing is known of it where the depth is fixed"
+        llm.stats.pace.add(2.0, 3.0)
+        llm.forecasts = (Forecast(8, 1.25, 4),)
+        with server.http() as http:
+            text = http.get("/metrics").text
+        assert "forerun:estimated_gain 1.5\n" in text
+        assert 'forerun:forecast_gain{batch="8"} 1.25\n' in text
 
 
 def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:

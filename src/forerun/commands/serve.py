@@ -93,15 +93,16 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
         ApiKeys.read(settings.api_keys)  # a mistake in it is told before anything is loaded
     sock = bound_socket(settings)
     log_to_stderr(server.access_log)
-    llm = build_llm(where, Console(stderr=True), server.max_num_seqs)
-    scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
-    shown_host = f"[{host}]" if ":" in host else host
+    with sock:
+        llm = build_llm(where, Console(stderr=True), server.max_num_seqs)
+        scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
+        shown_host = f"[{host}]" if ":" in host else host
 
-    def started() -> None:
-        show_note(f"{settings.model_name} at {scheme}://{shown_host}:{port}/v1, fingerprint {llm.fingerprint}")
+        def started() -> None:
+            show_note(f"{settings.model_name} at {scheme}://{shown_host}:{port}/v1, fingerprint {llm.fingerprint}")
 
-    with llm:
-        status = serve_until_told(llm, settings, sock, started)
+        with llm:
+            status = serve_until_told(llm, settings, sock, started)
     if status:
         raise typer.Exit(status)
 

@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import uvicorn
@@ -71,13 +72,15 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
+        with ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(family, kind, protocol))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            stack.pop_all()  # it stays open
+            return sock
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidRequest("port", f"{settings.host}:{settings.port} cannot be listened on ({reason}).") from error
-    return sock
 
 
 def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = lambda: None) -> DrainingServer:

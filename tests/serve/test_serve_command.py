@@ -1,0 +1,66 @@
+"""The command: mistakes are one line before anything is loaded, and without its packages it says how to get them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from forerun.cli import app
+from forerun.errors import InvalidRequest, MissingPackage
+from forerun.serve import packages
+from forerun.serve.keys import ApiKeys
+from forerun.serve.packages import require_packages
+from forerun.serve.settings import ServeSettings
+
+MODEL = str(Path(__file__).resolve().parent.parent / "data" / "stories260k")
+
+
+def told(*arguments: str) -> str:
+    run = CliRunner().invoke(app, ["serve", "--model", MODEL, *arguments], env={"COLUMNS": "500"})
+    assert run.exit_code == 2
+    assert run.stdout == ""
+    assert run.stderr.count("\n") == 1
+    return run.stderr
+
+
+def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "NEEDED", ("json", "no_such_package"))
+    with pytest.raises(MissingPackage, match=r"needs no_such_package, .* pip install 'forerun\[serve\]'"):
+        require_packages()
+    assert "pip install 'forerun[serve]'" in told()
+
+
+def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed: pip install -e '.[dev]'")
+
+    def loaded(*_: object) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr("forerun.commands.answering.build_llm", loaded)
+    (tmp_path / "empty").write_text("# nobody\n")
+    (tmp_path / "long").write_text("a b c\n")
+    assert "cannot be read" in told("--api-keys", str(tmp_path / "none"))
+    assert "holds no key" in told("--api-keys", str(tmp_path / "empty"))
+    assert "line 1, has 3 words" in told("--api-keys", str(tmp_path / "long"))
+    assert "give both, or neither" in told("--tls-key", "k.pem")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "cannot be listened on" in told("--port", str(taken.getsockname()[1]))
+    assert "cannot be listened on" in told("--host", "no such host")
+
+
+@pytest.mark.parametrize("field", ["max_queue", "max_body_bytes", "port", "drain_s"])
+def test_settings_are_checked(field: str) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        ServeSettings(**{field: -1.0 if field == "drain_s" else -1})
+
+
+def test_a_file_of_keys_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        ApiKeys.read(tmp_path / "keys")
