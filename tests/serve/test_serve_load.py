@@ -297,7 +297,7 @@ def test_metrics_count_what_the_engine_did() -> None:
         assert counts['http_responses_total{status="200"}'] == 3
         assert "estimated_gain" not in counts, "nothing is known of it where the depth is fixed"
         llm.stats.pace.add(2.0, 3.0)
-        llm.forecasts = (Forecast(8, 1.25, 4),)
+        llm.forecasts = (Forecast(8, "", 4, 1.25),)
         with server.http() as http:
             text = http.get("/metrics").text
         assert "forerun:estimated_gain 1.5\n" in text
