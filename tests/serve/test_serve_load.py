@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -173,6 +174,10 @@ def test_a_request_that_needs_more_places_than_there_are_is_served_and_one_that_
         gate.leave(gone)
         gate.leave(gone)
         assert gate.num_waiting == 1
+        many = gate.enter("")
+        with pytest.raises(ApiError, match="1 samples are waiting, and no more may wait"):
+            await gate.place(many, 9)
+        gate.leave(many)
         gate.leave(large)
         await waiting[1]
         gate.leave(small)
@@ -360,3 +365,41 @@ def test_over_tls(tmp_path: Path) -> None:
         verify = ssl.create_default_context(cafile=str(certificate))
         with httpx.Client(base_url=server.url.replace("http", "https"), verify=verify, trust_env=False) as http:
             assert http.post("/v1/completions", json=OK).json()["choices"][0]["text"] == expected()
+
+
+def test_a_body_that_does_not_arrive_and_a_client_that_leaves_before_it_hold_nothing(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    gate = server.server.service.gate
+    with socket.create_connection((address[0], int(address[1]))) as sock:
+        sock.sendall(head)
+        until(gate.visits.total)
+    until(lambda: not gate.visits.total())
+    monkeypatch.setattr("forerun.serve.app.BODY_S", 0.05)
+    with socket.create_connection((address[0], int(address[1]))) as sock:
+        sock.settimeout(PATIENCE_S)
+        sock.sendall(head)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 408")
+    until(lambda: not gate.visits.total())
+    assert "answered with 5" not in caplog.text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_takes_longer_than_the_drain_is_ended_with_an_error(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    honest = Engine.round
+
+    def slow(engine: Engine, plan: Round) -> object:
+        time.sleep(0.03)
+        return honest(engine, plan)
+
+    monkeypatch.setattr(Engine, "round", slow)
+    with drafting() as llm, ThreadPoolExecutor(1) as pool:
+        with running(llm, drain_s=0.1) as server:
+            asked = pool.submit(server.post, "/v1/completions", **ENDLESS, stream=stream)
+            until(lambda: llm.engine.sequences)
+        assert asked.result().status_code == (200 if stream else 503)
+        assert '"code":"engine_closed"' in asked.result().text
+        assert "[DONE]" not in asked.result().text

@@ -33,14 +33,18 @@ log = logging.getLogger(__name__)
 
 
 class EventStream(Response):
-    """Server-sent events until `chunks` end or the client goes away; `end` is called then, whatever happened."""
+    """Server-sent events, the first and then those of `rest`, until they end or the client goes away.
+
+    Whatever happened, `rest` is closed then, and `end` is called.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.chunks = chunks
+        self.first = first
+        self.rest = rest
         self.end = end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -50,15 +54,18 @@ class EventStream(Response):
         except (ClientGone, OSError):
             log.debug("A client left its stream.")
         finally:
-            self.end()
+            try:
+                await self.rest.aclose()
+            finally:
+                self.end()
 
     async def write(self, send: Any) -> None:
-        """Send all chunks."""
-        async with aclosing(self.chunks) as chunks:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        """Send all events."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.first, "more_body": True})
+        async for each in self.rest:
+            await send({"type": "http.response.body", "body": each, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Routes:
@@ -80,8 +87,7 @@ class Routes:
         visit = self.service.gate.enter(self.tenant(request))
         stays = False
         try:
-            raw = await self.body(request)
-            response = await unless_gone(request.receive, self.reply(visit, endpoint, raw))
+            response = await unless_gone(request.receive, self.reply(visit, endpoint, await self.body(request)))
             stays = isinstance(response, EventStream)
             return response
         finally:
@@ -91,15 +97,12 @@ class Routes:
     async def reply(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Response:
         """The same for a body that was read. An error before the first token is raised, and has a status of its own."""
         writer = await self.service.writer(visit, endpoint, raw)
+        del raw  # bodies may be long, and many may wait
         deltas = self.service.deltas(visit, writer.answers)
         if writer.asked.stream:
-            chunks = self.events(writer, deltas)
-            try:
-                first = await anext(chunks)
-            except BaseException:
-                await chunks.aclose()
-                raise
-            return EventStream(following(first, chunks), lambda: self.service.gate.leave(visit))
+            events = self.events(writer, deltas)
+            first = await anext(events)  # if this raises, they are at their end
+            return EventStream(first, events, lambda: self.service.gate.leave(visit))
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
@@ -136,7 +139,7 @@ class Routes:
 
     def model_object(self) -> dict[str, Any]:
         """The model, with how long its texts may be."""
-        own = {"id": self.service.model_name, "object": "model", "created": 0, "owned_by": "forerun"}
+        own = {"id": self.service.model_name, "object": "model", "created": self.service.started, "owned_by": "forerun"}
         llm = self.service.llm
         return own | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
 
@@ -157,7 +160,7 @@ class Routes:
     async def health(self, request: Request) -> Response:
         """Whether the engine goes on."""
         if not self.service.alive:
-            raise EngineClosed("the engine has stopped; restart the server.")
+            raise EngineClosed
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -285,11 +288,3 @@ def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, st
 def written(body: dict[str, Any]) -> bytes:
     """JSON in ASCII: some clients take U+2028 for the end of a line, and halves of surrogates have no UTF-8."""
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-async def following(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """A generator's first item, which was taken out, and the rest of it."""
-    async with aclosing(rest):
-        yield first
-        async for each in rest:
-            yield each

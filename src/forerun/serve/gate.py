@@ -36,6 +36,8 @@ class Gate:
     """Lets in at most `num_requests` + `max_queue` requests of each tenant, and `num_places` sequences to the engine.
 
     A request with more samples than places are left is let through when any place is free: it could never be otherwise.
+    Every sample holds the prompt's tokens, so the samples that wait are bounded too: a request that has to wait behind
+    others of its tenant is refused where they would be more than `max_queue`.
     """
 
     num_requests: int
@@ -57,18 +59,26 @@ class Gate:
             message = "the server is shutting down and takes no new requests."
             raise ApiError(503, message, code="shutting_down", kind=FAULT_OF_SERVER, retry_s=1)
         if self.visits[tenant] >= self.num_requests + self.max_queue:
-            message = f"{self.visits[tenant]} requests are being answered or waiting, and no more may wait: try again."
-            raise ApiError(429, message, code="queue_full", kind="rate_limit_error", retry_s=self.retry_s)
+            raise self.full(f"{self.visits[tenant]} requests are being answered or waiting")
         self.visits[tenant] += 1
         self.empty.clear()
         return Visit(tenant, time.perf_counter())
 
     async def place(self, visit: Visit, num_sequences: int) -> None:
-        """Wait until so many sequences may be given to the engine."""
+        """Wait until so many sequences may be given to the engine. Raises the ApiError for 429 where too many wait."""
+        queue = self.queues.setdefault(visit.tenant, deque())
+        waiting = sum(each.wanted for each in queue)
+        if queue and waiting + num_sequences > self.max_queue:
+            raise self.full(f"{waiting} samples are waiting")
         visit.wanted, visit.turn = num_sequences, asyncio.get_running_loop().create_future()
-        self.queues.setdefault(visit.tenant, deque()).append(visit)
+        queue.append(visit)
         self.advance()
         await visit.turn
+
+    def full(self, why: str) -> ApiError:
+        """The refusal of a request that would have to wait."""
+        message = f"{why}, and no more may wait: try again."
+        return ApiError(429, message, code="queue_full", kind="rate_limit_error", retry_s=self.retry_s)
 
     def leave(self, visit: Visit) -> None:
         """End a visit, wherever it is; a second time has no effect."""

@@ -21,6 +21,8 @@ from forerun.errors import (
 MISTAKE_OF_CALLER, FAULT_OF_SERVER = "invalid_request_error", "server_error"
 INTERNAL = "the server met an error that it was not prepared for; its log says which. Other requests go on."
 
+CLOSED = "the engine has stopped, so that this request is not answered to its end, and no other is any more."
+
 
 class ApiError(Exception):
     """An answer that is an error. `param` is the field at fault; `retry_s` says when to try again."""
@@ -74,7 +76,7 @@ def problem_of(error: BaseException) -> ApiError:
         message = f"the engine failed at this request and has ended it; others go on. {error}"
         return ApiError(500, message, code="round_failed", kind=FAULT_OF_SERVER)
     if isinstance(error, EngineClosed):
-        return ApiError(503, str(error), code="engine_closed", kind=FAULT_OF_SERVER)
+        return ApiError(503, CLOSED, code="engine_closed", kind=FAULT_OF_SERVER)
     if isinstance(error, ForerunError):
         return ApiError(500, str(error), code="engine_error", kind=FAULT_OF_SERVER)
     return ApiError(500, INTERNAL, code="internal_error", kind=FAULT_OF_SERVER)

@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import FrameType
 
 import uvicorn
@@ -23,7 +23,7 @@ from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-GRACE_S = 1  # for connections, once all answers are complete
+GRACE_S = 1  # for connections, once all requests are answered or ended
 log = logging.getLogger(__name__)
 
 
@@ -42,7 +42,8 @@ class DrainingServer(uvicorn.Server):
         """Begin to listen, and say so."""
         self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        self.tell_started()
+        if self.started:
+            self.tell_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal; at the second, end at once."""
@@ -60,10 +61,14 @@ class DrainingServer(uvicorn.Server):
 
     async def end_when_empty(self) -> None:
         """End when nobody is in any more, or the time for it is over."""
+        empty = self.service.gate.empty
         try:
-            await asyncio.wait_for(self.service.gate.empty.wait(), self.service.settings.drain_s)
+            await asyncio.wait_for(empty.wait(), self.service.settings.drain_s)
         except TimeoutError:
             log.warning("Requests that were not finished after %g s are ended.", self.service.settings.drain_s)
+            await asyncio.to_thread(self.service.close)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(empty.wait(), GRACE_S)  # they are told so
         self.should_exit = True
 
 

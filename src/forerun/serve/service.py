@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ class Service:
         self.gate = Gate(places, places + max(1, places // 4), settings.max_queue)
         self.metrics = Metrics(llm, self.gate)
         self.texts = TokenTexts(llm.tokenizer)
+        self.started = int(time.time())
         self.front = AsyncLLM(llm)
 
     @property
