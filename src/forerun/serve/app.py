@@ -68,7 +68,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class Routes:
+class HttpRoutes:
     """The handlers of one service."""
 
     def __init__(self, service: Service) -> None:
@@ -245,7 +245,7 @@ def application(service: Service) -> FastAPI:
 
     # The pages that show the interface would load scripts from elsewhere.
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    routes = Routes(service)
+    routes = HttpRoutes(service)
     table: list[tuple[str, str, Handler, Endpoint | None]] = [
         ("POST", "/v1/completions", routes.completions, "completions"),
         ("POST", "/v1/chat/completions", routes.chat, "chat"),
