@@ -28,6 +28,7 @@ class Visit:
     turn: asyncio.Future[None] | None = None
     wanted: int = 0
     num_places: int = 0
+    placed: bool = False
     gone: bool = False
 
 
@@ -80,6 +81,12 @@ class Gate:
         message = f"{why}, and no more may wait: try again."
         return ApiError(429, message, code="queue_full", kind="rate_limit_error", retry_s=self.retry_s)
 
+    def free(self, visit: Visit) -> None:
+        """Take back the place of a sequence that is finished, before the visit ends."""
+        visit.num_places -= 1
+        self.held[visit.tenant] -= 1
+        self.advance()
+
     def leave(self, visit: Visit) -> None:
         """End a visit, wherever it is; a second time has no effect."""
         if visit.gone:
@@ -87,7 +94,7 @@ class Gate:
         visit.gone = True
         self.visits[visit.tenant] -= 1
         self.held[visit.tenant] -= visit.num_places
-        if visit.num_places:
+        if visit.placed:
             now = time.perf_counter()
             if self.left_s is not None:
                 self.between_s = SMOOTHING * self.between_s + (1 - SMOOTHING) * (now - self.left_s)
@@ -106,7 +113,7 @@ class Gate:
                 return
             tenant = min(waiting, key=lambda name: (self.held[name], self.turns.get(name, 0)))
             visit = self.queues[tenant].popleft()
-            visit.num_places = visit.wanted
+            visit.num_places, visit.placed = visit.wanted, True
             self.held[tenant] += visit.wanted
             self.num_turns += 1
             self.turns[tenant] = self.num_turns

@@ -95,6 +95,8 @@ class Service:
         async with aclosing(self.front.follow(answers.sequences)) as deltas:
             async for delta in deltas:
                 answers.add(delta)
+                if delta.finish_reason is not None:
+                    self.gate.free(visit)
                 self.metrics.see(watch, delta, answers)
                 yield delta
 
