@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class Running:
 
     url: str
     server: Any  # a DrainingServer
+    clients: list[Any] = field(default_factory=list)  # closed with the server
 
     @property
     def llm(self) -> LLM:
@@ -65,7 +66,9 @@ class Running:
 
     def client(self, key: str = "none", **options: Any) -> Any:
         """OpenAI's own client, which must not hide an error by asking again."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, **options)
+        own = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, **options)
+        self.clients.append(own)
+        return own
 
     def http(self, **options: Any) -> Any:
         """Plain HTTP."""
@@ -89,7 +92,9 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
     thread.start()
     until(lambda: server.started)
     try:
-        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", server)
+        yield (found := Running(f"http://127.0.0.1:{sock.getsockname()[1]}", server))
+        for client in found.clients:
+            client.close()
     finally:
         assert server.loop is not None
         server.loop.call_soon_threadsafe(server.drain)

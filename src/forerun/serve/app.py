@@ -65,6 +65,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self.first, "more_body": True})
         async for each in self.rest:
             await send({"type": "http.response.body", "body": each, "more_body": True})
+            await asyncio.sleep(0)  # neither of these need wait, and the news that the client is gone has to come in
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
