@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,9 @@ def test_what_is_asked_is_answered(
     assert ADDRESS in body
     body = body.replace(ADDRESS, server.url)
     if language == "python":
-        exec(compile(body, "serving.md", "exec"), {"__name__": "docs"})
+        names: dict[str, Any] = {"__name__": "docs"}
+        exec(compile(body, "serving.md", "exec"), names)
+        names["client"].close()
         assert "num_accepted" in capsys.readouterr().out
     elif shutil.which("curl") is None:
         pytest.skip("there is no curl")
