@@ -153,6 +153,12 @@ class AsyncLLM:
         finally:
             self.part(key)
 
+    def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
+        """Raise an error to whoever follows these sequences, which cancels them."""
+        outbox = self.outboxes.get(sequences[0].request_id)
+        if outbox is not None:
+            outbox.put(error)
+
     def part(self, key: int) -> None:
         """Cancel the requests of an outbox, as far as they are not finished, and forget it."""
         outbox = self.outboxes.pop(key, None)

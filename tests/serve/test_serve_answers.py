@@ -259,6 +259,13 @@ def test_tokenize_and_detokenize_are_each_other_s_reverse(server: Running) -> No
     assert server.post("/detokenize", tokens=found["tokens"]).json()["prompt"].strip() == PROMPT
 
 
+def test_a_completion_that_says_nothing_of_its_length_has_16_tokens(server: Running) -> None:
+    found = server.client().completions.create(model="stories", prompt=PROMPT, temperature=0)
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 16
+    assert found.choices[0].finish_reason == "length"
+
+
 def test_models(server: Running) -> None:
     client = server.client()
     (model,) = client.models.list().data

@@ -54,10 +54,10 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch
     assert "cannot be listened on" in told("--host", "no such host")
 
 
-@pytest.mark.parametrize("field", ["max_queue", "max_body_bytes", "port", "drain_s"])
+@pytest.mark.parametrize("field", ["max_queue", "max_body_bytes", "port", "drain_s", "request_s"])
 def test_settings_are_checked(field: str) -> None:
     with pytest.raises(InvalidRequest, match=field):
-        ServeSettings(**{field: -1.0 if field == "drain_s" else -1})
+        ServeSettings(**{field: -1.0 if field.endswith("_s") else -1})
 
 
 def test_a_file_of_keys_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_who_leaves_is_out_of_the_engine_within_a_round(server: Running, paced: 
         paced.passes.release(3)
         until(lambda: paced.num_rounds == 3)
         assert len(engine.sequences) == 2
-    until(lambda: server.llm.turns.jobs)  # the cancellation waits for the round under way
+    until(lambda: server.llm.turns.jobs or not engine.sequences)  # it waits for the round under way, if there is one
     paced.passes.release(1)
     until(lambda: not engine.sequences)
     assert paced.num_rounds <= 4
@@ -388,6 +388,23 @@ def test_a_body_that_does_not_arrive_and_a_client_that_leaves_before_it_hold_not
         assert sock.recv(4096).startswith(b"HTTP/1.1 408")
     until(lambda: not gate.visits.total())
     assert "answered with 5" not in caplog.text
+
+
+def test_a_request_has_its_time_waiting_included(paced: Paced) -> None:
+    """While the engine is held in a round both whoever it answers and whoever waits are told."""
+    with drafting(max_num_seqs=1) as llm, running(llm, request_s=0.3) as server, ThreadPoolExecutor(4) as pool:
+        stream = server.client().completions.create(model="stories", **OK | {"max_tokens": 400}, stream=True)
+        next(stream)
+        paced.held = True
+        asked = [pool.submit(server.post, "/v1/completions", **OK) for _ in range(3)]
+        for each in asked:
+            assert each.result().status_code == 504
+            assert each.result().json()["error"]["code"] == "took_too_long"
+            assert each.result().headers["x-should-retry"] == "false"
+        with pytest.raises(openai.APIError, match=r"took more than 0\.3 seconds"):
+            list(stream)
+        paced.let_go()
+        assert server.post("/v1/completions", **OK).json()["choices"][0]["text"] == expected()
 
 
 @pytest.mark.full

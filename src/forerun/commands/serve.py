@@ -46,6 +46,9 @@ class ServeOptions:
     drain_s: Annotated[
         float, typer.Option(min=0, help="Seconds that answers may take after SIGTERM or Ctrl-C, which refuse new ones.")
     ] = 60.0
+    request_s: Annotated[
+        float | None, typer.Option(help="Seconds that a request may take, waiting included; longer ones get 504.")
+    ] = None
     tls_key: Annotated[Path | None, typer.Option(help="Private key of HTTPS, PEM.")] = None
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate of HTTPS, PEM.")] = None
     lenient: Annotated[
@@ -66,6 +69,7 @@ class ServeOptions:
             max_queue=self.max_queue,
             max_body_bytes=self.max_body_bytes,
             drain_s=self.drain_s,
+            request_s=self.request_s,
             lenient=self.lenient,
             log_prompts=self.log_prompts,
             tls_key=self.tls_key,

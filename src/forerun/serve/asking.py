@@ -19,7 +19,7 @@ from forerun.limits import shown, whole
 from forerun.llm import LLM
 from forerun.messages import ChatOptions
 from forerun.near import nearest
-from forerun.request import Request, Wish, as_batch, requests_of
+from forerun.request import Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.serve.problems import ApiError, refused
 from forerun.serve.schema import SAMPLING, TEMPLATE, Endpoint, served_fields
@@ -158,7 +158,8 @@ def completion_requests(
         raise refused("prompt", "prompt: there is none: give text or token ids.", "missing_required_parameter")
     if not isinstance(prompt, str | list) or not prompt:
         raise refused("prompt", f"prompt: {shown(prompt)} is no text, no token ids, and no list of either.")
-    prompts = as_batch(prompt)
+    one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)
+    prompts = [prompt] if one else prompt
     if len(prompts) > MOST_SAMPLES_AT_ONCE:
         raise refused("prompt", f"prompt: these are {len(prompts)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
     for each in prompts:

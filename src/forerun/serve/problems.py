@@ -23,6 +23,8 @@ INTERNAL = "the server met an error that it was not prepared for; its log says w
 
 CLOSED = "the engine has stopped, so that this request is not answered to its end, and no other is any more."
 
+TOO_LONG = "took_too_long"
+
 
 class ApiError(Exception):
     """An answer that is an error. `param` is the field at fault; `retry_s` says when to try again."""
@@ -54,6 +56,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """The headers that belong to it."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.code == TOO_LONG:
+            headers["x-should-retry"] = "false"  # OpenAI's clients would ask again, and again for too much
         return headers if self.retry_s is None else {**headers, "Retry-After": str(self.retry_s)}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from forerun.async_llm import AsyncLLM
@@ -18,7 +18,7 @@ from forerun.serve.asking import asked_of, parsed_body
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.metrics import Metrics
-from forerun.serve.problems import ApiError
+from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError
 from forerun.serve.schema import Endpoint
 from forerun.serve.settings import ServeSettings
 from forerun.serve.spelled import TokenTexts
@@ -90,15 +90,38 @@ class Service:
 
     async def deltas(self, visit: Visit, answers: Answers) -> AsyncGenerator[Delta, None]:
         """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""
-        await self.gate.place(visit, len(answers.sequences))
-        watch = self.metrics.watch(visit)
-        async with aclosing(self.front.follow(answers.sequences)) as deltas:
-            async for delta in deltas:
-                answers.add(delta)
-                if delta.finish_reason is not None:
-                    self.gate.free(visit)
-                self.metrics.see(watch, delta, answers)
-                yield delta
+        with self.limited(visit, answers):
+            await self.gate.place(visit, len(answers.sequences))
+            watch = self.metrics.watch(visit)
+            async with aclosing(self.front.follow(answers.sequences)) as deltas:
+                async for delta in deltas:
+                    answers.add(delta)
+                    if delta.finish_reason is not None:
+                        self.gate.free(visit)
+                    self.metrics.see(watch, delta, answers)
+                    yield delta
+
+    @contextmanager
+    def limited(self, visit: Visit, answers: Answers) -> Iterator[None]:
+        """Within it the answer ends with the ApiError for 504 once the time of a request is over."""
+        limit_s = self.settings.request_s
+        if limit_s is None:
+            yield
+            return
+
+        def end() -> None:
+            message = f"the request took more than {limit_s:g} seconds, waiting included, and was ended."
+            error = ApiError(504, message, code=TOO_LONG, kind=FAULT_OF_SERVER)
+            if visit.turn is not None and not visit.turn.done():
+                visit.turn.set_exception(error)
+            self.front.end_with(answers.sequences, error)
+
+        left_s = limit_s - (time.perf_counter() - visit.entered_s)
+        timer = asyncio.get_running_loop().call_later(left_s, end)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

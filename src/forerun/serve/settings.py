@@ -17,8 +17,9 @@ class ServeSettings:
     """Settings of one server.
 
     At most `max_queue` requests of each key wait beyond those that are being answered. `drain_s` is how long a server
-    that was told to end waits for the requests it has. With `lenient` unknown fields of bodies are warned of and not
-    refused. `api_keys` is a file of keys; without one everybody is answered. Raises InvalidRequest naming the field.
+    that was told to end waits for the requests it has. A request that takes longer than `request_s`, waiting included,
+    is ended with an error. With `lenient` unknown fields of bodies are warned of and not refused. `api_keys` is a file
+    of keys; without one everybody is answered. Raises InvalidRequest naming the field.
     """
 
     host: str = "127.0.0.1"
@@ -28,6 +29,7 @@ class ServeSettings:
     max_queue: int = 256
     max_body_bytes: int = 8 << 20
     drain_s: float = 60.0
+    request_s: float | None = None
     lenient: bool = False
     log_prompts: bool = False
     tls_key: Path | None = None
@@ -39,5 +41,7 @@ class ServeSettings:
         require_whole("port", self.port, 0)
         if not self.drain_s >= 0:
             raise InvalidRequest("drain_s", f"{self.drain_s} must be a number of seconds from 0 on.")
+        if self.request_s is not None and not self.request_s > 0:
+            raise InvalidRequest("request_s", f"{self.request_s} must be a number of seconds above 0.")
         if (self.tls_key is None) != (self.tls_certificate is None):
             raise InvalidRequest("tls_key", "a key and a certificate go together: give both, or neither.")
