@@ -78,7 +78,7 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paced]:
 def test_who_leaves_is_out_of_the_engine_within_a_round(server: Running, paced: Paced, path: str, stream: bool) -> None:
     """Counted in rounds that the test itself lets through: of the next one the request is no part any more."""
     paced.held = True
-    body: dict[str, Any] = {**ENDLESS, "prompt": ["Lily", "Once upon a time"], "stream": stream}  # requests of their own
+    body: dict[str, Any] = {**ENDLESS, "prompt": ["Lily", "Once upon a time"], "stream": stream}  # two requests
     if "chat" in path:
         del body["prompt"]
         body |= {"n": 2, "messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}"}
@@ -392,7 +392,7 @@ def test_a_body_that_does_not_arrive_and_a_client_that_leaves_before_it_hold_not
 
 def test_a_request_has_its_time_waiting_included(paced: Paced) -> None:
     """While the engine is held in a round both whoever it answers and whoever waits are told."""
-    with drafting(max_num_seqs=1) as llm, running(llm, request_s=0.3) as server, ThreadPoolExecutor(4) as pool:
+    with drafting(max_num_seqs=1) as llm, running(llm, request_s=1.0) as server, ThreadPoolExecutor(4) as pool:
         stream = server.client().completions.create(model="stories", **OK | {"max_tokens": 400}, stream=True)
         next(stream)
         paced.held = True
@@ -401,7 +401,7 @@ def test_a_request_has_its_time_waiting_included(paced: Paced) -> None:
             assert each.result().status_code == 504
             assert each.result().json()["error"]["code"] == "took_too_long"
             assert each.result().headers["x-should-retry"] == "false"
-        with pytest.raises(openai.APIError, match=r"took more than 0\.3 seconds"):
+        with pytest.raises(openai.APIError, match=r"took more than 1 seconds"):
             list(stream)
         paced.let_go()
         assert server.post("/v1/completions", **OK).json()["choices"][0]["text"] == expected()
