@@ -401,7 +401,7 @@ def test_a_request_has_its_time_waiting_included(paced: Paced) -> None:
             assert each.result().status_code == 504
             assert each.result().json()["error"]["code"] == "took_too_long"
             assert each.result().headers["x-should-retry"] == "false"
-        with pytest.raises(openai.APIError, match=r"took more than 1 seconds"):
+        with pytest.raises(openai.APIError, match="took more than 1 seconds"):
             list(stream)
         paced.let_go()
         assert server.post("/v1/completions", **OK).json()["choices"][0]["text"] == expected()
