@@ -125,6 +125,7 @@ def test_a_full_queue_says_when_to_come_back(paced: Paced) -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert server.post("/tokenize", prompt="a").status_code == 429
         with pytest.raises(openai.RateLimitError):
             server.client().completions.create(model="stories", prompt="a", stream=True)
         paced.let_go()

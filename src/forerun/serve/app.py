@@ -153,10 +153,13 @@ class HttpRoutes:
         return await self.text_work(request, detokenized)
 
     async def text_work(self, request: Request, work: Callable[[Service, bytes], dict[str, Any]]) -> Response:
-        """Work of the tokenizer, in another thread."""
-        self.tenant(request)
-        raw = await self.body(request)
-        return json_response(await asyncio.to_thread(work, self.service, raw))
+        """Work of the tokenizer, in another thread; its bodies count among those that are let in."""
+        visit = self.service.gate.enter(self.tenant(request))
+        try:
+            raw = await self.body(request)
+            return json_response(await asyncio.to_thread(work, self.service, raw))
+        finally:
+            self.service.gate.leave(visit)
 
     async def health(self, request: Request) -> Response:
         """Whether the engine goes on."""
