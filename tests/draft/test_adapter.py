@@ -65,9 +65,9 @@ def drafter_of(
     plan = plan_drafter(spec, context(bench))
     drafter = plan.build(dict.fromkeys(plan.models, 0), None, runner)
     assert isinstance(drafter, EarlyExitDrafter)
-    if drafter.adapted is None:
+    if drafter.adapter is None:
         return drafter
-    adapter = type(runner).of(drafter.adapted.adapter.decoder, num_tokens, block_size)
+    adapter = type(runner).of(drafter.adapter.decoder, num_tokens, block_size)
     return EarlyExitDrafter(runner, drafter.layer, adapter)
 
 
@@ -80,8 +80,8 @@ def adapter_rows(drafter: Beside | EarlyExitDrafter, seq_id: int) -> tuple[torch
     """What an adapter's cache holds of a sequence."""
     own = drafter.drafter if isinstance(drafter, Beside) else drafter
     assert isinstance(own, EarlyExitDrafter)
-    assert own.adapted is not None
-    return rows_of(own.adapted.adapter, seq_id)
+    assert own.adapter is not None
+    return rows_of(own.adapter, seq_id)
 
 
 @pytest.mark.sampled(3)
@@ -130,8 +130,8 @@ def test_after_any_history_it_holds_what_reading_anew_leaves(bench_of: Benches, 
     drafter, read = beside(bench, spec), []
     own = drafter.drafter
     assert isinstance(own, EarlyExitDrafter)
-    assert own.adapted is not None
-    adapter = own.adapted.adapter
+    assert own.adapter is not None
+    adapter = own.adapter
     plain_read = adapter.read
 
     def reading(reads: list[Read], **more: torch.Tensor) -> object:
@@ -159,7 +159,7 @@ def test_after_any_history_it_holds_what_reading_anew_leaves(bench_of: Benches, 
         num_late += sum(read[num_reads:])
         num_known += sum(len(texts[r.seq_id]) - len(r.text) for r in rows) - sum(read[num_reads:])
         assert not adapter.tails
-        assert not own.adapted.guesses
+        assert not any(following.tail for following in own.sequences.values())
         adapter.cache.check()
         anew = beside(bench, spec)
         anew.observe(committed([Row(r.seq_id, texts[r.seq_id]) for r in rows]))
@@ -213,13 +213,13 @@ def check(engine: Engine, anew: Beside) -> None:
     """What the adapter knows of each sequence is what it would know of its text."""
     drafter = engine.drafter
     assert isinstance(drafter, EarlyExitDrafter)
-    assert drafter.adapted is not None
-    drafter.adapted.adapter.cache.check()
-    texts = [t for t in engine.sequences.values() if t.num_read and t.id in drafter.told]
+    assert drafter.adapter is not None
+    drafter.adapter.cache.check()
+    texts = [t for t in engine.sequences.values() if t.num_read and t.id in drafter.sequences]
     anew.observe(committed([Row(t.id, t.tokens[: t.num_read + 1]) for t in texts]))
     for text in texts:
-        if text.id in drafter.adapted.lost:
-            assert text.id not in drafter.adapted.adapter.cache
+        if drafter.sequences[text.id].lost:
+            assert text.id not in drafter.adapter.cache
             continue
         for found, expected in zip(adapter_rows(drafter, text.id), adapter_rows(anew, text.id), strict=True):
             assert torch.equal(found, expected)
@@ -245,9 +245,9 @@ def test_tokens_are_those_of_plain_decoding(
     assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
     drafter = engine.drafter
     assert isinstance(drafter, EarlyExitDrafter)
-    assert drafter.adapted is not None
-    assert not any((drafter.told, drafter.adapted.lost, drafter.adapted.guesses, drafter.adapted.adapter.tails))
-    assert drafter.adapted.adapter.cache.num_rows == 0
+    assert drafter.adapter is not None
+    assert not any((drafter.sequences, drafter.lower.tails, drafter.adapter.tails))
+    assert drafter.adapter.cache.num_rows == 0
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
@@ -299,8 +299,8 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) 
         assert drafter.outlook([0]).limit == [0]  # its text is longer than what the adapter reads
         own = drafter.drafter
         assert isinstance(own, EarlyExitDrafter)
-        assert own.adapted is not None
-        assert own.adapted.adapter.cache.num_rows == 0
+        assert own.adapter is not None
+        assert own.adapter.cache.num_rows == 0
         drafter.forget([0])
         drafter.observe(committed([Row(0, text)]))
         assert drafter.outlook([0]).limit == [left]
@@ -370,8 +370,8 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
     assert plan.fingerprint() != other.fingerprint()
     drafter = plan.build({spec: 128}, None, bench.runner)
     assert isinstance(drafter, EarlyExitDrafter)
-    assert drafter.adapted is not None
-    adapter, target = drafter.adapted.adapter, bench.runner
+    assert drafter.adapter is not None
+    adapter, target = drafter.adapter, bench.runner
     assert adapter.decoder.embedding is target.decoder.embedding
     assert adapter.decoder.head is target.decoder.head
     assert adapter.decoder.dtype == target.decoder.dtype

@@ -1,6 +1,7 @@
 """Chains drawn as one graph are the chains drawn step by step; what a graph cannot do is left to the steps."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.chain_graph import FILTERS, ChainGraph, is_plain
-from forerun.draft.loop import Start
 from forerun.draft.model import ModelDrafter
+from forerun.models.chain_graph import FILTERS, ChainGraph, is_plain
+from forerun.models.chains import SameIds, Start
 from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws, RowSampling
@@ -48,8 +49,7 @@ def both(runner: GraphRunner, draws: Draws, depths: tuple[int, ...]) -> list[Dra
     """The draft as it is made, and as the steps make it."""
     made = make(runner)
     stepped = make(runner)
-    assert stepped.graph is not None
-    stepped.graph.draw = lambda *_: None  # type: ignore[method-assign,assignment]
+    stepped.runner.draw_chains = lambda *_: None  # type: ignore[method-assign,assignment]
     return [drafter.propose(draws, [Budget(depth) for depth in depths]) for drafter in (made, stepped)]
 
 
@@ -85,13 +85,14 @@ def test_chains_of_different_depths_are_one_graph(runner: GraphRunner, depths: t
 def test_a_graph_serves_fewer_rows_and_shorter_chains_than_its_own(runner: GraphRunner) -> None:
     """No new one is made until most of the one there is would be padding; the chains are those of the steps."""
     drafter = make(runner)
-    assert drafter.graph is not None
+    assert isinstance(drafter.runner, GraphRunner)
     sizes: list[list[tuple[int, int]]] = []
     for depths in ((8, 8, 8), (7, 7, 6), (5, 0, 4), (0, 4, 0), (3, 3, 3), (2, 0, 0), (8, 8, 8)):
         drafted = drafter.propose(draws_of(), [Budget(depth) for depth in depths])
         stepped = both(runner, draws_of(), depths)[1]
         assert torch.equal(drafted.tree.tokens, stepped.tree.tokens)
-        sizes.append([*drafter.graph.buffers])
+        assert drafter.runner.chain_graph is not None
+        sizes.append([*drafter.runner.chain_graph.buffers])
     assert sizes == [[(4, 8)]] * 4 + [[(4, 8), (4, 3)]] * 3
     drafter.runner.cache.check()
 
@@ -128,11 +129,11 @@ def test_every_field_that_shapes_a_law_is_known_to_the_graph() -> None:
 
 def test_what_a_graph_cannot_do_is_left_alone(runner: GraphRunner) -> None:
     drafter = make(runner, num_tokens=32)
-    assert drafter.graph is not None
-    logits, starts = torch.zeros(2, VOCAB), [Start(0, 0, 2), Start(1, 1, 2)]
-    assert drafter.graph.draw(draws_of(rejection=True), starts, logits) is None
+    logits, starts, ids = torch.zeros(2, VOCAB), [Start(0, 0, 2), Start(1, 1, 2)], SameIds(VOCAB, VOCAB)
+    draw = partial(drafter.runner.draw_chains, logits=logits, ids=ids)
+    assert draw(draws_of(rejection=True), starts) is None
     filtered = (replace(PARAMS[0], top_k=3), *PARAMS[1:])
-    assert drafter.graph.draw(draws_of(filtered), starts, logits) is None
-    assert drafter.graph.draw(draws_of(), [Start(0, 0, 90), Start(1, 1, 90)], logits) is None
+    assert draw(draws_of(filtered), starts) is None
+    assert draw(draws_of(), [Start(0, 0, 90), Start(1, 1, 90)]) is None
     drafter.runner.cache.check()
     assert drafter.runner.cache.num_rows == 0

@@ -176,7 +176,7 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
         texts = texts_of(bench, engine, batch + 1, shapes)
         assert run(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
         assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
-        assert not engine.drafter.told  # type: ignore[union-attr]
+        assert not engine.drafter.sequences  # type: ignore[union-attr]
 
 
 def test_one_layer_less_is_right_half_the_time() -> None:
@@ -361,7 +361,7 @@ def test_a_request_whose_code_fails_while_it_is_drafted_hurts_nobody(bench_of: B
         engine.submit(text)
     assert len({tuple(tokens) for tokens in run(bench, engine, texts)}) == 1
     assert len(calls) > 7
-    assert not engine.drafter.runner.tails  # type: ignore[union-attr]
+    assert not engine.drafter.lower.tails  # type: ignore[union-attr]
 
 
 def test_an_engine_on_another_runner_does_without_and_says_so(

@@ -12,10 +12,12 @@ from torch import Tensor
 from draft.rounds import Row, committed, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.model import CHUNK_TOKENS, TAIL_TOKENS, ModelDrafter
-from forerun.kernels.laws import RowLaws
+from forerun.draft.follower import CHUNK_TOKENS, TAIL_TOKENS
+from forerun.draft.model import ModelDrafter
+from forerun.models.chains import Chains, Start
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
 
 VOCAB = 512
@@ -32,12 +34,9 @@ class CountingRunner(Runner):
         self.num_read += sum(len(read.tokens) for read in reads)
         return states
 
-    def draw_chains(
-        self, seq_ids: Sequence[int], depths: Sequence[int], logits: Tensor, laws: RowLaws
-    ) -> list[list[int]] | None:
-        chains = super().draw_chains(seq_ids, depths, logits, laws)
-        for chain, depth in zip(chains or [], depths, strict=False):
-            self.num_read += min(len(chain), depth - 1)
+    def draw_chains(self, draws: Draws, starts: Sequence[Start], *rest: Any) -> Chains | None:
+        chains = super().draw_chains(draws, starts, *rest)
+        self.num_read += sum(chains.num_read.values()) if chains else 0
         return chains
 
 
@@ -222,7 +221,7 @@ def test_long_prompts_are_read_in_chunks_to_the_same_bits(
     budgets = [Budget(3)] * 3
     at_once = fresh(blueprint, rows, budgets)
     assert sum(len(row.text) for row in rows) <= CHUNK_TOKENS
-    monkeypatch.setattr("forerun.draft.model.CHUNK_TOKENS", 50)
+    monkeypatch.setattr("forerun.draft.follower.CHUNK_TOKENS", 50)
     assert_same(fresh(blueprint, rows, budgets), at_once)
 
 
@@ -295,7 +294,7 @@ def test_vocabularies_padded_to_other_widths_are_cut_or_filled(blueprint: Bluepr
     drafter.observe(committed([row]))
     tree = drafter.propose(draws_of([row], vocab, temperature=1.0), [Budget(4, 3, 12)]).tree
     assert int(tree.tokens.max()) < min(vocab, VOCAB)
-    fitted = drafter.fit_vocabulary(torch.ones(2, VOCAB))
+    fitted = drafter.ids.spread(torch.ones(2, VOCAB))
     assert fitted.isfinite().sum(1).tolist() == [min(vocab, VOCAB)] * 2
     assert fitted.shape == (2, vocab)
     if vocab > VOCAB:
@@ -322,11 +321,11 @@ def test_a_draft_says_how_long_its_passes_took(
             self.take()
             return super().read(reads, taps, drawn)
 
-        def draw_chains(self, *arguments: Any) -> list[list[int]] | None:
+        def draw_chains(self, *arguments: Any) -> Chains | None:
             self.take()
             return super().draw_chains(*arguments) if at_once else None
 
-    monkeypatch.setattr("forerun.draft.model.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("forerun.draft.follower.time.perf_counter", lambda: now_s)
     drafter = make(blueprint)
     drafter.runner = SlowRunner(drafter.runner.decoder, drafter.runner.cache)
     row = Row(0, random_text(40, seed=3))

@@ -201,10 +201,11 @@ def test_answers_of_other_lengths_capture_nothing_new(target_dir: Path, draft_di
 
     def captured() -> list[set[object]]:
         assert isinstance(llm.drafter, ModelDrafter)
-        assert llm.drafter.graph is not None
+        assert isinstance(llm.drafter.runner, GraphRunner)
+        assert llm.drafter.runner.chain_graph is not None
         return [
             *(set(runner.tables) for runner in runners if isinstance(runner, GraphRunner)),
-            {*llm.drafter.graph.buffers},
+            {*llm.drafter.runner.chain_graph.buffers},
         ]
 
     def answer(lengths: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Following: the state of one sequence in a draft model.
+"""Following: the state of one sequence in a drafter that is a model.
 
 This module decides how the tokens that were read behind the kept text are numbered and found again, and which part of a
 text stays when its end turns out to be different.
@@ -10,8 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from torch import Tensor
+
+from forerun.annotations import Float
+from forerun.device import Download
 from forerun.draft.base import Budget
-from forerun.draft.loop import UnseenGuesses
+
+
+@dataclass(frozen=True, slots=True)
+class UnseenGuesses:
+    """Guesses of one sequence that were read into its tail before the host saw them."""
+
+    guesses: Download
+    row: int
+    num_read: int
+
+    def tokens(self) -> list[int]:
+        """The guesses, once the device has drawn them."""
+        found: list[int] = self.guesses.values()[self.row][: self.num_read]
+        return found
 
 
 @dataclass(slots=True)
@@ -19,7 +36,8 @@ class Following:
     """One sequence as the drafter knows it; how much of its text the cache holds is the runner's to say.
 
     `tail` finds what was read behind the kept text, right or wrong: (parent node, token) -> node, numbered as the
-    runner does; parent -1 is the kept text itself.
+    runner does; parent -1 is the kept text itself. `features` are the target's states at the end of the text, as long
+    as they are not read. A `lost` sequence is not drafted: its features found no room, and are shown only once.
     """
 
     text: list[int] = field(default_factory=list)
@@ -27,6 +45,8 @@ class Following:
     highest: int = 0  # the largest token id in the text
     tail: dict[tuple[int, int], int] = field(default_factory=dict)
     pending: UnseenGuesses | None = None  # guesses in the tail, behind all others, that the host has not seen
+    features: Float[Tensor, "unread taps hidden"] | None = None
+    lost: bool = False
 
     def add(self, parent: int, token: int) -> int:
         """Number a tail node that is about to be read."""

@@ -1,4 +1,4 @@
-"""Reading the nodes of growing trees, level by level, behind the roots in a draft model's cache.
+"""Reading the nodes of growing trees, level by level, behind the roots in a model's cache.
 
 This module decides which reads a level is, and how its nodes are numbered. How trees grow is decided in `growth.py`.
 """
@@ -13,46 +13,37 @@ from torch import Tensor
 from forerun.draft.expand import NodeToExpand
 from forerun.draft.following import Following
 from forerun.draft.growth import Growth
+from forerun.models.chains import TokenIds
 from forerun.models.runner import Read
 
 ReadAll = Callable[[Sequence[Read]], Tensor | None]  # the logits asked for; None: no room
-Own = Callable[[Sequence[int]], Sequence[int]]
 
 
 class LevelReader:
-    """Reads nodes for `expand`. `roots[seq_id]` is the root's number in the sequence's tail.
-
-    `own` gives the model's ids of guesses, below 0 and each another where it has none: something is read there.
-    """
+    """Reads nodes for `expand`, numbered as in the sequences' tails, whose last nodes are the roots."""
 
     def __init__(
-        self,
-        sequences: Mapping[int, Following],
-        read: ReadAll,
-        own: Own,
-        seq_ids: Sequence[int],
-        roots: Mapping[int, int],
+        self, sequences: Mapping[int, Following], read: ReadAll, ids: TokenIds, seq_ids: Sequence[int]
     ) -> None:
         self.sequences = sequences
         self.read = read
-        self.own = own
+        self.ids = ids
         self.seq_ids = seq_ids
-        self.numbers = {(row, 0): roots[seq_id] for row, seq_id in enumerate(seq_ids) if seq_id in roots}
+        self.numbers = {(row, 0): len(sequences[s].tail) - 1 for row, s in enumerate(seq_ids) if s in sequences}
 
     def __call__(self, growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None:
         """The logits after the nodes, in their order; None where the cache has no room for them."""
+        own = self.ids.own_list([growths[place.row].tokens[place.node] for place in places])
+        parents = [self.numbers[place.row, growths[place.row].parents[place.node]] for place in places]
         reads = []
-        own = self.own([growths[place.row].tokens[place.node] for place in places])
-        for row, group in groupby(zip(places, own, strict=True), key=lambda pair: pair[0].row):
-            pairs = list(group)
-            parents = [self.numbers[row, growths[row].parents[place.node]] for place, _ in pairs]
-            tokens = [max(0, token) for _, token in pairs]
-            reads.append(Read(self.seq_ids[row], tokens, parents, judged=range(len(tokens))))
+        for row, group in groupby(range(len(places)), key=lambda i: places[i].row):
+            nodes = list(group)
+            tokens = [max(0, own[i]) for i in nodes]
+            reads.append(Read(self.seq_ids[row], tokens, [parents[i] for i in nodes], judged=range(len(nodes))))
         logits = self.read(reads)
         if logits is None:
             return None
-        for place, token in zip(places, own, strict=True):
-            parent = self.numbers[place.row, growths[place.row].parents[place.node]]
+        for place, token, parent in zip(places, own, parents, strict=True):
             following = self.sequences[self.seq_ids[place.row]]
             self.numbers[place.row, place.node] = following.add(parent, token)
         return logits

@@ -101,7 +101,11 @@ class SharedTokens:
     `own_ids[id]` is the drafter's id of the target's, below 0 and different for each where there is none.
     """
 
+    same = False
+
     def __init__(self, own_ids: Int[Tensor, " vocab"], num_own: int) -> None:
+        self.vocab_size = len(own_ids)
+        self.num_own = num_own
         self.own_ids = own_ids
         self.known: list[int] = own_ids.tolist()
         self.columns = torch.where(own_ids < 0, num_own, own_ids)
@@ -121,6 +125,10 @@ class SharedTokens:
     def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
         """The drafter's ids of the target's; -1, which is no token, stays."""
         return torch.where(tokens < 0, -1, self.own_ids[tokens.clamp_min(0)])
+
+    def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The same on the host; below 0, and each another, where there is none."""
+        return [self.known[token] for token in tokens]
 
 
 def shared_ids(target: Vocabulary, own: Vocabulary) -> dict[int, int]:

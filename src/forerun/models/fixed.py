@@ -21,6 +21,7 @@ from forerun.models.ops import SPLIT, TILE_ROWS, Heads, KeyMap, Ops
 
 ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16
+PADDED = 4  # how many times its rows a small pass may be padded to
 ALIGNED = 4  # numbers of a column, so that the next one begins where a kernel likes it, for any number of rows
 
 

@@ -18,14 +18,17 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.device import upload
+from forerun.models.chain_graph import ChainGraph
+from forerun.models.chains import Chains, Start, TokenIds
 from forerun.models.decoder import Decoder
-from forerun.models.fixed import LEAST_PATH, Inputs, Layout, Outputs, Shape, run_pass, tile_rows
+from forerun.models.fixed import LEAST_PATH, PADDED, Inputs, Layout, Outputs, Shape, run_pass, tile_rows
 from forerun.models.ops import SPLIT, ops_for, power_of_two
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States, Tail
+from forerun.sampling.draws import Draws
 
 BodyResult = TypeVar("BodyResult")
 SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
-LEAST_ROWS, PADDED = 16, 4  # the smallest size, and how many times its rows a small pass may be padded to
+LEAST_ROWS = 16  # the smallest size
 SHORT_READ, MOST_ROWS = 64, 2048  # a larger pass is captured where no sequence reads more, up to so many rows
 CAPTURED_STEP, LARGE_STEP = 64, 128  # the rows of larger passes are multiples of these: captured ones, and others
 WARM_UPS = 2  # runs before a capture, in which libraries choose and compile what they will launch
@@ -77,13 +80,14 @@ class GraphRunner(Runner):
     """Reads as Runner does, with the decoder's matrix products as its loader made them for this device."""
 
     resumes = False
+    draws_unseen = True
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         super().__init__(decoder, cache)
-        self.device = cache.keys.device
         self.ops = ops_for(self.device)
         self.graphs = Graphs(self.device)
         self.tables: dict[tuple[Shape, bool], Inputs] = {}
+        self.chain_graph: ChainGraph | None = None
         c = decoder.config
         self.tile = tile_rows(c.heads, c.kv_heads)
         num_slots = cache.blocks.num_blocks * cache.blocks.block_size
@@ -118,6 +122,21 @@ class GraphRunner(Runner):
             hidden=outputs.hidden[:total].clone(),
             taps=None if outputs.taps is None else outputs.taps[:total].clone(),
         )
+
+    def draw_chains(
+        self,
+        draws: Draws,
+        starts: Sequence[Start],
+        logits: Float[Tensor, "starts vocab"],
+        ids: TokenIds,
+        states: bool = False,
+    ) -> Chains | None:
+        """The same as a graph, whose guesses the host does not see. A runner's ids are always the same ones."""
+        assert not states, "a graph leaves no states"
+        if self.chain_graph is None:
+            self.chain_graph = ChainGraph(self, ids)
+        assert self.chain_graph.ids is ids, "a graph is captured with its ids"
+        return self.chain_graph.draw(draws, starts, logits)
 
     def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]:
         """The reads as rows, and which of them are judged; their room is reserved already."""

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.kernels.laws import RowLaws
 from forerun.models.attention import AttentionPath, Copy, QueryRule, make_paths
+from forerun.models.chains import Chains, Start, TokenIds
 from forerun.models.decoder import Decoder, Hidden, TokenBatch
+from forerun.sampling.draws import Draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +123,17 @@ class Tail:
 class Runner:
     """Reads tokens through a decoder into its cache. One row per sequence; rows appear with their first read.
 
-    `resumes`: whether a pass can go on where one through the lower layers stopped (`PartialPass`).
+    `resumes`: whether a pass can go on where one through the lower layers stopped (`PartialPass`). `draws_unseen`:
+    whether chains are drawn on the device and read from there, before the host sees them.
     """
 
     resumes: ClassVar[bool] = True
+    draws_unseen: ClassVar[bool] = False
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.device = cache.keys.device
         self.tails: dict[int, Tail] = {}
 
     @classmethod
@@ -150,6 +154,12 @@ class Runner:
     def lower(self, num_layers: int) -> Runner:
         """A runner of the decoder's first layers, over the same cache: its tails are tails there too."""
         return type(self)(self.decoder.lower(num_layers), self.cache)
+
+    @property
+    def window(self) -> int:
+        """The longest text that it can read, alone in its cache."""
+        blocks = self.cache.blocks
+        return min(self.decoder.config.max_positions, blocks.num_blocks * blocks.block_size)
 
     def length(self, seq_id: int) -> int:
         """Committed tokens read so far; 0 for an unknown sequence."""
@@ -199,32 +209,37 @@ class Runner:
 
     def draw_chains(
         self,
-        seq_ids: Sequence[int],
-        depths: Sequence[int],
-        logits: Float[Tensor, "rows vocab"],
-        laws: RowLaws,
-        states: Float[Tensor, "rows depth hidden"] | None = None,
-    ) -> list[list[int]] | None:
+        draws: Draws,
+        starts: Sequence[Start],
+        logits: Float[Tensor, "starts vocab"],
+        ids: TokenIds,
+        states: bool = False,
+    ) -> Chains | None:
         """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.
 
-        `logits` are those after the tails' last nodes; `states`, if given, gets those of the guesses that are read.
-        None, with nothing changed, where the decoder has no such call, or the cache no room.
+        `logits` are those after the tails' last nodes, over the target's ids. None, with nothing changed, where there
+        is no such call for the decoder, these ids or these draws, or no room in the cache. `states`: whether to give
+        those of the guesses that are read.
         """
-        native = self.decoder.native
-        assert all(self.tails[seq_id].scratch == 0 for seq_id in seq_ids), "a chain goes on from a chain"
-        counts = [max(0, depth - 1) for depth in depths]
-        if native is None or not self.cache.can_reserve(seq_ids, counts):
+        native, seq_ids = self.decoder.native, [start.seq_id for start in starts]
+        laws = None if native is None or draws.rejection or not ids.same else draws.row_laws
+        counts = [max(0, start.depth - 1) for start in starts]
+        if native is None or laws is None or not laws.compiled or not self.cache.can_reserve(seq_ids, counts):
             return None
+        assert all(self.tails[seq_id].scratch == 0 for seq_id in seq_ids), "a chain goes on from a chain"
         self.cache.reserve(seq_ids, counts)
-        starts = [self.cache.start(seq_id) for seq_id in seq_ids]
+        depths, firsts = [start.depth for start in starts], [self.cache.start(seq_id) for seq_id in seq_ids]
         positions = [self.length(seq_id) + len(self.tails[seq_id].parents) for seq_id in seq_ids]
-        embedding, rope = self.decoder.embedding, self.decoder.rope
-        chains = native.draw_chains(logits, laws, depths, starts, positions, embedding, self.cache, rope, states)
+        hidden = torch.empty(len(starts), max(depths), self.decoder.config.hidden) if states else None
+        own, embedding, rope = laws.some([s.row for s in starts]), self.decoder.embedding, self.decoder.rope
+        drawn = native.draw_chains(logits, own, depths, firsts, positions, embedding, self.cache, rope, hidden)
+        chains = Chains([0] * len(draws.rows), {}, texts=[[row.tokens[-1]] for row in draws.rows], states=hidden)
         ended = []  # rows whose last draw was not certain: of their room some was not used
-        for seq_id, chain, count in zip(seq_ids, chains, counts, strict=True):
-            self.tails[seq_id].grow(None, min(len(chain), count))
+        for start, chain, count in zip(starts, drawn, counts, strict=True):
+            chains.add(start, chain, min(len(chain), count))
+            self.tails[start.seq_id].grow(None, min(len(chain), count))
             if len(chain) < count:
-                ended.append(seq_id)
+                ended.append(start.seq_id)
         self.cache.cut(ended, [len(self.tails[seq_id].parents) for seq_id in ended])
         return chains
 

@@ -2,7 +2,7 @@
 
 This module decides for which rounds that is possible: chains that are drawn from plain or tempered logits under coupled
 noise. A graph does the same work for every round, so nothing in it may depend on a request: temperatures, keys and
-positions are tensors, and rounds with filters or penalties are left to `loop`, step by step. Chains may end at
+positions are tensors, and rounds with filters or penalties are drawn step by step. Chains may end at
 different depths: the deepest come first, and at every step the rows that have ended are padding. So a graph also serves
 shorter chains and fewer rows than it was captured for, as they occur near the ends of answers. Without a GPU the same
 functions run uncaptured.
@@ -11,8 +11,9 @@ functions run uncaptured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,17 +21,18 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import upload
-from forerun.draft.loop import Chains, Start
-from forerun.models.fixed import Inputs, Shape, run_pass
-from forerun.models.graphs import PADDED, GraphRunner
+from forerun.models.chains import Chains, Start, TokenIds
+from forerun.models.fixed import PADDED, Inputs, Shape, run_pass
 from forerun.models.ops import power_of_two
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
 
+if TYPE_CHECKING:
+    from forerun.models.graphs import GraphRunner
+
 LONGER = 2  # how many times its depth a round may be padded to, rather than that another graph is captured
-Exchange = Callable[[Tensor], Tensor]  # the model's logits over the target's ids; the model's ids of the target's
 PLAIN = SamplingParams()
 FILTERS = ("logit_bias", "banned_tokens", "bad_words", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
            "presence_penalty", "frequency_penalty", "logits_processors")  # fmt: skip
@@ -55,11 +57,9 @@ class Buffers:
 class ChainGraph:
     """Draws chains with a model, in graphs of a few numbers of rows (powers of two) and depths."""
 
-    def __init__(self, runner: GraphRunner, fit: Exchange, vocab_size: int, own: Exchange | None = None) -> None:
+    def __init__(self, runner: GraphRunner, ids: TokenIds) -> None:
         self.runner = runner
-        self.fit = fit
-        self.vocab_size = vocab_size
-        self.own: Exchange = own or (lambda tokens: tokens)
+        self.ids = ids
         self.buffers: dict[tuple[int, int], Buffers] = {}
 
     def draw(self, draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"]) -> Chains | None:
@@ -106,7 +106,7 @@ class ChainGraph:
             device = self.runner.device
             shape = Shape(rows, 0, rows, self.runner.most_keys)
             self.buffers[rows, depth] = Buffers(
-                logits=torch.zeros(rows, self.vocab_size, device=device),
+                logits=torch.zeros(rows, self.ids.vocab_size, device=device),
                 keys=torch.zeros(rows, dtype=torch.long, device=device),
                 positions=torch.zeros(rows, dtype=torch.long, device=device),
                 temperatures=torch.zeros(rows, 1, device=device),
@@ -122,10 +122,10 @@ class ChainGraph:
             columns.append(tokens)
             if level < len(buffers.steps):
                 step = buffers.steps[level]
-                step.columns["tokens"].copy_(self.own(tokens).clamp_min(0))
+                step.columns["tokens"].copy_(self.ids.own(tokens).clamp_min(0))
                 found = run_pass(self.runner.decoder, self.runner.ops, step, self.runner.cache).logits
                 assert found is not None, "every row of a step is judged"
-                logits = self.fit(found)
+                logits = self.ids.spread(found)
         return torch.stack(columns, dim=1)
 
     def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:
@@ -133,16 +133,13 @@ class ChainGraph:
         batch, deepest, device = len(draws.rows), starts[0].depth, draws.device
         index = upload([start.row for start in starts], torch.long, device)
         depths = upload([start.depth for start in starts], torch.long, device)
-        chains = Chains(
-            guesses=torch.full((batch, deepest), -1, dtype=torch.long, device=device),
-            counts=[0] * batch,
-            num_read={start.seq_id: start.depth - 1 for start in starts if start.depth > 1},
-        )
+        found = torch.full((batch, deepest), -1, dtype=torch.long, device=device)
         wanted = torch.arange(deepest, device=device) < depths[:, None]
-        chains.guesses[index] = torch.where(wanted, guesses[: len(starts), :deepest], -1)
+        found[index] = torch.where(wanted, guesses[: len(starts), :deepest], -1)
+        counts = [0] * batch
         for start in starts:
-            chains.counts[start.row] = start.depth
-        return chains
+            counts[start.row] = start.depth
+        return Chains(counts, {s.seq_id: s.depth - 1 for s in starts if s.depth > 1}, guesses=found)
 
 
 def draw_coupled(

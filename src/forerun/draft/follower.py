@@ -1,0 +1,374 @@
+"""Follower: what every drafter does that is a model, whatever the model reads.
+
+This module decides what is read and when: committed text lazily, when a sequence is drafted again, or at once where it
+is told together with the target's states; guesses one level at a time. The keys and values of accepted guesses are
+kept, so that a round usually starts with the root and at most one token more. Lack of memory makes drafts shallower and
+is never an error. It also decides in which way guesses grow: as chains, by one call of the runner or step by step, or
+as trees. The drafters decide what goes into their models, and whose text and memory it is; the runner decides where
+tokens lie in the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float
+from forerun.cache.blocks import OutOfBlocks
+from forerun.device import Download
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.draft.expand import expand
+from forerun.draft.following import DraftRow, Following, UnseenGuesses
+from forerun.draft.levels import LevelReader
+from forerun.draft.steps import seen_chains, unseen_chains
+from forerun.errors import WrongTarget
+from forerun.models.chains import Chains, Start, TokenIds
+from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.sampling.draws import Draws
+
+CHUNK_TOKENS = 512  # most tokens of committed text in one pass
+TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out their paths behind the kept text
+
+
+class Follower:
+    """Follows the target's sequences with a runner, and drafts with it.
+
+    A drafter with `taps` is fed: `inputs` make what its runner reads from the target's states, and text is read when it
+    is observed, because the states are shown once. `rereads`: whether the runner's cache is the drafter's own, and a
+    text can be read once more after its keys and values were given up.
+    """
+
+    arms: tuple[str, ...]
+    taps: tuple[int, ...] = ()
+    rereads: ClassVar[bool] = True
+
+    def __init__(self, runner: Runner, ids: TokenIds) -> None:
+        self.runner = runner
+        self.ids = ids
+        self.sequences: dict[int, Following] = {}
+        self.pass_s = 0.0  # in passes since the last call of `propose`
+
+    def inputs(
+        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
+    ) -> Float[Tensor, "total hidden"]:
+        """What a fed drafter's runner reads in place of the embeddings of these tokens, which are packed.
+
+        `features` are the target's states after the tokens of final text; None for roots and guesses, which the target
+        has not read.
+        """
+        raise NotImplementedError
+
+    def run(
+        self,
+        reads: Sequence[Read],
+        drawn: DeviceTokens | None = None,
+        features: Float[Tensor, "total taps hidden"] | None = None,
+    ) -> States:
+        """One pass. Raises OutOfBlocks, with nothing changed, where there is no room."""
+        if self.taps:
+            return self.runner.read(reads, inputs=self.inputs(reads, features))
+        return self.runner.read(reads, drawn=drawn)
+
+    def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
+        """The draft as it is handed over, of the sequences that were `granted` a budget; their tails stay read."""
+        return draft
+
+    def observe(self, news: Committed) -> None:
+        """Remember what became final; guesses that it confirms stay read.
+
+        Raises WrongTarget for text without the states that are to be read.
+        """
+        for i, (seq_id, tokens, root) in enumerate(news.rows()):
+            following = self.sequences.setdefault(seq_id, Following())
+            assert not tokens or following.root in (None, tokens[0]), "a sequence's news begin with its last root"
+            following.text.extend(tokens)
+            following.root = root
+            following.highest = max(following.highest, *tokens, root)
+            if self.taps and news.features is not None:
+                following.features = news.features[news.offsets[i] : news.offsets[i + 1]]
+        self.confirm(news.seq_ids)
+        if self.taps:
+            self.learn(news.seq_ids)
+
+    def confirm(self, seq_ids: Sequence[int]) -> None:
+        """Keep of the tails what the texts confirm, and forget the rest."""
+        kept, paths = [], []
+        for seq_id in seq_ids:
+            following = self.sequences[seq_id]
+            following.settle()
+            if following.tail:
+                kept.append(seq_id)
+                paths.append(following.path(self.unread(seq_id)))
+                following.clear()
+        if kept:
+            self.runner.keep(kept, paths)
+
+    def learn(self, seq_ids: Sequence[int]) -> None:
+        """Read these sequences' text from the target's states; where there is no room the youngest are lost."""
+        rows = []
+        for seq_id in seq_ids:
+            following = self.sequences[seq_id]
+            if len(following.text) > self.window:
+                self.lose(seq_id)
+            unread = 0 if following.lost else len(self.unread(seq_id))
+            if unread and (following.features is None or len(following.features) < unread):
+                raise WrongTarget(
+                    f"{self.arms[0]} reads the target's states, and is told text without them: build the drafter for "
+                    f"the engine that runs it, which shows them, as LLM(model, draft=...) does"
+                )
+            if unread:
+                rows.append(DraftRow(seq_id, (), NO_DRAFT))
+        self.catch_up(rows, 0)
+        for seq_id in seq_ids:
+            self.sequences[seq_id].features = None
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
+        self.pass_s = 0.0
+        wishes = self.wishes(draws.seq_ids, budgets, tail)
+        self.cut_tails(wishes)
+        passed = self.read_roots(wishes if self.taps else self.catch_up(wishes, TAIL_TOKENS))
+        granted = {wish.seq_id: wish.budget for wish in passed.wishes}
+        if not granted:
+            return replace(Draft.none([row.tokens[-1] for row in draws.rows]), pass_s=self.pass_s)
+        draft = self.finish(draws, self.grow(draws, granted, passed.logits), granted)
+        return replace(draft, pass_s=self.pass_s)
+
+    def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
+        """The guesses behind the roots, as chains if only chains are asked for, else as trees."""
+        if all(budget.width == 1 and budget.price == 0 for budget in granted.values()):
+            chains = self.draw_chains(draws, granted, logits)
+            if chains is not None:
+                return Draft(chains.tree(draws))
+
+        def read_on(reads: Sequence[Read]) -> Tensor | None:
+            return self.logits(self.read(reads, granted))
+
+        tails = {seq_id: self.sequences[seq_id] for seq_id in granted}
+        reader = LevelReader(tails, read_on, self.ids, draws.seq_ids)
+        return expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits, reader)
+
+    def draw_chains(
+        self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
+    ) -> Chains | None:
+        """The chains, by one call of the runner or step by step; None where each draw needs laws or the host."""
+        unseen = self.runner.draws_unseen and not self.taps and not any(r.params.logits_processors for r in draws.rows)
+        if not unseen and (draws.rejection or not draws.on_host):
+            return None
+        rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
+        starts = [Start(rows[s], s, min(b.depth, b.nodes)) for s, b in granted.items()]
+        chains = None if self.taps else self.draw_at_once(draws, starts, logits)
+        if chains is None and unseen:
+            chains = unseen_chains(draws, starts, logits, lambda reads, drawn: self.read_unseen(reads, drawn, granted))
+        elif chains is None:
+            chains = seen_chains(draws, starts, logits, lambda seq_ids, own: self.read_seen(seq_ids, own, granted))
+        self.number(chains, starts)
+        return chains
+
+    def draw_at_once(
+        self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
+    ) -> Chains | None:
+        """The chains by one call of the runner, whose draws count with its passes; None where it has none for them."""
+        started_s = time.perf_counter()
+        chains = self.runner.draw_chains(draws, starts, logits, self.ids, states)
+        self.pass_s += time.perf_counter() - started_s
+        return chains
+
+    def number(self, chains: Chains, starts: Sequence[Start]) -> None:
+        """Number the guesses that were read into the tails; those that the host has not seen, when it has."""
+        if chains.texts is not None:
+            for start in starts:
+                read = chains.texts[start.row][1 : 1 + chains.num_read.get(start.seq_id, 0)]
+                for token in self.ids.own_list(read):
+                    self.sequences[start.seq_id].append(token)
+        elif chains.guesses is not None and chains.num_read:
+            download = Download(self.ids.own(chains.guesses))
+            for start in starts:
+                num_read = chains.num_read.get(start.seq_id, 0)
+                self.sequences[start.seq_id].pending = UnseenGuesses(download, start.row, num_read)
+
+    def read_seen(self, seq_ids: Sequence[int], tokens: Sequence[int], active: Collection[int]) -> Tensor | None:
+        """One more guess of each chain, and the logits after it; None where there is no room."""
+        own = self.ids.own_list(tokens)
+        return self.logits(
+            self.read([Read(s, [max(0, t)], judged=(0,)) for s, t in zip(seq_ids, own, strict=True)], active)
+        )
+
+    def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
+        """The same for guesses that only the device knows."""
+        return self.logits(self.read(reads, active, replace(drawn, tokens=self.ids.own(drawn.tokens))))
+
+    def logits(self, states: States | None) -> Tensor | None:
+        """Those of a pass, over the target's ids."""
+        return None if states is None else self.ids.spread(states.logits)
+
+    def wishes(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[DraftRow]:
+        """The sequences to be drafted, their depths cut to what the model's context and the cache allow."""
+        late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
+        wishes = []
+        for seq_id, budget in zip(seq_ids, budgets, strict=True):
+            following = self.sequences.get(seq_id)
+            if following is None or following.root is None:
+                continue
+            new = late.get(seq_id, [following.root])
+            depth = min(budget.depth, self.room(following, new))
+            if depth > 0:
+                wishes.append(DraftRow(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
+        return wishes
+
+    @property
+    def window(self) -> int:
+        """The longest text that can be read."""
+        return self.runner.window
+
+    def room(self, following: Following, late: Sequence[int]) -> int:
+        """The deepest draft behind the text and `late`; its last guess need not be read."""
+        if following.lost or max(following.highest, *late) >= self.ids.num_own:  # its vocabulary may be the smaller one
+            return 0
+        return max(0, self.window + 1 - len(following.text) - len(late))
+
+    def unread(self, seq_id: int) -> list[int]:
+        """The final text, up to its root, that the cache does not hold."""
+        return self.sequences[seq_id].text[self.runner.length(seq_id) :]
+
+    def catch_up(self, wishes: list[DraftRow], left_unread: int) -> list[DraftRow]:
+        """Read and keep final text, in chunks, until no more than so much is unread; the wishes that had room."""
+        while behind := [w.seq_id for w in wishes if len(self.unread(w.seq_id)) > left_unread]:
+            reads, left = [], CHUNK_TOKENS
+            for seq_id in behind:
+                chunk = self.unread(seq_id)[:left]
+                left -= len(chunk)
+                reads.append(Read(seq_id, chunk))
+            passed = self.read_fitting([read for read in reads if read.tokens], wishes, of_text=True)
+            if passed.reads:
+                paths = [range(len(read.tokens)) for read in passed.reads]
+                self.runner.keep([read.seq_id for read in passed.reads], paths)
+            wishes = passed.wishes
+        return wishes
+
+    def read_roots(self, wishes: list[DraftRow]) -> RootPass:
+        """Read what is left of the text, the roots, and guesses to be judged.
+
+        Gives the wishes that had room, and the logits after their roots and guesses.
+        """
+        reads = []
+        for wish in wishes:
+            text = [*self.unread(wish.seq_id), *wish.late]
+            num_read, tokens = len(self.sequences[wish.seq_id].tail), [*text, *wish.guesses]
+            deepest = len(tokens) + wish.budget.depth - 1  # the last guess is not read
+            scratch = deepest if wish.budget.width > 1 else 0
+            judged = range(len(text) - 1 - num_read, len(tokens) - num_read)
+            reads.append(Read(wish.seq_id, tokens[num_read:], judged=judged, scratch=scratch))
+        passed = self.read_fitting(reads, wishes)
+        for read in passed.reads:
+            for token in read.tokens:
+                self.sequences[read.seq_id].append(token)
+        return passed
+
+    def read_fitting(self, reads: list[Read], wishes: list[DraftRow], of_text: bool = False) -> RootPass:
+        """Read as much as there is room for: idle sequences lose their K, V first, then the youngest are left out."""
+        active = {wish.seq_id for wish in wishes}
+        while reads:
+            states = self.read(reads, active, features=self.features(reads) if of_text and self.taps else None)
+            if states is not None:
+                return RootPass(reads, [w for w in wishes if w.seq_id in active], self.ids.spread(states.logits))
+            youngest = max(read.seq_id for read in reads)  # ids grow with arrival
+            if self.rereads:
+                self.release([youngest])
+            elif of_text:
+                self.lose(youngest)
+            active.discard(youngest)
+            reads = [read for read in reads if read.seq_id != youngest]
+        left = [w for w in wishes if w.seq_id in active]
+        return RootPass([], left, torch.empty(0, self.ids.vocab_size, device=self.runner.device))
+
+    def features(self, reads: Sequence[Read]) -> Float[Tensor, "total taps hidden"]:
+        """The target's states after these tokens, with which the unread text begins."""
+        found = []
+        for read in reads:
+            following = self.sequences[read.seq_id]
+            assert following.features is not None, "text is read with its states"
+            first = len(following.features) - len(self.unread(read.seq_id))
+            found.append(following.features[first : first + len(read.tokens)])
+        return torch.cat(found)
+
+    def read(
+        self,
+        reads: Sequence[Read],
+        active: Collection[int],
+        drawn: DeviceTokens | None = None,
+        features: Tensor | None = None,
+    ) -> States | None:
+        """One pass; None where there is no room even after all sequences outside `active` lost their K, V."""
+        idle = [s for s in self.sequences if s not in active and s in self.runner.cache] if self.rereads else []
+        while True:
+            started_s = time.perf_counter()
+            try:
+                return self.run(reads, drawn, features)
+            except OutOfBlocks:
+                if not idle:
+                    return None
+                self.release([idle.pop()])
+            finally:
+                self.pass_s += time.perf_counter() - started_s
+
+    def cut_tails(self, wishes: Sequence[DraftRow]) -> None:
+        """Forget guesses that were neither confirmed nor refuted, but for those that these texts go on with.
+
+        A root is always read, for its logits; a tail that may branch begins where the kept text ends.
+        """
+        for wish in wishes:
+            self.sequences[wish.seq_id].settle()
+        wishes = [w for w in wishes if self.sequences[w.seq_id].tail or w.seq_id in self.runner.tails]
+        if not wishes:
+            return
+        texts = [[*self.unread(wish.seq_id), *wish.late[:-1]] if wish.budget.width == 1 else [] for wish in wishes]
+        counts = [self.sequences[wish.seq_id].shared(text) for wish, text in zip(wishes, texts, strict=True)]
+        left = self.runner.cut([wish.seq_id for wish in wishes], counts)
+        for wish, count in zip(wishes, left, strict=True):
+            self.sequences[wish.seq_id].clear(count)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Give up these sequences' K, V; their text stays known and is read again when they are drafted again."""
+        self.runner.release(seq_ids)
+        for seq_id in seq_ids:
+            if seq_id in self.sequences:
+                self.sequences[seq_id].clear()
+
+    def lose(self, seq_id: int) -> None:
+        """Stop drafting a sequence whose states found no room, until it is forgotten and observed from its start."""
+        self.release([seq_id])
+        self.sequences[seq_id].lost = True
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """Text to be read before the next draft, and how far context and cache reach."""
+        unread, limit = [], []
+        for seq_id in seq_ids:
+            following = self.sequences.get(seq_id)
+            if following is None or following.root is None:
+                unread.append(0)
+                limit.append(0)
+            else:
+                unread.append(len(self.unread(seq_id)) + 1 if self.rereads else 0)  # else it is read as it comes
+                limit.append(self.room(following, [following.root]))
+        return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop text, keys and values of these sequences; unknown ones are ignored."""
+        self.release(seq_ids)
+        for seq_id in seq_ids:
+            self.sequences.pop(seq_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RootPass:
+    """A pass as far as there was room: what was read, which wishes are left, and the logits asked for."""
+
+    reads: Sequence[Read]
+    wishes: list[DraftRow]
+    logits: Float[Tensor, "judged vocab"]
