@@ -120,9 +120,11 @@ class EarlyExitDrafter(Follower):
         self.lower.drop([seq_id for seq_id in granted if seq_id not in rows])
         if self.noted is None or not rows:
             return draft
-        hidden, columns = {s: torch.cat(self.noted[s]) for s in rows}, draft.tree.tokens.shape[1]
-        nodes = [row * columns + node for s, row in rows.items() for node in range(len(hidden[s]))]
-        return replace(draft, resume=Resume(self.layer, torch.tensor(nodes), torch.cat([*hidden.values()])))
+        columns = draft.tree.tokens.shape[1]
+        counts = {row: sum(map(len, self.noted[seq_id])) for seq_id, row in rows.items()}
+        nodes = [row * columns + node for row, count in counts.items() for node in range(count)]
+        hidden = torch.cat([states for seq_id in rows for states in self.noted[seq_id]])
+        return replace(draft, resume=Resume(self.layer, torch.tensor(nodes), hidden))
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
         """Keep of the adapter's tails what the texts confirm; the target keeps its own."""
@@ -135,14 +137,15 @@ class EarlyExitDrafter(Follower):
         """Forget all guesses, since they are gone from the target's cache."""
         seq_ids = [wish.seq_id for wish in wishes]
         self.lower.drop(seq_ids)
-        self.runner.drop(seq_ids)
+        if self.adapter is not None:
+            self.adapter.drop(seq_ids)
         for seq_id in seq_ids:
             self.sequences[seq_id].clear()
 
     @property
     def window(self) -> int:
         """The longest text that the target and the adapter can read."""
-        return min(self.lower.window, self.runner.window)
+        return self.lower.window if self.adapter is None else min(self.lower.window, self.adapter.window)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Give up what the adapter's cache holds; the target's is its own."""
