@@ -1,0 +1,95 @@
+"""What a drafter is shown of the target's states is what the target computes, whatever rounds the text came in."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Budget, Committed, Draft, Drafter
+from forerun.engine.controller import FixedDepth
+from forerun.models.runner import Read, Runner
+from forerun.request import Request
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from law.fuzz import Bench
+from unchecked import unchecked
+
+STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260k"
+TAPS = (0, 2, 4, 5, -1)  # of five layers: what enters the first, leaves the second and the fourth, and both ends
+FORMATS = ("float32", "bfloat16", "int8", "int4", "float32 by torch", "bfloat16 by torch")
+SHAPES = (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2))
+
+
+@pytest.fixture(scope="module")
+def bench_of() -> Callable[[str], Bench]:
+    return cache(lambda name: Bench.of(STORIES, STORIES, name))
+
+
+@dataclass(slots=True)
+class Listener:
+    """Guesses as `drafter` does, and keeps what it is shown of a text until that is forgotten: then it is checked."""
+
+    drafter: Drafter
+    check: Callable[[list[int], Tensor], None]
+    taps: tuple[int, ...] = TAPS
+    arms: tuple[str, ...] = ("listener",)
+    told: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
+    num_forgotten: int = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.drafter, name)
+
+    def observe(self, news: Committed) -> None:
+        assert news.features is not None
+        assert len(news.features) == len(news.tokens)
+        for i, (seq_id, tokens, _) in enumerate(news.rows()):
+            known, states = self.told.setdefault(seq_id, ([], []))
+            known.extend(tokens)
+            states.append(news.features[news.offsets[i] : news.offsets[i + 1]].clone())
+        self.drafter.observe(news)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        return self.drafter.propose(draws, budgets, tail)
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            if seq_id in self.told:
+                tokens, states = self.told.pop(seq_id)
+                self.check(tokens, torch.cat(states))
+                self.num_forgotten += 1
+        self.drafter.forget(seq_ids)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_features_are_those_of_a_text_read_at_once(bench_of: Callable[[str], Bench], name: str) -> None:
+    """To the bit: prompts in chunks, chains and trees of which any path was accepted, rows sent back and read anew."""
+    bench, rng = bench_of(name), random.Random(3)
+
+    def check(tokens: list[int], states: Tensor) -> None:
+        anew = Runner.of(bench.runner.decoder, 512).read([Read(0, tokens)], TAPS).taps
+        assert anew is not None
+        assert torch.equal(states, anew)
+
+    options = EngineOptions(max_num_seqs=5, chunk_tokens=24)
+    engine = bench.engine(None, 160, FixedDepth(), options)
+    engine.drafter = listener = Listener(bench.model_drafter(), check)
+    engine.kernels = bench.target.sampling_kernels()
+    requests = bench.requests()
+    for i in range(8):
+        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=30, ignore_eos=True)
+        prompt = [1, *(rng.randrange(3, 512) for _ in range(rng.choice([1, 2, 30, 70])))]
+        for sequence in requests.sequences(Request.of(prompt, params, SHAPES[i % 4])):
+            engine.submit(sequence)
+    with unchecked():
+        while engine.has_work:
+            engine.step()
+    assert engine.drafter is listener, "it raised nothing"
+    assert listener.num_forgotten > 8  # some were sent back
+    assert not listener.told
+    assert engine.stats.num_accepted > 20
