@@ -28,7 +28,8 @@ from forerun.bench.plan import SHIPPED
 from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculation
 from forerun.demo.material import DRAFT, DRAFT_PARAMETERS, TARGET, TARGET_PARAMETERS, load_prompts, widen
 from forerun.draft.base import Drafter
-from forerun.draft.build import DraftContext, plan
+from forerun.draft.build import plan
+from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine

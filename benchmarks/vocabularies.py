@@ -13,7 +13,8 @@ import argparse
 
 from forerun import LLM, SamplingParams
 from forerun.bench.material import shipped
-from forerun.draft.build import DraftContext, plan_translation, translated
+from forerun.draft.plan import DraftContext
+from forerun.draft.translate import plan_translation, translated
 from forerun.draft.vocab import shared_ids, shared_weight
 from forerun.models.loading import Blueprint
 

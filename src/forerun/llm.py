@@ -27,8 +27,9 @@ from forerun.config import (
 )
 from forerun.device import Placement
 from forerun.draft.base import MERGED, Drafter
-from forerun.draft.build import DraftContext, DraftPlan, plan_drafter
+from forerun.draft.build import plan_drafter
 from forerun.draft.label import draft_label
+from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.ecosystem import REQUEST_WORDS, check_words, drafting_of, memory_of
 from forerun.engine.calibration import calibrate
 from forerun.engine.controller import Controller

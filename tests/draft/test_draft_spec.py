@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.draft.build import PLANNERS, DraftContext, plan_drafter
+from forerun.draft.build import PLANNERS, plan_drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.early_exit import EarlyExitDrafter
 from forerun.draft.mix import MixDrafter
 from forerun.draft.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
+from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.draft.translate import TranslatingDrafter
 from forerun.errors import ModelNotFound, UnknownDrafter

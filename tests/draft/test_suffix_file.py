@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from forerun.draft import suffix_file
-from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.build import plan_drafter
+from forerun.draft.plan import DraftContext
 from forerun.draft.suffix import SuffixDrafter
 from forerun.draft.suffix_file import PastFile, write_all
 from forerun.draft.suffix_past import SLACK, Past

@@ -17,10 +17,11 @@ from draft.vocabularies import byte_level_copy, sentence_piece
 from forerun.bench.material import shipped
 from forerun.device import CPU, Placement
 from forerun.draft.base import Budget, Committed
-from forerun.draft.build import DraftContext, plan_drafter, plan_translation, translated
+from forerun.draft.build import plan_drafter
 from forerun.draft.model import ModelDrafter
+from forerun.draft.plan import DraftContext
 from forerun.draft.transcript import Transcriber, Transcript
-from forerun.draft.translate import TranslatingDrafter
+from forerun.draft.translate import TranslatingDrafter, plan_translation, translated
 from forerun.draft.vocab import shared_ids
 from forerun.errors import UnknownDrafter, VocabularyMismatch
 from forerun.llm import LLM

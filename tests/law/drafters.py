@@ -16,9 +16,10 @@ from documented import PAGE, PHRASES, phrase_drafter
 from draft.adapters import adapter_of
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
-from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.build import plan_drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.lengths import FixedLength
+from forerun.draft.plan import DraftContext
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from sparse import write_sparse

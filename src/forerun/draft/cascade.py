@@ -28,15 +28,28 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.judge import Judge, Question
 from forerun.draft.lengths import Lengths, MeasuredLengths, RoundTiming
+from forerun.draft.plan import (
+    BuildJudge,
+    CacheTokens,
+    DraftContext,
+    DraftPlan,
+    PlanMember,
+    joined_plans,
+    refuse,
+)
+from forerun.draft.spec import DraftSpec
+from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
 
+ORDER = "name the cheapest first, then models from small to large, as in cascade[ngram,model:SMALL,model:MIDDLE]"
 BEHIND = 16  # unread tokens of one sequence above which a round's time is that of its text
 
 
@@ -236,3 +249,34 @@ def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftT
         rows[:, : own.shape[1]] = torch.where(own >= 0, first + own, rows[:, : own.shape[1]])
         laws.append(law_of.dense(draws.vocab))
     return replace(tree.to(draws.device), q=DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws)))
+
+
+def plan_cascade(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftPlan:
+    """`cascade[A,B,...]`: each drafter's guesses are verified by the next, the cheapest first."""
+    if len(spec.members) < 2:
+        refuse(spec, f"a cascade has two members or more: {ORDER}")
+    if spec.members[0].name == "mix":
+        refuse(spec, "a mix is chosen from by what rounds of the target give: put the cascade into the mix instead")
+    first = plan(spec.members[0], context)
+    plans, judges = [first], list[BuildJudge]()
+    for member in spec.members[1:]:
+        own = plan(member, context).renamed([name for other in plans for name in other.kept()])
+        if own.build_judge is None:
+            refuse(
+                spec,
+                f"{str(member)!r} cannot judge the guesses of the drafter before it; only models with the target's "
+                f"tokenizer can: {ORDER}",
+            )
+        plans.append(own)
+        judges.append(own.build_judge)
+
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter | None:
+        lower = first.build(cache_tokens, progress, target)
+        for build_judge in judges:
+            assert lower is not None, "a member is a drafter"
+            if lower.taps:
+                refuse(spec, f"{str(spec.members[0])!r} reads the target's states, and guesses have none: {ORDER}")
+            lower = CascadeDrafter(lower, build_judge(cache_tokens, progress, target))
+        return lower
+
+    return joined_plans(plans, build)

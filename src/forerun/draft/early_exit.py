@@ -21,12 +21,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, ProgressCallback
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import Budget, Committed, Draft, Resume
 from forerun.draft.follower import Follower
 from forerun.draft.following import DraftRow
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.spec import DraftSpec
 from forerun.errors import WrongTarget
+from forerun.models.adapter import plan_adapter
 from forerun.models.chains import Chains, SameIds, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
@@ -155,3 +158,30 @@ class EarlyExitDrafter(Follower):
         for seq_id in seq_ids:
             if seq_id in self.sequences:
                 self.sequences[seq_id].clear()
+
+
+def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`early-exit:E[:DIR]`: the target's first E layers, its norm and its head; between them the adapter in DIR."""
+    refuse_members(spec)
+    layers = context.target.config.layers
+    if layers < 2:
+        refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")
+    exit_layer, colon, folder = (spec.argument or "").partition(":")
+    if not exit_layer.isdecimal() or not 1 <= int(exit_layer) < layers:
+        refuse(
+            spec,
+            f"the argument is the number of layers that guess: at least 1 and at most {layers - 1}, as the target has "
+            f"{layers}, for instance early-exit:{max(1, layers // 4)}",
+        )
+    layer = int(exit_layer)
+    if not colon:
+        return DraftPlan({}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
+    if not folder:
+        refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out")
+    name, adapter = str(spec), plan_adapter(folder, context.target, layer)
+
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> EarlyExitDrafter:
+        above = adapter.load(cache_tokens[name], progress, target.decoder.config.max_positions, target.decoder)
+        return EarlyExitDrafter(target, layer, above)
+
+    return DraftPlan({name: adapter.memory}, build, adapter.fingerprint)

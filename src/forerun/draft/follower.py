@@ -27,7 +27,7 @@ from forerun.draft.following import DraftRow, Following, UnseenGuesses
 from forerun.draft.levels import LevelReader
 from forerun.draft.steps import seen_chains, unseen_chains
 from forerun.errors import WrongTarget
-from forerun.models.chains import Chains, Start, TokenIds
+from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
 
@@ -47,7 +47,7 @@ class Follower:
     taps: tuple[int, ...] = ()
     rereads: ClassVar[bool] = True
 
-    def __init__(self, runner: Runner, ids: TokenIds) -> None:
+    def __init__(self, runner: Runner, ids: IdExchange) -> None:
         self.runner = runner
         self.ids = ids
         self.sequences: dict[int, Following] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun.draft.expand import NodeToExpand
 from forerun.draft.following import Following
 from forerun.draft.growth import Growth
-from forerun.models.chains import TokenIds
+from forerun.models.chains import IdExchange
 from forerun.models.runner import Read
 
 ReadAll = Callable[[Sequence[Read]], Tensor | None]  # the logits asked for; None: no room
@@ -23,7 +23,7 @@ class LevelReader:
     """Reads nodes for `expand`, numbered as in the sequences' tails, whose last nodes are the roots."""
 
     def __init__(
-        self, sequences: Mapping[int, Following], read: ReadAll, ids: TokenIds, seq_ids: Sequence[int]
+        self, sequences: Mapping[int, Following], read: ReadAll, ids: IdExchange, seq_ids: Sequence[int]
     ) -> None:
         self.sequences = sequences
         self.read = read

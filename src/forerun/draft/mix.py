@@ -20,10 +20,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
 from forerun.draft.base import MERGED, NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, Resume
 from forerun.draft.merge import Branches, merge
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, PlanMember, free_name, joined_plans, refuse
+from forerun.draft.spec import DraftSpec
 from forerun.economy import Acceptance
+from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.sanitize import sanitize
@@ -253,3 +257,22 @@ def padded(rows: Sequence[Sequence[int | float]], dtype: torch.dtype = torch.lon
     """Rows of one length, as a tensor on the host."""
     nodes = max(map(len, rows))
     return torch.tensor([[*row, *[filler] * (nodes - len(row))] for row in rows], dtype=dtype)
+
+
+def plan_mix(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftPlan:
+    """`mix[A,B,...]`: several drafters at once, of which each round and sequence takes one, or all of them merged."""
+    if len(spec.members) < 2:
+        refuse(spec, "a mix has two members or more, as in mix[ngram,model:DIR]")
+    if any(member.name == spec.name for member in spec.members):
+        flat = [own for member in spec.members for own in (member.members if member.name == spec.name else (member,))]
+        refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
+    plans, names = list[DraftPlan](), list[str]()
+    for member in spec.members:
+        plans.append(plan(member, context).renamed([name for other in plans for name in other.kept()]))
+        names.append(free_name(str(member), names))
+
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter:
+        members = [own.build(cache_tokens, progress, target) for own in plans]
+        return MixDrafter([member for member in members if member is not None], names)
+
+    return replace(joined_plans(plans, build), num_members=len(plans))

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
+from forerun.draft.plan import DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.spec import DraftSpec
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
@@ -201,3 +203,14 @@ def padded(chances: Sequence[Sequence[float]]) -> Float[Tensor, "batch nodes"]:
     nodes = max(map(len, chances), default=1)
     rows = [[*row, *[0.0] * (nodes - len(row))] for row in chances]
     return torch.tensor(rows, dtype=torch.float32).view(len(rows), nodes)
+
+
+def plan_ngram(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`ngram[:N]`: prompt lookup with matches of up to N tokens. Needs hardly any memory."""
+    refuse_members(spec)
+    if spec.argument is None:
+        return DraftPlan({}, lambda _tokens, _progress, _target: NgramDrafter())
+    if not spec.argument.isdecimal() or int(spec.argument) < 1:
+        refuse(spec, "the argument is the longest match in tokens, a whole number of at least 1, as in ngram:5")
+    longest = int(spec.argument)
+    return DraftPlan({}, lambda _tokens, _progress, _target: NgramDrafter(max_n=longest))

@@ -16,11 +16,18 @@ from functools import cache
 
 import torch
 
+from forerun.annotations import ProgressCallback
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
-from forerun.draft.suffix_past import Past, Reader
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
+from forerun.draft.spec import DraftSpec
+from forerun.draft.suffix_file import PastFile
+from forerun.draft.suffix_past import MAX_BYTES, Past, Reader
 from forerun.draft.suffix_tree import LEAST_SHARE, Insertion, Leaf, Node, SuffixTree
+from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
+
+PAST = "past answers"
 
 
 @dataclass(slots=True)
@@ -213,3 +220,14 @@ def as_draft(roots: Sequence[int], found: Sequence[Guesses], budgets: Sequence[B
     depth = max((g.depth for g in found), default=0)
     tree = DraftTree(torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long), depth, width)
     return Draft(tree, survival)
+
+
+def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE stores; created if missing."""
+    refuse_members(spec)
+    file = None if spec.argument is None else PastFile(spec.argument, context.tokenizer.fingerprint())
+
+    def build(granted: CacheTokens, _progress: ProgressCallback | None, _target: Runner) -> SuffixDrafter:
+        return SuffixDrafter(Past(max_bytes=granted.get(PAST, MAX_BYTES), file=file))
+
+    return DraftPlan({}, build, remembered_bytes={PAST: MAX_BYTES})

@@ -1,4 +1,4 @@
-"""A draft model of another vocabulary.
+"""A draft model of another vocabulary; and whether a draft model is of another one.
 
 This module decides how its guesses become the target's tokens, in one of two ways. Where the vocabularies share enough
 tokens (TLI, token-level intersection) it is an ordinary model drafter that guesses shared tokens only, drawn as the
@@ -14,16 +14,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.annotations import ProgressCallback
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.following import Revision
 from forerun.draft.model import ModelDrafter
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.spec import DraftSpec
 from forerun.draft.transcript import Transcriber, Transcript
+from forerun.draft.vocab import ENOUGH, SharedTokens, Vocabulary, shared_ids, shared_weight
+from forerun.errors import TokenizerError, VocabularyMismatch
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 
 # Guesses that share no noise with the target come true as often as the target chooses them: the likeliest, most often.
 LIKELIEST = SamplingParams(temperature=0.0)
+OWN_TOKENS = 2  # positions for each of the target's where a drafter reads the text in tokens of its own, often shorter
 
 
 class TranslatingDrafter:
@@ -123,3 +131,66 @@ class TranslatingDrafter:
         self.model.forget(seq_ids)
         for seq_id in seq_ids:
             self.transcripts.pop(seq_id, None)
+
+
+def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`model:DIR`: a checkpoint and a cache of its own. Where its tokenizer is not the target's it is translated."""
+    refuse_members(spec)
+    if spec.argument is None:
+        refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
+    name, drafter = str(spec), Blueprint.of(context.target.spec.beside(spec.argument), context.progress)
+    translation = plan_translation(context, drafter)
+    stretch = 1 if translation is None else OWN_TOKENS
+    vocab_size, memory = context.target.config.vocab_size, replace(drafter.memory, stretch=stretch)
+
+    def load(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Runner:
+        return drafter.load(cache_tokens[name], progress, memory.positions(target.decoder.config.max_positions))
+
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> ModelDrafter:
+        return ModelDrafter(load(cache_tokens, progress, target), vocab_size)
+
+    own = DraftPlan({name: memory}, build, drafter.fingerprint, build)
+    if translation is None:
+        return own
+
+    def build_translated(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter:
+        return translated(load(cache_tokens, progress, target), vocab_size, translation)
+
+    return replace(own, build=build_translated, build_judge=None)
+
+
+def plan_translation(context: DraftContext, drafter: Blueprint) -> Transcriber | None:
+    """How the drafter's tokens become the target's; None where both tokenizers give every id the same token.
+
+    The widths of the models' logits may differ all the same: both may be padded. Raises
+    VocabularyMismatch for a drafter without a tokenizer, or where the tokens of either are no bytes.
+    """
+    pair = f"the drafter {drafter.folder} cannot guess for the target {context.target.folder}"
+    fix = "Use a drafter of the same model family, or ngram, which needs no vocabulary"
+    try:
+        tokenizer = drafter.tokenizer()
+    except TokenizerError as error:
+        raise VocabularyMismatch(f"{pair}: {error}. {fix}") from error
+    if tokenizer.fingerprint() == context.tokenizer.fingerprint():
+        return None
+    vocabularies = []
+    for blueprint, read in ((context.target, context.tokenizer), (drafter, tokenizer)):
+        c = blueprint.config
+        if read.byte_table() is None:
+            raise VocabularyMismatch(
+                f"{pair}: their tokens differ, and those of {blueprint.folder} cannot be turned into bytes to compare "
+                f"them by (its decoder is neither ByteLevel nor one with ByteFallback). {fix}"
+            )
+        vocabularies.append(Vocabulary(read, c.vocab_size, c.eos_ids))
+    return Transcriber(*vocabularies)
+
+
+def translated(runner: Runner, vocab_size: int, how: Transcriber, shared: bool | None = None) -> TranslatingDrafter:
+    """A drafter of another vocabulary; whether it guesses `shared` tokens is decided by how many there are."""
+    if shared is None:
+        shared = shared_weight(how.target, shared_ids(how.target, how.own)) >= ENOUGH
+    num_own, device = runner.decoder.config.vocab_size, runner.cache.keys.device
+    if not shared:
+        return TranslatingDrafter(ModelDrafter(runner, num_own), how)
+    tokens = SharedTokens.of(how.target, how.own, vocab_size, num_own, device)
+    return TranslatingDrafter(ModelDrafter(runner, vocab_size, tokens), how)

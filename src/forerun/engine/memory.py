@@ -13,7 +13,7 @@ from forerun.cache.plan import MemoryPlan, plan_memory
 from forerun.config import Speculation
 from forerun.device import free_bytes
 from forerun.draft.base import Budget
-from forerun.draft.build import DraftPlan
+from forerun.draft.plan import DraftPlan
 from forerun.engine.controller import slots_of
 from forerun.errors import InvalidRequest
 from forerun.models.loading import Blueprint

@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import upload
-from forerun.models.chains import Chains, Start, TokenIds
+from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.fixed import PADDED, Inputs, Shape, run_pass
 from forerun.models.ops import power_of_two
 from forerun.models.runner import Read
@@ -57,7 +57,7 @@ class Buffers:
 class ChainGraph:
     """Draws chains with a model, in graphs of a few numbers of rows (powers of two) and depths."""
 
-    def __init__(self, runner: GraphRunner, ids: TokenIds) -> None:
+    def __init__(self, runner: GraphRunner, ids: IdExchange) -> None:
         self.runner = runner
         self.ids = ids
         self.buffers: dict[tuple[int, int], Buffers] = {}

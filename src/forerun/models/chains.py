@@ -32,7 +32,7 @@ class Start:
 
 
 @runtime_checkable
-class TokenIds(Protocol):
+class IdExchange(Protocol):
     """How a model's ids and the target's are exchanged: guesses are drawn and told as the target's."""
 
     vocab_size: int  # columns of the target's logits

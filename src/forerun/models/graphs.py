@@ -19,7 +19,7 @@ from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.device import upload
 from forerun.models.chain_graph import ChainGraph
-from forerun.models.chains import Chains, Start, TokenIds
+from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.decoder import Decoder
 from forerun.models.fixed import LEAST_PATH, PADDED, Inputs, Layout, Outputs, Shape, run_pass, tile_rows
 from forerun.models.ops import SPLIT, ops_for, power_of_two
@@ -128,7 +128,7 @@ class GraphRunner(Runner):
         draws: Draws,
         starts: Sequence[Start],
         logits: Float[Tensor, "starts vocab"],
-        ids: TokenIds,
+        ids: IdExchange,
         states: bool = False,
     ) -> Chains | None:
         """The same as a graph, whose guesses the host does not see. A runner's ids are always the same ones."""

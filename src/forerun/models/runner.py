@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.models.attention import AttentionPath, Copy, QueryRule, make_paths
-from forerun.models.chains import Chains, Start, TokenIds
+from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.decoder import Decoder, Hidden, TokenBatch
 from forerun.sampling.draws import Draws
 
@@ -212,7 +212,7 @@ class Runner:
         draws: Draws,
         starts: Sequence[Start],
         logits: Float[Tensor, "starts vocab"],
-        ids: TokenIds,
+        ids: IdExchange,
         states: bool = False,
     ) -> Chains | None:
         """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.

@@ -18,7 +18,8 @@ from forerun.bench.plan import Group, Turn
 from forerun.bench.run import BenchRun, Stage, Tape
 from forerun.bench.state import as_tuple
 from forerun.config import DEFAULT_DEPTH, Speculation
-from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.build import plan_drafter
+from forerun.draft.plan import DraftContext
 from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
 from forerun.engine.kept_costs import from_json
 from forerun.engine.measured import MeasuredDepth

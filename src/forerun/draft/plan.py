@@ -1,0 +1,107 @@
+"""What is known of a drafter before it is loaded: what it needs, and how to build it.
+
+This module decides what a plan says. Each drafter's file makes the plan of its own specification; `build.py` has the
+table of them. Memory is planned between planning and building, so planning loads no weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from forerun.annotations import ProgressCallback
+from forerun.cache.plan import ModelMemory
+from forerun.draft.base import Drafter
+from forerun.draft.judge import Judge
+from forerun.draft.spec import DraftSpec
+from forerun.errors import UnknownDrafter
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Runner
+from forerun.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """The target and its tokenizer, for which drafters are planned with the target's options."""
+
+    target: Blueprint
+    tokenizer: Tokenizer
+    progress: ProgressCallback | None = None
+
+
+CacheTokens = Mapping[str, int]
+Build = Callable[[CacheTokens, ProgressCallback | None, Runner], Drafter | None]
+BuildJudge = Callable[[CacheTokens, ProgressCallback | None, Runner], Judge]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """A drafter that was found and checked but not loaded, with the facts that planning memory needs.
+
+    `models` has an entry for every model that it loads, by the name of the model's cache. `build` loads them, given the
+    tokens that each of these caches may hold, and the loaded target, whose weights and cache it may share, and whose
+    positions are the longest text: the drafter is then for engines on that runner alone. A cache of 0 tokens gives a
+    drafter that never drafts. `fingerprint` tells its weights apart from others; nothing for a drafter without any.
+    `build_judge` loads it as one that can judge others in a cascade; None where it cannot. `remembered_bytes` is what
+    it wants to remember at most in host memory, by name; `build` gets what is granted, together with the tokens.
+    `num_members` is how many drafters may share one tree.
+    """
+
+    models: Mapping[str, ModelMemory]
+    build: Build
+    fingerprint: Callable[[], str] = str
+    build_judge: BuildJudge | None = None
+    remembered_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_members: int = 1
+
+    def renamed(self, taken: Collection[str]) -> DraftPlan:
+        """The same plan, with unused names for its caches, because one checkpoint may serve twice."""
+        names = {name: free_name(name, taken) for name in self.kept()}
+
+        def own(cache_tokens: CacheTokens) -> CacheTokens:
+            return {name: cache_tokens[new] for name, new in names.items() if new in cache_tokens}
+
+        build_judge = self.build_judge
+        return replace(
+            self,
+            models={names[name]: model for name, model in self.models.items()},
+            build=lambda tokens, progress, target: self.build(own(tokens), progress, target),
+            build_judge=build_judge and (lambda tokens, progress, target: build_judge(own(tokens), progress, target)),
+            remembered_bytes={names[name]: most for name, most in self.remembered_bytes.items()},
+        )
+
+    def kept(self) -> Sequence[str]:
+        """The names of its caches and of what it remembers."""
+        return (*self.models, *self.remembered_bytes)
+
+
+PlanMember = Callable[[DraftSpec, DraftContext], DraftPlan]
+
+
+def joined_plans(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:
+    """The joint plan of several drafters."""
+    return DraftPlan(
+        models={name: model for own in plans for name, model in own.models.items()},
+        build=build,
+        fingerprint=lambda: " ".join(filter(None, (own.fingerprint() for own in plans))),
+        remembered_bytes={name: most for own in plans for name, most in own.remembered_bytes.items()},
+    )
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """The name, numbered where it is taken."""
+    numbered = (f"{name} ({i})" for i in itertools.count(2))
+    return name if name not in taken else next(each for each in numbered if each not in taken)
+
+
+def refuse_members(spec: DraftSpec) -> None:
+    """For drafters that are not made of others."""
+    if spec.members:
+        refuse(spec, f"it takes no list of drafters; write {spec.name} alone")
+
+
+def refuse(spec: DraftSpec, fix: str) -> NoReturn:
+    """The error for a drafter's argument, with the form that it should have."""
+    raise UnknownDrafter(f"drafter {str(spec)!r}: {fix}")
