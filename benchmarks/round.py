@@ -27,7 +27,7 @@ from torch import Tensor
 
 from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.kernels.sampling import find_sampling_kernels

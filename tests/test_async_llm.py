@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.oracles import seen
 from forerun.async_llm import AsyncLLM
 from forerun.config import Speculation
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.errors import EngineClosed, InvalidRequest, RoundFailed

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.oracles import Oracle, seen
 from forerun.config import Speculation
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Origin

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft, Outlook
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM

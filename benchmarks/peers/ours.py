@@ -37,7 +37,7 @@ def load(setup: Setup) -> Service:
     from forerun.config import QUANTIZATIONS
     from forerun.demo.race import engine_beside
     from forerun.draft.mix import MixDrafter
-    from forerun.draft.model import ModelDrafter
+    from forerun.draft.model.model import ModelDrafter
     from forerun.draft.ngram import NgramDrafter
     from forerun.request import Request
 

@@ -15,7 +15,7 @@ from forerun.bench.plan import Group, Selection, Turn
 from forerun.bench.setup import Models, about, set_up
 from forerun.demo import material
 from forerun.device import Placement
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import BUNDLED
 from forerun.models.graphs import GraphRunner

@@ -10,7 +10,7 @@ import torch
 from engine.oracles import Oracle
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests

@@ -16,7 +16,7 @@ from forerun.config import EngineOptions, Speculation, Verification
 from forerun.device import Placement
 from forerun.draft.base import Budget
 from forerun.draft.build import plan_drafter
-from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.plan import DraftContext
 from forerun.engine.engine import Engine
 from forerun.errors import (

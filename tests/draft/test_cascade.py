@@ -13,7 +13,7 @@ from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.lengths import FixedLength, MeasuredLengths, RoundTiming
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint

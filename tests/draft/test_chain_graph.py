@@ -9,7 +9,7 @@ import torch
 
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.models.chain_graph import FILTERS, ChainGraph, is_plain
 from forerun.models.chains import SameIds, Start
 from forerun.models.graphs import GraphRunner

@@ -15,7 +15,7 @@ from compiled import require_compiler
 from draft.rounds import Row, committed
 from forerun.config import Quantization
 from forerun.draft.base import Budget, Draft
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from forerun.draft.build import PLANNERS, plan_drafter
 from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.early_exit import EarlyExitDrafter
 from forerun.draft.mix import MixDrafter
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.early_exit import EarlyExitDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec

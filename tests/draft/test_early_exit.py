@@ -18,8 +18,8 @@ from compiled import require_compiler
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter
-from forerun.draft.early_exit import EarlyExitDrafter
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.early_exit import EarlyExitDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.engine.controller import FixedDepth, Load
 from forerun.engine.engine import Engine
 from forerun.errors import WrongTarget

@@ -12,8 +12,8 @@ from torch import Tensor
 from draft.rounds import Row, committed, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.follower import CHUNK_TOKENS, TAIL_TOKENS
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS
+from forerun.draft.model.model import ModelDrafter
 from forerun.models.chains import Chains, Start
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner, States
@@ -221,7 +221,7 @@ def test_long_prompts_are_read_in_chunks_to_the_same_bits(
     budgets = [Budget(3)] * 3
     at_once = fresh(blueprint, rows, budgets)
     assert sum(len(row.text) for row in rows) <= CHUNK_TOKENS
-    monkeypatch.setattr("forerun.draft.follower.CHUNK_TOKENS", 50)
+    monkeypatch.setattr("forerun.draft.model.follower.CHUNK_TOKENS", 50)
     assert_same(fresh(blueprint, rows, budgets), at_once)
 
 
@@ -325,7 +325,7 @@ def test_a_draft_says_how_long_its_passes_took(
             self.take()
             return super().draw_chains(*arguments) if at_once else None
 
-    monkeypatch.setattr("forerun.draft.follower.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("forerun.draft.model.follower.time.perf_counter", lambda: now_s)
     drafter = make(blueprint)
     drafter.runner = SlowRunner(drafter.runner.decoder, drafter.runner.cache)
     row = Row(0, random_text(40, seed=3))

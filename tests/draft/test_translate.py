@@ -18,7 +18,7 @@ from forerun.bench.material import shipped
 from forerun.device import CPU, Placement
 from forerun.draft.base import Budget, Committed
 from forerun.draft.build import plan_drafter
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.transcript import Transcriber, Transcript
 from forerun.draft.translate import TranslatingDrafter, plan_translation, translated

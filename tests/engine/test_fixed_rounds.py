@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import CPU, Placement
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.models.graphs import GraphRunner
 from forerun.output import RequestOutput
 from forerun.request import Request

@@ -16,7 +16,7 @@ from forerun.cache.plan import MemoryPlan
 from forerun.config import Speculation
 from forerun.draft.base import Budget
 from forerun.draft.build import plan_drafter
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.engine.controller import slots_of
 from forerun.engine.memory import plan_engine, tail_tokens

@@ -13,7 +13,7 @@ import torch
 
 from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantization, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta

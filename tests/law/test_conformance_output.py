@@ -19,7 +19,7 @@ from hostile import HOSTILE, Hostile
 from rebuilt import size_of, without_past
 
 from forerun.config import Speculation
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner

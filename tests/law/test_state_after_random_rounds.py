@@ -25,7 +25,7 @@ from draft.rounds import Beside, Row, committed, draws_of
 from forerun.accept.outcome import Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Text
 from forerun.engine.sequence import Status

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from forerun.draft.cascade import plan_cascade
-from forerun.draft.early_exit import plan_early_exit
 from forerun.draft.mix import plan_mix
+from forerun.draft.model.early_exit import plan_early_exit
 from forerun.draft.ngram import plan_ngram
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.draft.spec import DraftSpec, parse_spec

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from forerun.annotations import ProgressCallback
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.following import Revision
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.following import Revision
+from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.draft.transcript import Transcriber, Transcript

@@ -22,10 +22,10 @@ from forerun.annotations import Float
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.expand import expand
-from forerun.draft.following import DraftRow, Following, UnseenGuesses
-from forerun.draft.levels import LevelReader
-from forerun.draft.steps import seen_chains, unseen_chains
+from forerun.draft.model.expand import expand
+from forerun.draft.model.following import DraftRow, Following, UnseenGuesses
+from forerun.draft.model.levels import LevelReader
+from forerun.draft.model.steps import seen_chains, unseen_chains
 from forerun.errors import WrongTarget
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.draft.base import Budget, Draft
-from forerun.draft.growth import Growth, Ranks
+from forerun.draft.model.growth import Growth, Ranks
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree
 

@@ -10,9 +10,9 @@ from itertools import groupby
 
 from torch import Tensor
 
-from forerun.draft.expand import NodeToExpand
-from forerun.draft.following import Following
-from forerun.draft.growth import Growth
+from forerun.draft.model.expand import NodeToExpand
+from forerun.draft.model.following import Following
+from forerun.draft.model.growth import Growth
 from forerun.models.chains import IdExchange
 from forerun.models.runner import Read
 

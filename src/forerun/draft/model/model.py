@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.draft.base import Budget
-from forerun.draft.follower import TAIL_TOKENS, Follower
-from forerun.draft.following import DraftRow, Following, Revision
 from forerun.draft.judge import JudgeLogits, Question
+from forerun.draft.model.follower import TAIL_TOKENS, Follower
+from forerun.draft.model.following import DraftRow, Following, Revision
 from forerun.draft.vocab import SharedTokens
 from forerun.models.chains import SameIds
 from forerun.models.runner import Runner
