@@ -147,8 +147,9 @@ class Outlook:
 class Drafter(Protocol):
     """Guesses continuations of sequences. One file per kind, in this folder.
 
-    `taps` names the target states it reads: i is the residual stream entering layer i, num_layers the one before
-    the final norm, -1 the one after it; () none. `arms` names its methods, for metrics: one unless it is a mix.
+    `taps` names the target states it reads: i is the residual stream entering layer i, which is what layer i - 1
+    leaves, num_layers the one before the final norm, -1 the one after it; () none. `arms` names its methods, for
+    metrics: one unless it is a mix.
     """
 
     @property
