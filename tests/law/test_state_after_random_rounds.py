@@ -163,7 +163,8 @@ def check_index(traffic: Traffic) -> None:
         tokens = text.tokens[: text.num_read]
         fresh.observe(Committed([text.id], tokens, [0, len(tokens)], [text.tokens[text.num_read]]))
     assert fresh.histories == ngram.histories
-    assert traffic.exit.told == {seq_id: text.num_read for seq_id, text in read.items()}
+    told = {seq_id: following.text for seq_id, following in traffic.exit.sequences.items()}
+    assert told == {seq_id: text.tokens[: text.num_read] for seq_id, text in read.items()}
 
 
 def check_drafters(traffic: Traffic) -> None:
@@ -236,7 +237,7 @@ def assert_empty(traffic: Traffic) -> None:
     assert not engine.scheduler.waiting
     assert not ngram.histories
     assert not model.sequences
-    assert not traffic.exit.told
+    assert not traffic.exit.sequences
     assert not traffic.exit.runner.tails
     assert not traffic.drafter.texts
     for name, drafter in traffic.all.items():
