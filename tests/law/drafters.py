@@ -14,6 +14,7 @@ import pytest
 from documented import PAGE, PHRASES, phrase_drafter
 
 from draft.adapters import adapter_of
+from draft.heads import eagle_of, heads_of
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
 from forerun.draft.build import plan_drafter
@@ -44,6 +45,9 @@ DRAFTERS = {
     "early-exit:1": "early-exit:1",
     "early-exit:4": "early-exit:4",
     "early-exit:adapted": f"early-exit:2:{adapter_of(TARGET, Path(COPIES.name) / 'adapter', 2, range(3, 5))}",
+    "medusa": f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'medusa', 4)}",
+    "hydra": f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'hydra', 3, hydra=True)}",
+    "eagle": f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'eagle')}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",

@@ -31,6 +31,7 @@ LOSS_NAMES = "lk-lambda, kl, reverse-kl, jsd, tv, lk-alpha, ce or dspark"
 EXAMPLES = """
 forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --steps 2000 --out my-draft
 forerun train early-exit --exit 2 --model stdlib --data prompts.jsonl --hours 1 --out my-adapter
+forerun train medusa --heads 4 --hydra --model ./target --data chats.jsonl --hours 2 --out my-heads
 forerun train draft --init ./small --model ./target --data chats.jsonl --temperature 0.6 --hours 12
 """
 
@@ -69,9 +70,13 @@ class StudentOptions:
     exit: Annotated[int | None, typer.Option(help="early-exit: the target's layers that guess.")] = None
     layers: Annotated[int | None, typer.Option(help="Layers; default: 1, or a quarter of the target's.")] = None
     hidden: Annotated[int | None, typer.Option(help="draft: width; default: half of the target's.")] = None
-    heads: Annotated[int | None, typer.Option(help="draft: heads.")] = None
+    heads: Annotated[int | None, typer.Option(help="draft: heads; medusa: heads, and guesses; default: 4.")] = None
     mlp: Annotated[int | None, typer.Option(help="Neurons per layer.")] = None
     init: Annotated[str | None, typer.Option(help="draft: a checkpoint to go on from.")] = None
+    hydra: Annotated[bool | None, typer.Option("--hydra", help="medusa: heads see the guesses before theirs.")] = None
+    shared_head: Annotated[
+        bool | None, typer.Option("--shared-head", help="medusa: with the target's output matrix alone.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +113,13 @@ class LearningOptions:
 
 @with_options(EXAMPLES)
 def train(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="What to train: draft or early-exit.")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="What to train: draft, early-exit or medusa.")],
     options: TargetOptions,
     student: StudentOptions,
     learning: LearningOptions,
     output: OutputOptions,
 ) -> None:
-    """Train a drafter for a target: a small model of any size, or an adapter for early exit.
+    """Train a drafter for a target: a small model of any size, an adapter for early exit, or Medusa heads.
 
     The target answers your prompts, and the drafter learns its law. As it goes, held-out answers show what is accepted
     at each depth, and what that will bring. The folder gets the drafter, train.jsonl and train.svg. What is

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 
 from forerun.draft.cascade import plan_cascade
 from forerun.draft.mix import plan_mix
+from forerun.draft.model.eagle import plan_eagle
 from forerun.draft.model.early_exit import plan_early_exit
+from forerun.draft.model.medusa import plan_medusa
 from forerun.draft.ngram import plan_ngram
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -41,7 +43,9 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     "cascade": lambda spec, context: plan_cascade(spec, context, plan),
+    "eagle": plan_eagle,
     "early-exit": plan_early_exit,
+    "medusa": plan_medusa,
     "mix": lambda spec, context: plan_mix(spec, context, plan),
     "model": plan_model,
     "ngram": plan_ngram,

@@ -164,9 +164,21 @@ class Decoder:
         self, index: int, x: Tensor, batch: TokenBatch, cache: PagedCache, cos: Tensor, sin: Tensor
     ) -> Float[Tensor, "rows hidden"]:
         """Attention and MLP of one layer, each added to the residual stream."""
-        c, total = self.config, len(batch.tokens)
-        layer, mlp = self.layers[index].attention, self.layers[index].mlp
-        qkv = layer.qkv(rms_norm(x, layer.norm, c.norm_eps)).view(len(x), -1, c.head_dim)
+        normed = rms_norm(x, self.layers[index].attention.norm, self.config.norm_eps)
+        return self.behind_attention(index, x + self.mix(index, normed, batch, cache, cos, sin), len(batch.tokens))
+
+    def mix(
+        self,
+        index: int,
+        x: Float[Tensor, "rows inputs"],
+        batch: TokenBatch,
+        cache: PagedCache,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Float[Tensor, "rows hidden"]:
+        """What attention adds; `x` is normed. Keys and values go to the cache."""
+        c, total, layer = self.config, len(batch.tokens), self.layers[index].attention
+        qkv = layer.qkv(x).view(len(x), -1, c.head_dim)
         rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
         if layer.qk_norm is not None:
             rotated = rms_norm(rotated, layer.qk_norm, c.norm_eps)
@@ -175,8 +187,12 @@ class Decoder:
         cache.values[index].index_copy_(1, batch.slots, value.transpose(0, 1))
         query = rotated[:total, : c.heads]
         mixed = attend(query, cache.keys[index], cache.values[index], batch.paths, layer.window, layer.sinks)
-        x = x + layer.out(pad_rows(mixed.view(total, -1), len(x)))
-        added, num_read = mlp(rms_norm(x, mlp.norm, c.norm_eps), total)
+        return layer.out(pad_rows(mixed.view(total, -1), len(x)))
+
+    def behind_attention(self, index: int, x: Float[Tensor, "rows hidden"], total: int) -> Float[Tensor, "rows hidden"]:
+        """The stream with what the layer's MLP adds, of which `total` rows are tokens."""
+        mlp = self.layers[index].mlp
+        added, num_read = mlp(rms_norm(x, mlp.norm, self.config.norm_eps), total)
         self.num_experts_read += num_read
         return x + added
 

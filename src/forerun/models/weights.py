@@ -25,6 +25,7 @@ from forerun.models.projections import layer_tensors, promised_tensors
 from forerun.models.spec import dtype_name
 
 STORED = ("F64", "F32", "F16", "BF16")  # number formats that mean what they say, without scales beside them
+WHOLE = ("I64", "I32", "I16", "U8")
 HELD = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
@@ -94,6 +95,16 @@ class Checkpoint:
                 f"{entry.file}: {name} has numbers above 65504, the largest of float16: use dtype bfloat16 or float32"
             )
         return tensor
+
+    def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of whole numbers, as int64. Raises MissingWeights or UnsupportedModel."""
+        entry = self.stored.get(name)
+        if entry is None or entry.shape != shape or entry.format not in WHOLE:
+            found = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
+            raise UnsupportedModel(f"{self.folder}: {name} {found}; it must be whole numbers of shape {list(shape)}")
+        with opened(entry.file) as file:
+            found_ids: Tensor = file.get_tensor(name)
+            return found_ids.long()
 
     def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """Where a tensor lies, judged by its header."""

@@ -39,6 +39,7 @@ class AdapterStudent:
     weights: dict[str, Tensor]
     head: Float[Tensor, "vocab hidden"]
     depth_weights: tuple[float, ...] = (1.0,)
+    most_depth: int | None = None
     vocabulary: Int[Tensor, " ids"] | None = None
     stack: LayerStack = field(init=False)
 

@@ -105,8 +105,9 @@ class Student(Protocol):
 
     `taps` names the target states that it reads, as `Drafter.taps` does. `weights` are the tensors that are trained, by
     their names in the checkpoint. `depth_weights` says how much each depth counts in its loss, as many as it predicts.
-    `vocabulary` are the target's ids of its tokens; None where it has all of them. `about` says what it is made of, as
-    JSON: another value is another training.
+    `most_depth` is that of its deepest draft; None where it goes as far as it is asked to. `vocabulary` are the
+    target's ids of its tokens; None where it has all of them. `about` says what it is made of, as JSON: another value
+    is another training.
     """
 
     @property
@@ -117,6 +118,9 @@ class Student(Protocol):
 
     @property
     def depth_weights(self) -> tuple[float, ...]: ...
+
+    @property
+    def most_depth(self) -> int | None: ...
 
     @property
     def vocabulary(self) -> Int[Tensor, " ids"] | None: ...

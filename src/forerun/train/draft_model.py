@@ -87,6 +87,7 @@ class DraftModelStudent:
     init: str | None = None
     taps: tuple[int, ...] = ()
     depth_weights: tuple[float, ...] = (1.0,)
+    most_depth: int | None = None
     vocabulary: Int[Tensor, " ids"] | None = None
     stack: LayerStack = field(init=False)
 

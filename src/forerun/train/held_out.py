@@ -75,12 +75,13 @@ def judge_held_out(
 ) -> HeldOutFigures:
     """The figures of a student on these answers."""
     overlaps, weights, replayed = 0.0, 0.0, list[ReplayedText]()
+    deepest = objective.draft_depth(student)
     for number, text in enumerate(texts):
         progress("judging held-out answers", number / len(texts))
         batch = TextBatch.of([text])
         predictions = student.predict(batch, None)
         found = list(objective.depths(student, predictions, batch))
-        for each, own in zip(found, objective.weights(student.depth_weights, found), strict=True):
+        for each, own in zip(found, objective.weights(student, found), strict=True):
             overlaps += float((each.laws.overlap * own.flatten()).sum())
             weights += float(own.sum())
         hits = []
@@ -89,9 +90,9 @@ def judge_held_out(
                 whole = logits.new_full((*logits.shape[:-1], objective.num_ids), -torch.inf)
                 logits = whole.index_copy(-1, student.vocabulary, logits)
             hits.append(guessed(objective, text, logits[0].float(), depth))
-        own_hits = [row.tolist() for row in deepened(hits, objective.settings.draft_depth)]
+        own_hits = [row.tolist() for row in deepened(hits, deepest)][:deepest]
         replayed.append(ReplayedText([row[0] for row in own_hits], len(text.roots), text.is_cut))
-    return figures_of(overlaps / max(1e-9, weights), replayed, objective.settings.draft_depth)
+    return figures_of(overlaps / max(1e-9, weights), replayed, deepest)
 
 
 def guessed(objective: Objective, text: TargetText, logits: torch.Tensor, depth: int) -> torch.Tensor:

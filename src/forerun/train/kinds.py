@@ -14,6 +14,7 @@ from forerun.models.loading import Blueprint
 from forerun.train.adapter import AdapterStudent
 from forerun.train.base import Student
 from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.train.medusa import MedusaStudent
 from forerun.train.settings import check_choice
 
 
@@ -27,6 +28,8 @@ class StudentSizes:
     heads: int | None = None
     mlp: int | None = None
     init: str | None = None
+    hydra: bool | None = None
+    shared_head: bool | None = None
 
     def only(self, kind: str, *names: str) -> None:
         """Raise InvalidRequest where something is said that the kind does not have."""
@@ -34,7 +37,7 @@ class StudentSizes:
             value = getattr(self, each.name)
             if value is not None and each.name not in names:
                 raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes --{', --'.join(names)}.")
-            if isinstance(value, int):
+            if isinstance(value, int) and not isinstance(value, bool):
                 require_whole(each.name, value, 1)
 
 
@@ -53,8 +56,14 @@ def adapter(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     return AdapterStudent.fresh(target, sizes.exit, sizes.layers or 1, sizes.mlp, seed)
 
 
+def medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """Heads, as many as are asked for, of so many blocks."""
+    sizes.only("medusa", "heads", "layers", "hydra", "shared_head")
+    return MedusaStudent.fresh(target, sizes.heads, sizes.layers, bool(sizes.hydra), bool(sizes.shared_head))
+
+
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]
-KINDS: Mapping[str, MakeStudent] = {"draft": draft_model, "early-exit": adapter}
+KINDS: Mapping[str, MakeStudent] = {"draft": draft_model, "early-exit": adapter, "medusa": medusa}
 
 
 def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

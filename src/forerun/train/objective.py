@@ -66,6 +66,10 @@ class Objective:
             laws = LawPair(log_p[rows, judged - batch.first_root].flatten(0, 1), log_q, tokens)
             yield DepthLaws(depth, laws, counted)
 
+    def draft_depth(self, student: Student) -> int:
+        """How deep drafts are taken to be."""
+        return min(self.settings.draft_depth, student.most_depth or self.settings.draft_depth)
+
     def target_law(
         self, batch: TextBatch, vocabulary: Int[Tensor, " ids"] | None
     ) -> Float[Tensor, "batch places vocab"]:
@@ -94,7 +98,7 @@ class Objective:
         """The mean loss of the places that count, by their weights, with gradients; and what the batch gave."""
         predictions = student.predict(batch, dice)
         found = list(self.depths(student, predictions, batch))
-        weights = self.weights(student.depth_weights, found)
+        weights = self.weights(student, found)
         total = torch.stack([own.sum() for own in weights]).sum().clamp(min=1e-9)
         losses = [
             (LOSSES[name](each.laws, each.counted.flatten()) * own.flatten()).sum()
@@ -107,14 +111,14 @@ class Objective:
         overlap = first.laws.overlap.detach()[first.counted.flatten()]
         return loss, StepFigures(float(loss.detach()), float(overlap.mean()), len(overlap))
 
-    def weights(self, depth_weights: Sequence[float], found: Sequence[DepthLaws]) -> list[Float[Tensor, "batch roots"]]:
+    def weights(self, student: Student, found: Sequence[DepthLaws]) -> list[Float[Tensor, "batch roots"]]:
         """How much each root counts at each depth; 0 where it does not."""
         if self.settings.place_weights == "decay":
-            by_depth = [w * self.settings.decay**d for d, w in enumerate(depth_weights)]
+            by_depth = [w * self.settings.decay**d for d, w in enumerate(student.depth_weights)]
             return [w * each.counted for w, each in zip(by_depth, found, strict=True)]
         overlaps = [each.laws.overlap.detach().view(each.counted.shape) for each in found]
         counted = [each.counted for each in found]
-        weighed = d_pace(*(deepened(values, self.settings.draft_depth) for values in (overlaps, counted)))
+        weighed = d_pace(*(deepened(values, self.draft_depth(student)) for values in (overlaps, counted)))
         return gathered(weighed, len(found))
 
 

@@ -115,3 +115,9 @@ def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
         near = nearest(str(value), known)
         meant = f"did you mean {near}? Otherwise " if near else ""
         raise InvalidRequest(name, f"{value!r} is not known: {meant}choose one of {', '.join(known)}.")
+
+
+def check_most(name: str, value: int, most: int) -> None:
+    """Raise InvalidRequest for more than there can be."""
+    if value > most:
+        raise InvalidRequest(name, f"{value} must be at most {most}.")

@@ -1,0 +1,173 @@
+"""EAGLE-3 drafters: against a reference written out from the paper, at the places where the engine's rounds begin."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+from draft.heads import PROMPTS, eagle_of
+from draft.rounds import Row, committed
+from forerun.config import Speculation
+from forerun.draft.model.eagle import EagleDrafter
+from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongTarget
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read
+from forerun.sampling.params import SamplingParams
+
+TARGET = Path(__file__).parents[1] / "data" / "stories260k"
+HEADS, KV_HEADS, HEAD_DIM, DEPTH = 4, 2, 16, 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return eagle_of(TARGET, tmp_path_factory.mktemp("eagle") / "fitted")
+
+
+def normed(x: Tensor, gain: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rotated by position: [places, heads, head_dim]."""
+    angles = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    cos, sin = (torch.cat([f(angles)] * 2, dim=-1)[:, None] for f in (torch.cos, torch.sin))
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def layer_output(w: dict[str, Tensor], embedded: Tensor, states: Tensor) -> Tensor:
+    """The layer over a whole text, with a causal mask."""
+    joined = torch.cat(
+        [normed(embedded, w["midlayer.input_layernorm.weight"]), normed(states, w["midlayer.hidden_norm.weight"])], -1
+    )
+    q, k, v = (joined @ w[f"midlayer.self_attn.{x}_proj.weight"].T for x in "qkv")
+    q, k = turned(q.view(-1, HEADS, HEAD_DIM)), turned(k.view(-1, KV_HEADS, HEAD_DIM))
+    v = v.view(-1, KV_HEADS, HEAD_DIM)
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    mixed = functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), is_causal=True)
+    x = states + mixed.transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+    inner = normed(x, w["midlayer.post_attention_layernorm.weight"])
+    gate, up = (inner @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return x + (functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+
+
+def reference_guesses(w: dict[str, Tensor], embedding: Tensor, text: list[int], taps: Tensor, depth: int) -> list[int]:
+    """The likeliest chain behind `text`, whose last token the target has not read; `taps` are behind all others."""
+    states, tokens, guesses = taps.flatten(1) @ w["fc.weight"].T, text[1:], list[int]()
+    for _ in range(depth):
+        out = layer_output(w, embedding[torch.tensor(tokens)], states)[-1]
+        best = int((w["lm_head.weight"] @ normed(out, w["norm.weight"])).argmax())
+        guesses.append(best + int(w["d2t"][best]))
+        tokens, states = [*tokens, guesses[-1]], torch.cat([states, out[None]])
+    return guesses
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 64])
+def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(folder: Path, chunk_tokens: int) -> None:
+    options = {"dtype": "float32", "speculation": Speculation(DEPTH), "chunk_tokens": chunk_tokens}
+    llm = LLM(str(TARGET), f"eagle:{folder}", **options)  # type: ignore[arg-type]
+    weights, target = load_file(folder / "model.safetensors"), Blueprint.of(str(TARGET), dtype="float32")
+    runner, offered, right = target.load(1024), [0] * DEPTH, [0] * DEPTH
+    assert isinstance(llm.drafter, EagleDrafter)
+    for seq_id, prompt in enumerate(PROMPTS):
+        result = llm.generate(prompt, GREEDY)[0]
+        text, root = [*result.prompt_token_ids, *result.outputs[0].token_ids], len(result.prompt_token_ids)
+        taps = runner.read([Read(seq_id, text)], taps=llm.drafter.taps).taps
+        assert taps is not None
+        while root < len(text) - 1:
+            depth = min(DEPTH, len(text) - root - 2)
+            guesses = reference_guesses(weights, runner.decoder.embedding, text[: root + 1], taps[:root], depth)
+            pairs = zip(guesses, text[root + 1 :], strict=False)
+            accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            for place in range(min(len(guesses), accepted + 1)):
+                offered[place] += 1
+                right[place] += place < accepted
+            root += 1 + accepted
+    found = llm.stats.offered_at_depth, llm.stats.accepted_at_depth
+    assert found == (offered[: len(found[0])], right[: len(found[1])])
+    assert sum(right) == sum(found[1]) > 40
+
+
+def test_trees_are_plain_and_accepted_more_often_and_nothing_is_left(folder: Path) -> None:
+    plain = [r.outputs[0].token_ids for r in LLM(str(TARGET), dtype="float32").generate(list(PROMPTS), GREEDY)]
+    accepted = []
+    for shape in (Speculation(DEPTH), Speculation(DEPTH, 3, 12)):
+        llm = LLM(str(TARGET), f"eagle:{folder}", dtype="float32", speculation=shape)
+        assert [r.outputs[0].token_ids for r in llm.generate(list(PROMPTS), GREEDY)] == plain
+        accepted.append(llm.stats.num_accepted)
+        assert isinstance(llm.drafter, EagleDrafter)
+        assert not llm.drafter.sequences
+        assert not llm.drafter.last
+        assert not llm.drafter.outputs
+        assert llm.drafter.runner.cache.num_rows == 0
+        llm.drafter.runner.cache.check()
+    assert accepted[1] > 1.1 * accepted[0] > 0
+
+
+def changed(folder: Path, new: Path, keys: dict[str, object], tensors: dict[str, Tensor | None]) -> Path:
+    """A copy with other fields and tensors."""
+    new.mkdir(exist_ok=True)
+    config, found = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (new / "config.json").write_text(json.dumps(config | keys))
+    kept = {name: tensor for name, tensor in (found | tensors).items() if tensor is not None}
+    save_file(kept, new / "model.safetensors")
+    return new
+
+
+def test_embeddings_of_its_own_and_another_name_of_the_layer_are_read(folder: Path, tmp_path: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    renamed = {name.replace("midlayer.", "layers.0."): t for name, t in weights.items() if name.startswith("mid")}
+    gone: dict[str, Tensor | None] = {name: None for name in weights if name.startswith("mid")}
+    ids = torch.arange(400) + weights["d2t"]
+    mask = torch.zeros(512, dtype=torch.bool).index_fill_(0, ids, True)
+    other = changed(folder, tmp_path, {}, gone | renamed | {"embed_tokens.weight": embedding, "t2d": mask})
+    found = []
+    for each in (folder, other):
+        llm = LLM(str(TARGET), f"eagle:{each}", dtype="float32", speculation=Speculation(DEPTH))
+        llm.generate(list(PROMPTS), GREEDY)
+        found.append((llm.stats.num_drafted, llm.stats.num_accepted))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "error", "told"),
+    [
+        ({"num_hidden_layers": 2}, {}, UnsupportedModel, "has one layer"),
+        ({"vocab_size": 999}, {}, UnsupportedModel, "vocab_size is 999"),
+        ({"hidden_size": 128}, {}, UnsupportedModel, "hidden_size is 128"),
+        ({"draft_vocab_size": 300}, {}, ModelError, "promises"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, UnsupportedModel, "from 0 to 5"),
+        ({}, {"fc.weight": None}, MissingWeights, "fc.weight"),
+        ({}, {"fc.bias": torch.zeros(64)}, UnsupportedModel, "fc.bias is none of"),
+        ({}, {"d2t": None}, UnsupportedModel, "no tensor d2t"),
+        ({}, {"d2t": torch.zeros(400)}, UnsupportedModel, "whole numbers"),
+        ({}, {"d2t": -torch.arange(400)}, UnsupportedModel, "another one of the target's"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    keys: dict[str, object],
+    tensors: dict[str, Tensor | None],
+    error: type[ModelError],
+    told: str,
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=told):
+        LLM(str(TARGET), f"eagle:{changed(folder, tmp_path, keys, tensors)}", dtype="float32")
+
+
+def test_a_folder_must_be_named_and_text_must_come_with_states(folder: Path) -> None:
+    with pytest.raises(UnknownDrafter, match="eagle:DIR"):
+        LLM(str(TARGET), "eagle")
+    llm = LLM(str(TARGET), f"eagle:{folder}", dtype="float32", speculation=Speculation(2))
+    assert llm.drafter is not None
+    with pytest.raises(WrongTarget, match="told text without them"):
+        llm.drafter.observe(committed([Row(0, [1, 5, 9])]))
