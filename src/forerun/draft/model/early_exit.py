@@ -112,7 +112,8 @@ class EarlyExitDrafter(Follower):
     def note(self, reads: Sequence[Read], states: Float[Tensor, "read hidden"]) -> None:
         """Keep the states of nodes that were read."""
         if self.noted is not None:
-            for read, own in zip(reads, states.split([len(read.tokens) for read in reads]), strict=True):
+            each = states.split([len(read.tokens) for read in reads]) if len(reads) > 1 else [states]
+            for read, own in zip(reads, each, strict=True):
                 self.noted.setdefault(read.seq_id, []).append(own)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
