@@ -20,6 +20,7 @@ from forerun.commands.generate import generate
 from forerun.commands.prove import prove
 from forerun.commands.serve import serve
 from forerun.commands.trace import trace
+from forerun.commands.train import train
 from forerun.commands.tune import tune
 from forerun.commands.widen import widen
 from forerun.page import USAGE_ERROR, Index, Page, usage_line
@@ -58,7 +59,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, serve, demo, trace, prove, bench, tune, widen):
+for command in (generate, chat, serve, demo, trace, prove, bench, tune, train, widen):
     app.command(cls=Page, epilog=command.examples)(command)
 
 

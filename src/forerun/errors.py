@@ -22,6 +22,10 @@ Each message contains the offending value and says what to do about it. Broken i
     │   ├── VocabularyMismatch      the drafter's tokens cannot be compared with the target's
     │   ├── PastFileError           a file of past answers that is damaged, something else, or not accessible
     │   └── WrongTarget             a drafter that reads one target's cache or states was given to an engine of another
+    ├── TrainingError
+    │   ├── UnusableData            too many lines of training data cannot be used
+    │   ├── FolderTaken             the folder of a training holds something else, or is damaged
+    │   └── TrainingDiverged        the loss is no finite number any more
     ├── DeviceUnavailable           a device, or what is needed to use it, is missing
     ├── NotEnoughMemory             the memory plan does not fit, at start-up
     ├── MissingPackage              an optional package that an option needs is not installed
@@ -127,6 +131,22 @@ class PastFileError(DraftError):
 
 class WrongTarget(DraftError):
     """The drafter reads the cache of another engine's target, or is not shown the states that it reads."""
+
+
+class TrainingError(ForerunError):
+    """A drafter cannot be trained."""
+
+
+class UnusableData(TrainingError):
+    """More lines of the training data cannot be used than a few that may be left out."""
+
+
+class FolderTaken(TrainingError):
+    """The folder of a training holds something else, a training with other settings, or a damaged checkpoint."""
+
+
+class TrainingDiverged(TrainingError):
+    """The loss of a training is infinite or NaN: what comes behind it would be worthless."""
 
 
 class DeviceUnavailable(ForerunError):

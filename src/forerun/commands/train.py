@@ -1,0 +1,148 @@
+"""`forerun train`: a drafter that learns from what the target writes.
+
+This file decides the options and what is shown; `forerun.train` decides how it is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from forerun.commands.destination import Result
+from forerun.commands.interrupt import importing
+from forerun.errors import InvalidRequest
+from forerun.options import (
+    DeviceOption,
+    DtypeOption,
+    KernelsOption,
+    ModelOption,
+    OutputOptions,
+    QuantizeOption,
+    ThreadsOption,
+    model_spec,
+    with_options,
+)
+
+LOSS_NAMES = "lk-lambda, kl, reverse-kl, jsd, tv, lk-alpha, ce or dspark"
+EXAMPLES = """
+forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --steps 2000 --out my-draft
+forerun train early-exit --exit 2 --model stdlib --data prompts.jsonl --hours 1 --out my-adapter
+forerun train draft --init ./small --model ./target --data chats.jsonl --temperature 0.6 --hours 12
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """Options that say what learns from what, and where the result goes."""
+
+    TITLE: ClassVar[str] = "Training"
+
+    model: ModelOption
+    data: Annotated[
+        list[Path],
+        typer.Option(help="A .jsonl with prompt, messages or text, a .txt with a prompt a line, or a text file."),
+    ]
+    out: Annotated[Path, typer.Option(help="Folder for the drafter and its training.")] = Path("trained")
+    steps: Annotated[int | None, typer.Option(help="Steps to take; default: 2000.")] = None
+    hours: Annotated[float | None, typer.Option(help="Instead: hours to train.")] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what the folder holds, and start over.")] = False
+    cache: Annotated[Path | None, typer.Option(help="Keep the target's states here, for further trainings.")] = None
+    chat: Annotated[bool, typer.Option("--chat", help="Every prompt is a message, for the chat template.")] = False
+    dtype: DtypeOption = "auto"
+    quantize: QuantizeOption = None
+    kernels: KernelsOption = "auto"
+    threads: ThreadsOption = None
+    device: DeviceOption = "cpu"
+    one_gemm: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class StudentOptions:
+    """Options that say what the drafter is."""
+
+    TITLE: ClassVar[str] = "Drafter"
+
+    exit: Annotated[int | None, typer.Option(help="early-exit: the target's layers that guess.")] = None
+    layers: Annotated[int | None, typer.Option(help="Layers; default: 1, or a quarter of the target's.")] = None
+    hidden: Annotated[int | None, typer.Option(help="draft: width; default: half of the target's.")] = None
+    heads: Annotated[int | None, typer.Option(help="draft: heads.")] = None
+    mlp: Annotated[int | None, typer.Option(help="Neurons per layer.")] = None
+    init: Annotated[str | None, typer.Option(help="draft: a checkpoint to go on from.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LearningOptions:
+    """Options that say how it learns, and when to stop."""
+
+    TITLE: ClassVar[str] = "Learning"
+
+    batch: Annotated[int, typer.Option(help="Answers that a step learns from.")] = 8
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 128
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt that is cut out of a text.")] = 64
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="That of serving; default: the model's or 1.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="That of serving.")] = None
+    top_p: Annotated[float | None, typer.Option(help="That of serving.")] = None
+    loss: Annotated[str, typer.Option(help=f"{LOSS_NAMES}.")] = "lk-lambda"
+    kl_share: Annotated[float, typer.Option(help="Share of the training, at its beginning, whose loss is KL.")] = 0.1
+    place_weights: Annotated[str, typer.Option(help="How much depths count: decay or d-pace.")] = "decay"
+    decay: Annotated[float, typer.Option(help="With decay: how much less each depth counts.")] = 1.0
+    draft_depth: Annotated[int, typer.Option(help="Guesses of a round where drafts are judged.")] = 8
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3
+    held_out: Annotated[int, typer.Option(help="Prompts that judge; at most a quarter of all.")] = 16
+    look_every: Annotated[int, typer.Option(help="Steps from one look at held-out answers to the next.")] = 100
+    patience: Annotated[int, typer.Option(help="Looks without a rise after which training stops.")] = 8
+    checkpoint_every: Annotated[int, typer.Option(help="Steps from one checkpoint to the next.")] = 25
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0
+
+    def values(self) -> dict[str, Any]:
+        """What was given, by name."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@with_options(EXAMPLES)
+def train(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="What to train: draft or early-exit.")],
+    options: TargetOptions,
+    student: StudentOptions,
+    learning: LearningOptions,
+    output: OutputOptions,
+) -> None:
+    """Train a drafter for a target: a small model of any size, or an adapter for early exit.
+
+    The target answers your prompts, and the drafter learns its law. As it goes, held-out answers show what is accepted
+    at each depth, and what that will bring. The folder gets the drafter, train.jsonl and train.svg. What is
+    interrupted, or killed, goes on where it was with the same command, to the same weights.
+    """
+    result = Result.of(output)
+    with importing():
+        from rich.console import Console
+
+        from forerun.models.generation import GenerationDefaults
+        from forerun.models.source import find_checkpoint
+        from forerun.progress import LoadingBar
+        from forerun.train.kinds import KINDS, StudentSizes
+        from forerun.train.settings import TrainSettings, check_choice
+        from forerun.train.train import TrainTask
+        from forerun.train.train import train as run
+    check_choice("kind", kind, tuple(KINDS))
+    defaults = GenerationDefaults.read(find_checkpoint(options.model)).given
+    served = {name: defaults[name] for name in ("temperature", "top_k", "top_p") if name in defaults}
+    settings = TrainSettings(**{**served, **learning.values()}, steps=options.steps, hours=options.hours)
+    if not options.data:
+        raise InvalidRequest("data", "there is none: give a file with --data.")
+    sizes = StudentSizes(**{each.name: getattr(student, each.name) for each in fields(student)})
+    spec = model_spec(options, options.model)
+    task = TrainTask(
+        kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, options.threads
+    )
+    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+        report = run(task, settings, bar)
+    if not result.as_json:
+        Console(highlight=False).print(report.card())
+    result.tell(report.as_object())

@@ -1,0 +1,140 @@
+"""The protocol of what can be trained: one module for each kind of drafter.
+
+A kind brings its network, the target's states that this reads, the weights that its loss gives to each depth, and its
+checkpoint. Everything else is the same for all of them: data, the target's answers, losses, optimizers, the state that
+survives a kill, what is measured on held-out text, and the report. No code asks which kind it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetText:
+    """A prompt and what the target wrote behind it, with the target's states while it wrote.
+
+    Row t of `taps` is the state after reading token t, at the student's taps in their order; row t of `last` is the
+    one behind the last layer, which the target's norm and head turn into the law of token t + 1. The text's last token
+    was not read. `seed` is that of the draws. `is_cut` tells an answer that ended at its limit from one that ended
+    itself.
+    """
+
+    tokens: Sequence[int]
+    num_prompt: int
+    seed: int
+    taps: Float[Tensor, "read taps hidden"]
+    last: Float[Tensor, "read hidden"]
+    is_cut: bool = True
+
+    @property
+    def roots(self) -> range:
+        """Places from which a draft may begin: the prompt's last token, and all of the answer but its last token."""
+        return range(self.num_prompt - 1, len(self.tokens) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """Texts side by side, padded at their ends: what a student's network reads in one pass.
+
+    Padding comes last, so no causal network sees it before it has read the text. `num_tokens` counts the text's last
+    token, which is in `tokens` although nothing was read behind it.
+    """
+
+    texts: Sequence[TargetText]
+    tokens: Int[Tensor, "batch longest"]
+    taps: Float[Tensor, "batch length taps hidden"]
+    last: Float[Tensor, "batch length hidden"]
+
+    @classmethod
+    def of(cls, texts: Sequence[TargetText]) -> TextBatch:
+        """These texts."""
+        longest = max(len(text.tokens) for text in texts)
+        device = texts[0].last.device
+        tokens = [[*text.tokens, *[0] * (longest - len(text.tokens))] for text in texts]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return cls(
+            texts,
+            torch.tensor(tokens, device=device),
+            pad([text.taps for text in texts], batch_first=True),
+            pad([text.last for text in texts], batch_first=True),
+        )
+
+    @property
+    def read(self) -> Int[Tensor, "batch length"]:
+        """The tokens that were read."""
+        return self.tokens[:, :-1]
+
+    @property
+    def first_root(self) -> int:
+        """The first place that is a root in any of the texts."""
+        return min(text.roots.start for text in self.texts)
+
+    @property
+    def roots(self) -> Int[Tensor, "batch places"]:
+        """All places from the first root on."""
+        rows, length = self.read.shape
+        return torch.arange(self.first_root, length, device=self.tokens.device).expand(rows, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """A student's logits. Entry `[b, r]` of `logits[d - 1]` is for the token d places behind `roots[b, r]`.
+
+    A drafter whose guess at every depth reads what its first one would read there has logits for depth 1 alone, with
+    every place a root (`TextBatch.roots`): those for deeper guesses are the same, further on. `more` are losses of the
+    kind's own, already weighed, which are added.
+    """
+
+    logits: Sequence[Float[Tensor, "batch roots vocab"]]
+    roots: Int[Tensor, "batch roots"]
+    more: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Student(Protocol):
+    """A drafter in training.
+
+    `taps` names the target states that it reads, as `Drafter.taps` does. `weights` are the tensors that are trained, by
+    their names in the checkpoint. `depth_weights` says how much each depth counts in its loss, as many as it predicts.
+    `vocabulary` are the target's ids of its tokens; None where it has all of them. `about` says what it is made of, as
+    JSON: another value is another training.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    @property
+    def weights(self) -> dict[str, Tensor]: ...
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]: ...
+
+    @property
+    def vocabulary(self) -> Int[Tensor, " ids"] | None: ...
+
+    @property
+    def about(self) -> Mapping[str, Any]: ...
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        """Its logits with gradients, as serving would compute them from the same tokens and states.
+
+        Without `dice` all of `TextBatch.roots` are roots; with them a kind for which that is too much draws some.
+        """
+        ...
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Put a checkpoint with these weights into an empty folder."""
+        ...
+
+    def spec(self, folder: Path) -> str:
+        """The specification of the drafter in a folder, as `--draft` takes it."""
+        ...

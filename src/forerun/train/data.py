@@ -1,0 +1,181 @@
+"""Training data: what a line or a file of the user's may hold, and how it becomes prompts.
+
+This file decides which lines are prompts and which are texts to be cut into prompts, what becomes of lines that cannot
+be used, and which prompts are held out. A `.jsonl` has an object a line, a `.txt` a prompt a line; any other file is
+one text. A few bad lines are reported and left out; more than one in a hundred end the training before it begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import InvalidRequest, TokenizerError, UnusableData
+from forerun.limits import shown
+from forerun.messages import ChatOptions
+from forerun.text.tokenizer import Tokenizer
+from forerun.train.settings import TrainSettings
+
+FIELDS = ("prompt", "messages", "text")
+MOST_BAD = 100  # one bad line in so many is left out; more are too many
+MOST_TOLD = 10  # bad lines that are reported one by one
+log = logging.getLogger(__name__)
+TokenIds = tuple[int, ...]
+
+
+class BadLine(Exception):
+    """A line that cannot be used, and why; it does not leave this file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Prompts as tokens: those to learn from and those held out, none of which is among the others."""
+
+    train: Sequence[TokenIds]
+    held_out: Sequence[TokenIds]
+    num_lines: int
+    bad: Sequence[str]  # "FILE:LINE: why"
+
+    @property
+    def digest(self) -> str:
+        """A hash of all tokens."""
+        return hashlib.sha256(json.dumps([self.train, self.held_out]).encode()).hexdigest()[:16]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, (*self.train, *self.held_out)))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """How lines become prompts: `limit` is the model's context, `chat` sends every prompt through the template."""
+
+    tokenizer: Tokenizer
+    limit: int
+    settings: TrainSettings
+    chat: bool = False
+
+    def of_entry(self, line: str) -> list[TokenIds]:
+        """The prompts of a JSON line: one for a prompt or a conversation, several for a text."""
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadLine(f"not JSON ({error}): write one object a line") from error
+        if not isinstance(entry, dict):
+            raise BadLine(f'a {type(entry).__name__}, not an object: write {{"prompt": ...}}')
+        name = next((name for name in FIELDS if entry.get(name) is not None), None)
+        if name is None:
+            raise BadLine(f'no field {", ".join(FIELDS)} (it has {", ".join(map(str, entry)) or "none"}): add "prompt"')
+        value = entry[name]
+        if name == "messages":
+            return [self.of_talk(value)]
+        if not isinstance(value, str) or not value:
+            raise BadLine(f'"{name}" is {shown(value)}: it must hold some text')
+        return self.of_text(value) if name == "text" else [self.of_prompt(value)]
+
+    def of_prompt(self, text: str) -> TokenIds:
+        """A prompt as it is, or as the user's message."""
+        if self.chat:
+            return self.of_talk([{"role": "user", "content": text}])
+        return self.fitting(self.tokenizer.encode(text))
+
+    def of_talk(self, messages: Any) -> TokenIds:
+        """A conversation, which the model is to go on with; its own last message is left out."""
+        if not isinstance(messages, list) or not messages:
+            raise BadLine(f'"messages" is {shown(messages)}: it must be a list of messages')
+        if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant" and len(messages) > 1:
+            messages = messages[:-1]
+        text = ChatOptions().render(self.tokenizer, messages)
+        return self.fitting(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def of_text(self, text: str) -> list[TokenIds]:
+        """Beginnings for the target to go on from: a part of the text out of every part that an answer could fill."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        whole = self.tokenizer.encode(text)
+        lead = whole[: len(whole) - len(ids)] if whole[len(whole) - len(ids) :] == ids else []
+        size = self.settings.prompt_tokens
+        starts = range(0, len(ids), size + self.settings.max_tokens)
+        return [self.fitting([*lead, *ids[start : start + size]]) for start in starts]
+
+    def fitting(self, ids: Sequence[int]) -> TokenIds:
+        """The tokens of a prompt, if an answer has room behind them."""
+        if not ids:
+            raise BadLine("it has no tokens: write some text")
+        if len(ids) + 2 > self.limit:
+            raise BadLine(f"{len(ids)} tokens leave no room for an answer in a context of {self.limit}: shorten it")
+        return tuple(ids)
+
+
+def read_data(paths: Sequence[Path], reader: PromptReader) -> TrainingData:
+    """The prompts of these files, the same ones once, in two parts that a hash decides.
+
+    Bad lines are logged, with file and line. Raises UnusableData where they are more than one in MOST_BAD, and
+    InvalidRequest for a file that cannot be read or where there are fewer than two prompts.
+    """
+    prompts, bad, num_lines = dict[TokenIds, None](), list[str](), 0
+    for path in paths:
+        for place, line in lines_of(path):
+            num_lines += 1
+            try:
+                found = prompts_of(line, path, reader)
+            except (BadLine, InvalidRequest) as error:
+                bad.append(f"{place}: {error}")
+                continue
+            except TokenizerError as error:
+                raise TokenizerError(f"{place} holds messages, and {error}") from error
+            prompts |= dict.fromkeys(found)
+    refuse_bad(bad, num_lines)
+    if len(prompts) < 2:
+        names = ", ".join(map(str, paths)) or "none"
+        raise InvalidRequest("data", f"{names}: {len(prompts)} different prompts: give at least 2, one is held out.")
+    by_hash = sorted(prompts, key=lambda ids: hashlib.sha256(repr(ids).encode()).digest())
+    num_held_out = max(1, min(reader.settings.held_out, len(by_hash) // 4))
+    held_out = by_hash[:num_held_out]
+    apart = set(held_out)
+    return TrainingData([ids for ids in prompts if ids not in apart], held_out, num_lines, bad)
+
+
+def refuse_bad(bad: Sequence[str], num_lines: int) -> None:
+    """Report bad lines; raise UnusableData where there are too many."""
+    for message in bad[:MOST_TOLD]:
+        log.warning("left out: %s", message)
+    if len(bad) > MOST_TOLD:
+        log.warning("left out: %d further lines", len(bad) - MOST_TOLD)
+    if len(bad) * MOST_BAD > num_lines:
+        raise UnusableData(
+            f"{len(bad)} of {num_lines} lines cannot be used, which is more than 1 %: correct them or remove them. "
+            f"The first is {bad[0]}"
+        )
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not empty, or the file as a whole, each behind its place."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest("data", f"{path}: it cannot be read ({error.strerror}): give a file.") from error
+    if path.suffix not in (".jsonl", ".txt"):
+        yield str(path), data
+        return
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            yield f"{path}:{number}", line
+
+
+def prompts_of(line: bytes, path: Path, reader: PromptReader) -> list[TokenIds]:
+    """The prompts of a line or a text. Raises BadLine."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8 ({error.reason}): save it as UTF-8") from error
+    if path.suffix == ".jsonl":
+        return reader.of_entry(text)
+    if path.suffix == ".txt":
+        return [reader.of_prompt(text.rstrip("\r"))]
+    return reader.of_text(text)

@@ -1,0 +1,122 @@
+"""What a student is worth, judged on held-out answers as serving would judge it.
+
+The target's answers are there, with the seeds of their draws, so the guess that a drafter would have made behind any
+root is known: the draw from its own law under the very noise of the target's. Rounds are replayed on these guesses at
+each depth. They begin where rounds of an engine would begin, behind what the last one gave, so acceptance by depth is
+what `coupled` verification will show. The overlap of both laws is smoother; it decides when to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forerun.annotations import ProgressCallback
+from forerun.sampling.draws import Draws, PathState, RowSampling
+from forerun.train.base import Student, TargetText, TextBatch
+from forerun.train.objective import Objective, deepened
+
+Hits = Sequence[Sequence[bool]]  # by depth and then by root: whether the guess is what the target drew
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedText:
+    """One answer's guesses: which of them the target drew too, from the first root on, and what limits rounds."""
+
+    hits: Hits
+    num_tokens: int  # of the answer
+    is_cut: bool
+
+    def rounds(self, depth: int) -> list[tuple[int, int]]:
+        """(guesses, accepted ones) of each round that begins with the answer's first token to draw."""
+        found, root = [], 0
+        while root < self.num_tokens:
+            left = self.num_tokens - root
+            guesses = min(depth, left - 1) if self.is_cut else min(depth, left)
+            accepted = 0
+            while accepted < guesses and self.hits[accepted][root]:
+                accepted += 1
+            found.append((guesses, accepted))
+            root += accepted + 1
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutFigures:
+    """`acceptance_at_depth[j - 1]` is P(guess j accepted | those before it were); `tokens_per_round` by depth, from 1.
+
+    `overlap` is the mean of the sum of min(p, q) at the places that the loss counts.
+    """
+
+    overlap: float
+    acceptance_at_depth: tuple[float, ...]
+    tokens_per_round: tuple[float, ...]
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "overlap": self.overlap,
+            "acceptance_at_depth": list(self.acceptance_at_depth),
+            "tokens_per_round": list(self.tokens_per_round),
+        }
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> HeldOutFigures:
+        """The inverse."""
+        return cls(found["overlap"], tuple(found["acceptance_at_depth"]), tuple(found["tokens_per_round"]))
+
+
+@torch.no_grad()
+def judge_held_out(
+    objective: Objective, student: Student, texts: Sequence[TargetText], progress: ProgressCallback
+) -> HeldOutFigures:
+    """The figures of a student on these answers."""
+    overlaps, weights, replayed = 0.0, 0.0, list[ReplayedText]()
+    for number, text in enumerate(texts):
+        progress("judging held-out answers", number / len(texts))
+        batch = TextBatch.of([text])
+        predictions = student.predict(batch, None)
+        found = list(objective.depths(student, predictions, batch))
+        for each, own in zip(found, objective.weights(student.depth_weights, found), strict=True):
+            overlaps += float((each.laws.overlap * own.flatten()).sum())
+            weights += float(own.sum())
+        hits = []
+        for depth, logits in enumerate(predictions.logits, start=1):
+            if student.vocabulary is not None:
+                whole = logits.new_full((*logits.shape[:-1], objective.num_ids), -torch.inf)
+                logits = whole.index_copy(-1, student.vocabulary, logits)
+            hits.append(guessed(objective, text, logits[0].float(), depth))
+        own_hits = [row.tolist() for row in deepened(hits, objective.settings.draft_depth)]
+        replayed.append(ReplayedText([row[0] for row in own_hits], len(text.roots), text.is_cut))
+    return figures_of(overlaps / max(1e-9, weights), replayed, objective.settings.draft_depth)
+
+
+def guessed(objective: Objective, text: TargetText, logits: torch.Tensor, depth: int) -> torch.Tensor:
+    """Whether the guess at this depth, behind each root, is the text's token.  # [1, roots]"""
+    count = len(text.roots)
+    params = objective.settings.sampling(text.seed)
+    row = RowSampling(0, params, text.seed, 0, text.tokens, text.num_prompt)
+    draws = Draws([row], logits.shape[1], num_ids=objective.num_ids, device=logits.device)
+    position = torch.arange(count, device=logits.device) + text.num_prompt - 1 + depth
+    at = PathState(torch.zeros_like(position), position.new_empty(count, 0), position)
+    tokens = draws.children(logits[:count], at, 1, survival=False).tokens[:, 0]
+    told = torch.tensor([*text.tokens, *[-2] * depth], device=logits.device)  # nothing is guessed right behind the end
+    return (tokens == told[position])[None]
+
+
+def figures_of(overlap: float, texts: Sequence[ReplayedText], depth: int) -> HeldOutFigures:
+    """Acceptance from rounds at the full depth, and tokens per round at every depth up to it."""
+    offered, accepted = [0] * depth, [0] * depth
+    for guesses, num in (each for text in texts for each in text.rounds(depth)):
+        for j in range(min(guesses, num + 1)):
+            offered[j] += 1
+            accepted[j] += j < num
+    rates = [a / o for a, o in zip(accepted, offered, strict=True) if o]
+    per_round = []
+    for each in range(1, depth + 1):
+        rounds = [num for text in texts for _, num in text.rounds(each)]
+        per_round.append(1 + sum(rounds) / len(rounds))
+    return HeldOutFigures(overlap, tuple(rates), tuple(per_round))

@@ -1,0 +1,63 @@
+"""The table of what can be trained: one entry for each kind, by the name that the command line has for it.
+
+Every kind is a module that makes a `Student`. This file decides which of the sizes a user may give each of them takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from forerun.config import require_whole
+from forerun.errors import InvalidRequest
+from forerun.models.loading import Blueprint
+from forerun.train.adapter import AdapterStudent
+from forerun.train.base import Student
+from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.train.settings import check_choice
+
+
+@dataclass(frozen=True, slots=True)
+class StudentSizes:
+    """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said."""
+
+    exit: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    mlp: int | None = None
+    init: str | None = None
+
+    def only(self, kind: str, *names: str) -> None:
+        """Raise InvalidRequest where something is said that the kind does not have."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and each.name not in names:
+                raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes --{', --'.join(names)}.")
+            if isinstance(value, int):
+                require_whole(each.name, value, 1)
+
+
+def draft_model(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """A draft model: a fresh one of these sizes, or a checkpoint to go on from."""
+    sizes.only("draft", "layers", "hidden", "heads", "mlp", "init")
+    if sizes.init is None:
+        return DraftModelStudent.fresh(target, DraftShape(sizes.layers, sizes.hidden, sizes.heads, sizes.mlp), seed)
+    sizes.only("draft --init", "init")
+    return DraftModelStudent.going_on(target, sizes.init)
+
+
+def adapter(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """An adapter for an exit."""
+    sizes.only("early-exit", "exit", "layers", "mlp")
+    return AdapterStudent.fresh(target, sizes.exit, sizes.layers or 1, sizes.mlp, seed)
+
+
+MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]
+KINDS: Mapping[str, MakeStudent] = {"draft": draft_model, "early-exit": adapter}
+
+
+def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """The student of a kind. Raises InvalidRequest for a kind that there is not, or a size that does not fit."""
+    check_choice("kind", kind, tuple(KINDS))
+    return KINDS[kind](target, sizes, seed)

@@ -1,0 +1,155 @@
+"""The objective: what a student's predictions are compared with, place by place, and how much each place counts.
+
+A draft from root r has at depth d the token d places further on. It is judged by the target's law behind the place
+before that one, so of all roots and depths those count whose draft begins and ends inside the answer. This file decides
+the weights: by depth, or by D-PACE, under which a place counts as much as the length of drafts depends on it (with
+overlaps in the place of probabilities).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Bool, Float, Int
+from forerun.train.base import Predictions, Student, TextBatch
+from forerun.train.losses import LOSSES, LawPair
+from forerun.train.settings import TrainSettings
+
+LogitsOf = Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows vocab"]]  # the target's, of its last states
+SMOOTH = 0.5  # of D-PACE: how much of a depth's chance counts as certain
+
+
+@dataclass(frozen=True, slots=True)
+class DepthLaws:
+    """Both laws at one depth, at every root of a batch, packed; `counted` are the roots whose draft gets so far."""
+
+    depth: int
+    laws: LawPair
+    counted: Bool[Tensor, "batch roots"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What a batch gave: the loss, the mean overlap of the places that count, and how many these are."""
+
+    loss: float
+    overlap: float
+    num_places: int
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a student. `num_ids` are the ids that the tokenizer has; neither law has any above."""
+
+    settings: TrainSettings
+    target_logits: LogitsOf
+    num_ids: int
+
+    def depths(self, student: Student, predictions: Predictions, batch: TextBatch) -> Iterator[DepthLaws]:
+        """The laws of both at each depth that the student predicts."""
+        roots = predictions.roots
+        log_p = self.target_law(batch, student.vocabulary)
+        chosen = self.places_of(batch.tokens, student.vocabulary)
+        last_roots = torch.tensor([text.roots.stop for text in batch.texts], device=roots.device)[:, None]
+        first_roots = torch.tensor([text.roots.start for text in batch.texts], device=roots.device)[:, None]
+        rows = torch.arange(len(batch.texts), device=roots.device)[:, None]
+        for depth, logits in enumerate(predictions.logits, start=1):
+            judged = roots + depth - 1
+            counted = (roots >= first_roots) & (judged < last_roots)
+            judged = judged.clamp(max=batch.read.shape[1] - 1)
+            log_q = self.law_of(logits.flatten(0, 1))
+            tokens = chosen[rows, judged + 1].flatten()
+            laws = LawPair(log_p[rows, judged - batch.first_root].flatten(0, 1), log_q, tokens)
+            yield DepthLaws(depth, laws, counted)
+
+    def target_law(
+        self, batch: TextBatch, vocabulary: Int[Tensor, " ids"] | None
+    ) -> Float[Tensor, "batch places vocab"]:
+        """The target's log-law behind every token from the first root on, of the ids that the draft has."""
+        with torch.no_grad():
+            last = batch.last[:, batch.first_root :]
+            law: Tensor = self.law_of(self.target_logits(last.flatten(0, 1)).float())
+            law = law.view(*last.shape[:2], -1)
+            return law if vocabulary is None else law.index_select(-1, vocabulary)
+
+    def law_of(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows ids"]:
+        """Log-probabilities at the temperature of the training; ids that no token has are left out."""
+        return (logits[:, : self.num_ids].float() / self.settings.law_temperature).log_softmax(-1)
+
+    def places_of(self, tokens: Int[Tensor, "batch longest"], vocabulary: Int[Tensor, " ids"] | None) -> Tensor:
+        """The tokens by their places in the draft's vocabulary; -1 outside of it."""
+        if vocabulary is None:
+            return tokens
+        places = torch.full((self.num_ids,), -1, device=tokens.device)
+        places[vocabulary] = torch.arange(len(vocabulary), device=tokens.device)
+        return places[tokens]
+
+    def loss(
+        self, student: Student, batch: TextBatch, dice: torch.Generator, name: str
+    ) -> tuple[Float[Tensor, ""], StepFigures]:
+        """The mean loss of the places that count, by their weights, with gradients; and what the batch gave."""
+        predictions = student.predict(batch, dice)
+        found = list(self.depths(student, predictions, batch))
+        weights = self.weights(student.depth_weights, found)
+        total = torch.stack([own.sum() for own in weights]).sum().clamp(min=1e-9)
+        losses = [
+            (LOSSES[name](each.laws, each.counted.flatten()) * own.flatten()).sum()
+            for each, own in zip(found, weights, strict=True)
+        ]
+        loss = torch.stack(losses).sum() / total
+        for more in predictions.more.values():
+            loss = loss + more
+        first = found[0]
+        overlap = first.laws.overlap.detach()[first.counted.flatten()]
+        return loss, StepFigures(float(loss.detach()), float(overlap.mean()), len(overlap))
+
+    def weights(self, depth_weights: Sequence[float], found: Sequence[DepthLaws]) -> list[Float[Tensor, "batch roots"]]:
+        """How much each root counts at each depth; 0 where it does not."""
+        if self.settings.place_weights == "decay":
+            by_depth = [w * self.settings.decay**d for d, w in enumerate(depth_weights)]
+            return [w * each.counted for w, each in zip(by_depth, found, strict=True)]
+        overlaps = [each.laws.overlap.detach().view(each.counted.shape) for each in found]
+        counted = [each.counted for each in found]
+        weighed = d_pace(*(deepened(values, self.settings.draft_depth) for values in (overlaps, counted)))
+        return gathered(weighed, len(found))
+
+
+def d_pace(
+    overlaps: Sequence[Float[Tensor, "batch roots"]], counted: Sequence[Bool[Tensor, "batch roots"]]
+) -> list[Float[Tensor, "batch roots"]]:
+    """By depth: the sum, over this and all deeper ones, of the chance that a draft gets there (smoothed)."""
+    reached, chances = torch.ones_like(overlaps[0]), []
+    for overlap, own in zip(overlaps, counted, strict=True):
+        reached = reached * ((1 - SMOOTH) * overlap + SMOOTH) * own
+        chances.append(reached)
+    weights = list[Tensor]()
+    for chance, own in zip(reversed(chances), reversed(counted), strict=True):
+        weights.append((chance + (weights[-1] if weights else 0)) * own)
+    return weights[::-1]
+
+
+def deepened(values: Sequence[Tensor], depth: int) -> list[Tensor]:
+    """Values by depth, `[batch, roots]`, for at least `depth` depths.
+
+    A draft that gets deeper than what was predicted goes on as the deepest prediction does from a root further on.
+    """
+    found = list(values)
+    for _ in range(len(values), depth):
+        shifted = torch.zeros_like(found[-1])
+        shifted[:, :-1] = found[-1][:, 1:]
+        found.append(shifted)
+    return found
+
+
+def gathered(weights: Sequence[Tensor], num_depths: int) -> list[Tensor]:
+    """The inverse: what is deeper than the deepest prediction is added where that was made."""
+    found = list(weights[:num_depths])
+    for number, own in enumerate(weights[num_depths:], start=1):
+        moved = torch.zeros_like(own)
+        moved[:, number:] = own[:, :-number] if number < own.shape[1] else 0
+        found[-1] = found[-1] + moved
+    return found

@@ -1,0 +1,126 @@
+"""The state of a training on disk, from which it goes on to the very same weights, whatever moment it was killed at.
+
+This file decides what belongs to it: weights and the optimizers' memory, how far it came, the best weights so far and
+what they were worth. Every step is a function of its number and of the weights before it, so nothing else is needed.
+The state is replaced as a whole. `run.json` beside it holds everything that decides the result: a folder with another
+one, or with anything else, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import FolderTaken
+from forerun.train.files import writable, write_whole
+
+FORM = 1  # of the files
+STATE = "state"  # the folder below that of the drafter
+HEAD, CHECKPOINT = "run.json", "checkpoint.pt"
+
+
+@dataclass(slots=True)
+class TrainState:
+    """How far a training came. `looks_since` are those since the best one; `stopped` says why it is over."""
+
+    step: int = 0
+    seconds: float = 0.0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Tensor] = field(default_factory=dict)
+    best_step: int = 0
+    best_figures: dict[str, Any] | None = None
+    first_figures: dict[str, Any] | None = None
+    looks_since: int = 0
+    stopped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainFolder:
+    """The folder that a drafter is trained into."""
+
+    folder: Path
+
+    @property
+    def state_folder(self) -> Path:
+        """Where the state is."""
+        return self.folder / STATE
+
+    def claim(self, about: Mapping[str, Any], force: bool) -> None:
+        """Make it this training's. With `force`, what a training left there is removed first.
+
+        Raises FolderTaken, with nothing changed, where it holds anything else, or a training with other settings.
+        """
+        about = json.loads(json.dumps({"form": FORM, **about}))
+        head = self.state_folder / HEAD
+        with writable(self.folder):
+            if force and self.folder.exists():
+                self.clear()
+            if head.exists():
+                self.check_head(head, about)
+                return
+            others = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+            if others and others != [STATE]:
+                shown = ", ".join(others[:3])
+                raise FolderTaken(
+                    f"{self.folder} holds {shown}: name another folder with --out, or overwrite it with --force"
+                )
+            self.state_folder.mkdir(parents=True, exist_ok=True)
+            write_whole(head, lambda part: part.write_text(json.dumps(about) + "\n", "utf-8"))
+
+    def check_head(self, head: Path, about: Mapping[str, Any]) -> None:
+        """Raise FolderTaken unless the folder is of this training."""
+        try:
+            found = json.loads(head.read_text("utf-8"))
+        except ValueError as error:
+            raise FolderTaken(f"{head} is damaged ({error}): start over with --force") from error
+        before, now = flat(found), flat(about)
+        differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        if differing:
+            name = differing[0]
+            raise FolderTaken(
+                f"{self.folder} is of a training with other settings ({', '.join(differing)}; {name} was "
+                f"{before.get(name)!r} and is {now.get(name)!r}): name another folder with --out, or start over with "
+                "--force"
+            )
+
+    def clear(self) -> None:
+        """Remove what a training writes: files by their names, the state's folder, parts that a kill left."""
+        if not self.folder.is_dir():
+            raise FolderTaken(f"{self.folder} is a file: name a folder with --out")
+        for path in self.folder.iterdir():
+            if path.is_dir() and (path.name == STATE or path.name.startswith(".")):
+                shutil.rmtree(path)
+            elif path.is_file():
+                path.unlink()
+
+    def save(self, state: TrainState) -> None:
+        """Replace the state; a kill in between leaves the old one."""
+        held = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
+        with writable(self.folder):
+            write_whole(self.state_folder / CHECKPOINT, lambda part: torch.save(held, part))
+
+    def load(self) -> TrainState | None:
+        """The state; None where nothing was saved yet. Raises FolderTaken where it is damaged."""
+        path = self.state_folder / CHECKPOINT
+        if not path.exists():
+            return None
+        try:
+            return TrainState(**torch.load(path, weights_only=True))
+        except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError) as error:
+            raise FolderTaken(f"{path} is damaged ({str(error)[:100]}): start over with --force") from error
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The values inside an object, by the names that lead to them."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}" if name else key).items()}

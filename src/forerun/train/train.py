@@ -1,0 +1,121 @@
+"""A training from start to end: it checks everything that needs no weights, loads the target, trains, and reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import __version__
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.spec import ModelSpec
+from forerun.streams import show_note
+from forerun.train.answer_cache import AnswerCache, state_bytes
+from forerun.train.answers import MOST_SEQUENCES, AnswerSource
+from forerun.train.base import Student
+from forerun.train.data import PromptReader, TrainingData, read_data
+from forerun.train.kinds import StudentSizes, make_student
+from forerun.train.objective import Objective
+from forerun.train.report import TrainReport
+from forerun.train.settings import TrainSettings
+from forerun.train.speed import round_times
+from forerun.train.state import TrainFolder
+from forerun.train.trainer import Trainer
+
+FREE = ("checkpoint_every",)  # settings that may change between a run and its continuation
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTask:
+    """What is trained for which target on which files, and where; `cache` is a folder for the target's states."""
+
+    kind: str
+    spec: ModelSpec
+    data: Sequence[Path]
+    out: Path
+    sizes: StudentSizes = field(default_factory=StudentSizes)
+    chat: bool = False
+    cache: Path | None = None
+    force: bool = False
+    threads: int | None = None
+
+
+def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None]) -> TrainReport:
+    """Train, or go on with a training, to its end; `report` is called as a LoadingBar is.
+
+    Raises, before any weights are loaded, where data, sizes or the folder cannot be used.
+    """
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+    target = Blueprint.of(task.spec, report)
+    tokenizer = target.tokenizer()
+    student = make_student(task.kind, target, task.sizes, settings.seed)
+    data = read_data(task.data, PromptReader(tokenizer, target.config.max_positions, settings, task.chat))
+    about = about_of(target, student, data, settings)
+    cache = None if task.cache is None else open_cache(task.cache, target, student, data, settings)
+    folder = TrainFolder(task.out)
+    folder.claim(about, task.force)
+    llm = LLM(
+        task.spec,
+        max_model_len=min(target.config.max_positions, data.longest + settings.max_tokens + 1),
+        max_num_seqs=max(MOST_SEQUENCES, settings.batch),
+        generation_config="none",
+        progress=report,
+    )
+    try:
+        with without_advice():
+            times = round_times(llm, target, student, settings.sampling(0), settings.draft_depth, report)
+            source = AnswerSource(llm, data, settings, student.taps, cache)
+            objective = Objective(settings, llm.engine.runner.decoder.logits, llm.requests.num_ids)
+            state = Trainer(student, source, objective, settings, folder, source.held_out(report), times, report).run()
+    except KeyboardInterrupt:
+        show_note("Interrupted. The same command goes on from the last checkpoint.")
+        raise
+    finally:
+        llm.close()
+    return TrainReport(about, state, times, task.out, student.spec(task.out), data, source.stats)
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Within it the controller does not say that drafting does not pay: how answers are written is the engine's."""
+    log = logging.getLogger("forerun.engine.measured")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def about_of(target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings) -> Mapping[str, Any]:
+    """Everything that decides the weights at the end, but for the machine and its number of threads."""
+    return {
+        "forerun": __version__,
+        "target": {"name": target.name, "fingerprint": target.fingerprint()},
+        "student": student.about,
+        "data": {"digest": data.digest, "prompts": len(data.train), "held_out": len(data.held_out)},
+        "settings": {name: value for name, value in asdict(settings).items() if name not in FREE},
+    }
+
+
+def open_cache(
+    folder: Path, target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings
+) -> AnswerCache:
+    """The cache of this target's answers to these data, as far as this student needs them."""
+    drawn = ("batch", "max_tokens", "temperature", "top_k", "top_p", "seed")
+    about = {
+        "target": target.fingerprint(),
+        "taps": student.taps,
+        "data": data.digest,
+        **{name: getattr(settings, name) for name in drawn},
+    }
+    longest = data.longest + settings.max_tokens
+    num_bytes = state_bytes(settings.num_answers, longest, len(student.taps), target.config.hidden, torch.float32)
+    return AnswerCache.at(folder, about, num_bytes)

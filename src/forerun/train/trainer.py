@@ -1,0 +1,161 @@
+"""The training loop: a step learns from some of the target's answers, and now and then held-out ones judge.
+
+This file decides the order: answers, predictions, the loss, one move of the optimizers; every `look_every` steps a look
+at the held-out answers, a line in the log, the state, the drafter in its folder if it is the best so far, the curves.
+Which step learns from what is decided by its number alone, and the looks decide when to stop by figures alone, so a
+training that goes on after a kill ends with the very weights that it would have had.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from forerun.errors import TrainingDiverged
+from forerun.sampling.noise import mix
+from forerun.train.answers import SEEDS, AnswerSource
+from forerun.train.base import Student, TargetText, TextBatch
+from forerun.train.curves import curves
+from forerun.train.files import write_folder, write_whole
+from forerun.train.held_out import HeldOutFigures, judge_held_out
+from forerun.train.log import TrainLog
+from forerun.train.objective import Objective, StepFigures
+from forerun.train.optimizer import build_optimizers, restore, states_of, step_optimizers
+from forerun.train.settings import TrainSettings
+from forerun.train.speed import RoundTimes
+from forerun.train.state import TrainFolder, TrainState
+
+LOG, CURVES = "train.jsonl", "train.svg"
+RISE = 1e-4  # of the overlap, below which a look is no better than the best one
+MOST_LOGITS = 1 << 25  # that are held at a time: the answers of a step are read in as many parts as that takes
+LOGGED_EVERY = 10  # steps
+
+
+@dataclass
+class Trainer:
+    """A training from where its folder says that it is. `times` predict the speed-up, where they are known."""
+
+    student: Student
+    source: AnswerSource
+    objective: Objective
+    settings: TrainSettings
+    folder: TrainFolder
+    held_out: Sequence[TargetText]
+    times: RoundTimes | None
+    report: Callable[..., None]  # as a LoadingBar is called
+    state: TrainState = field(init=False)
+    log: TrainLog = field(init=False)
+    optimizers: list[torch.optim.Optimizer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizers = build_optimizers(self.student.weights, self.settings.rate)
+        found = self.folder.load()
+        self.state = found or TrainState()
+        if found is not None:
+            with torch.no_grad():
+                for name, tensor in self.student.weights.items():
+                    tensor.copy_(found.weights[name])
+            restore(self.optimizers, found.optimizers)
+        self.log = TrainLog.up_to(self.folder.folder / LOG, self.state.step)
+        if found is None:
+            self.look()
+        else:
+            self.publish()
+
+    @property
+    def best(self) -> HeldOutFigures:
+        """What the best weights so far are worth."""
+        assert self.state.best_figures is not None, "a look is taken before the first step"
+        return HeldOutFigures.read(self.state.best_figures)
+
+    @property
+    def share_done(self) -> float:
+        """How much of the training is over."""
+        return self.settings.share_done(self.state.step, self.state.seconds)
+
+    def run(self) -> TrainState:
+        """Train to the end."""
+        while not self.state.stopped:
+            if self.share_done >= 1:
+                self.state.stopped = "all steps are taken" if self.settings.steps else "the time is over"
+                self.look()
+                break
+            started_s = time.perf_counter()
+            figures = self.step()
+            self.state.seconds += time.perf_counter() - started_s
+            self.state.step += 1
+            if self.state.step % LOGGED_EVERY == 0 or self.state.step == 1:
+                self.log.add({"step": self.state.step, "loss": figures.loss, "overlap": figures.overlap})
+            told = f"loss {figures.loss:.3f}, {self.best.tokens_per_round[-1]:.2f} tokens per round"
+            self.report("training", self.share_done, told)
+            if self.share_done < 1 and self.state.step % self.settings.look_every == 0:
+                self.look()
+            elif self.share_done < 1 and self.state.step % self.settings.checkpoint_every == 0:
+                self.keep()
+        return self.state
+
+    def step(self) -> StepFigures:
+        """One move of the weights."""
+        step, settings = self.state.step, self.settings
+        share = self.share_done
+        texts = self.source.of_step(step, self.report)
+        dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
+        found = []
+        num_places = sum(len(text.roots) for text in texts)
+        for part in self.parts(texts):
+            loss, figures = self.objective.loss(self.student, TextBatch.of(part), dice, settings.loss_at(share))
+            if not math.isfinite(figures.loss):
+                raise TrainingDiverged(
+                    f"the loss of step {step + 1} is {figures.loss}: train again with a lower --rate than "
+                    f"{settings.rate:g}; the best weights so far are in {self.folder.folder}"
+                )
+            own = sum(len(text.roots) for text in part) / num_places
+            (loss * own).backward()
+            found.append((own, figures))
+        step_optimizers(self.student.weights.values(), self.optimizers, settings.rate_at(step, share))
+        return StepFigures(sum(own * f.loss for own, f in found), sum(own * f.overlap for own, f in found), num_places)
+
+    def parts(self, texts: Sequence[TargetText]) -> list[Sequence[TargetText]]:
+        """The answers in parts whose logits fit into MOST_LOGITS, one at least."""
+        longest = max(len(text.tokens) for text in texts)
+        most = max(1, MOST_LOGITS // (longest * self.objective.num_ids))
+        return [texts[i : i + most] for i in range(0, len(texts), most)]
+
+    def look(self) -> None:
+        """Judge the weights, keep the state, and put the best drafter, the log and the curves into the folder."""
+        state = self.state
+        figures = judge_held_out(self.objective, self.student, self.held_out, self.report)
+        told = figures.as_object()
+        entry = {"step": state.step, "seconds": round(state.seconds, 3), "held_out": told}
+        if self.times is not None:
+            depth, speed_up = self.times.best(figures.tokens_per_round)
+            entry["predicted"] = {"depth": depth, "speed_up": speed_up}
+        state.first_figures = state.first_figures or told
+        if state.best_figures is None or figures.overlap > state.best_figures["overlap"] + RISE:
+            state.best_figures, state.best_step, state.looks_since = told, state.step, 0
+            state.best = {name: tensor.detach().clone() for name, tensor in self.student.weights.items()}
+        else:
+            state.looks_since += 1
+            if state.looks_since >= self.settings.patience and not state.stopped:
+                state.stopped = f"held-out acceptance has not risen in {self.settings.patience} looks"
+        self.log.add(entry)
+        self.keep()
+        self.publish()
+
+    def keep(self) -> None:
+        """Bring the state to the disk."""
+        state = self.state
+        state.weights = {name: tensor.detach() for name, tensor in self.student.weights.items()}
+        state.optimizers = states_of(self.optimizers)
+        self.folder.save(state)
+
+    def publish(self) -> None:
+        """Put the best drafter so far and the curves into the folder."""
+        folder: Path = self.folder.folder
+        write_folder(folder, lambda part: self.student.write(self.state.best, part))
+        write_whole(folder / CURVES, lambda part: part.write_text(curves(self.log), "utf-8"))
