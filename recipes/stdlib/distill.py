@@ -13,7 +13,8 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from recipes.stdlib.losses import distances, lk_lambda
+from forerun.train.losses import LOSSES, LawPair
+from forerun.train.optimizer import step_optimizers
 from recipes.stdlib.training import (
     CHECKPOINT_EVERY,
     Run,
@@ -21,7 +22,6 @@ from recipes.stdlib.training import (
     Shape,
     build_llama,
     build_optimizers,
-    step_optimizers,
 )
 
 KL_SHARE = 0.1
@@ -45,18 +45,19 @@ def distill(
     while run.step < schedule.steps:
         started = time.perf_counter()
         stream = texts if run.step % 2 else corpus
-        rows = schedule.windows(stream, run.step, bos)[:, :-1]
+        windows = schedule.windows(stream, run.step, bos)
+        rows, following = windows[:, :-1], windows[:, 1:].flatten()
+        loss_name = "kl" if run.step < KL_SHARE * schedule.steps else "lk-lambda"
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             log_p = target(rows).logits.float().flatten(0, 1).log_softmax(-1)
         log_p = log_p.clone()  # a tensor of inference mode cannot enter a backward pass
         for name, student in run.models.items():
             with torch.autocast("cpu", torch.bfloat16):
                 logits = student(rows).logits
-            kl, alpha = distances(log_p, logits.float().flatten(0, 1))
-            loss = kl if run.step < KL_SHARE * schedule.steps else lk_lambda(kl, alpha)
-            loss.backward()
-            step_optimizers(student, run.optimizers[name], schedule.rate_at(run.step))
-            run.losses[name].append(1 - float(alpha.detach()))
+            laws = LawPair(log_p, logits.float().flatten(0, 1).log_softmax(-1), following)
+            LOSSES[loss_name](laws, torch.ones_like(following, dtype=torch.bool)).mean().backward()
+            step_optimizers(student.parameters(), run.optimizers[name], schedule.rate_at(run.step))
+            run.losses[name].append(1 - float(laws.overlap.detach().mean()))
         run.step += 1
         run.seconds += time.perf_counter() - started
         recent = {name: sum(losses[-50:]) / len(losses[-50:]) for name, losses in run.losses.items()}

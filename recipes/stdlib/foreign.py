@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from transformers.utils.logging import disable_progress_bar
 
+from forerun.train.optimizer import step_optimizers
 from recipes.stdlib.corpus import SourceFile, read_corpus, standard_library
 from recipes.stdlib.generate import Texts, generate_texts
 from recipes.stdlib.recipe import check_teacher, claim, export, tokenize, trained_tokenizer
@@ -32,7 +33,6 @@ from recipes.stdlib.training import (
     Shape,
     build_llama,
     build_optimizers,
-    step_optimizers,
 )
 
 NAME = "draft-1024"
@@ -106,7 +106,7 @@ def learn(run: Run, streams: Sequence[Tensor], recipe: Foreign, bos: int, bar: P
             logits = model(rows[:, :-1]).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
-        step_optimizers(model, optimizers, schedule.rate_at(run.step))
+        step_optimizers(model.parameters(), optimizers, schedule.rate_at(run.step))
         run.losses[NAME].append(float(loss.detach()))
         run.step += 1
         run.seconds += time.perf_counter() - started

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
-from recipes.stdlib.losses import distances
+from forerun.train.losses import LawPair
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 24, 96, 128
 NGRAM = 8
@@ -88,8 +88,9 @@ def compare(target: str, draft: str, models: Mapping[str, nn.Module], texts: Map
         return logits[:, NUM_PROMPT_TOKENS:].flatten(0, 1)  # <s> stands in front: the first drawn token's position
 
     agree = continued(target, 0.0).argmax(-1) == continued(draft, 0.0).argmax(-1)
-    _, alpha = distances(continued(target, 1.0).log_softmax(-1), continued(draft, 1.0))
-    return PairFigures(target, draft, float(alpha), float(agree.float().mean()))
+    following = texts[1.0][:, 1 + NUM_PROMPT_TOKENS :].flatten()
+    laws = LawPair(continued(target, 1.0).log_softmax(-1), continued(draft, 1.0).log_softmax(-1), following)
+    return PairFigures(target, draft, float(laws.overlap.mean()), float(agree.float().mean()))
 
 
 def distinct(rows: Tensor) -> float:

@@ -10,6 +10,7 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
+from forerun.train.optimizer import step_optimizers
 from recipes.stdlib.training import (
     CHECKPOINT_EVERY,
     Run,
@@ -17,7 +18,6 @@ from recipes.stdlib.training import (
     Shape,
     build_llama,
     build_optimizers,
-    step_optimizers,
 )
 
 
@@ -40,7 +40,7 @@ def pretrain(run: Run, tokens: Tensor, schedule: Schedule, bos: int, bar: Progre
             logits = model(rows[:, :-1]).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
-        step_optimizers(model, optimizers, schedule.rate_at(run.step))
+        step_optimizers(model.parameters(), optimizers, schedule.rate_at(run.step))
         run.losses["target"].append(float(loss.detach()))
         run.step += 1
         run.seconds += time.perf_counter() - started

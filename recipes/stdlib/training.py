@@ -7,7 +7,6 @@ that a run continued from a checkpoint takes the very steps that it would have t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from forerun.train.files import write_whole
+from forerun.train.optimizer import build_optimizers as optimizers_of
 
 CHECKPOINT_EVERY = 100
 RECORD = "training.json"
@@ -95,25 +97,8 @@ def build_llama(shape: Shape, vocab_size: int, seed: int) -> LlamaForCausalLM:
 
 
 def build_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the gains: each suits its shapes."""
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
-    muon = torch.optim.Muon(matrices, lr=schedule.muon_rate, momentum=0.95, weight_decay=0.01)
-    adam = torch.optim.AdamW(others, lr=schedule.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    for optimizer in (muon, adam):
-        for group in optimizer.param_groups:
-            group["full_rate"] = group["lr"]
-    return [muon, adam]
-
-
-def step_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
-    """One move at this share of the full rate, with gradients clipped to norm 1."""
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["full_rate"] * rate
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    """Muon for the matrices of the layers, AdamW for the embedding and the gains."""
+    return optimizers_of(dict(model.named_parameters()), schedule.adam_rate, schedule.muon_rate)
 
 
 @dataclass(slots=True)
@@ -148,9 +133,7 @@ class Run:
             "optimizers": {name: [o.state_dict() for o in each] for name, each in self.optimizers.items()},
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".tmp")
-        torch.save(state, fresh)
-        os.replace(fresh, self.path)
+        write_whole(self.path, lambda part: torch.save(state, part))
 
     def record(self, name: str, schedule: Schedule) -> Record:
         """What is to be told of this run's model."""

@@ -1,7 +1,6 @@
 """The recipe on a made-up corpus: it runs end to end, goes on after a kill, and learns from no held-out file."""
 
 import hashlib
-import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.progress import Progress
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="the recipe trains with transformers (pip install forerun[recipe])")
 pytest.importorskip("matplotlib", reason="the recipe draws with matplotlib (pip install forerun[recipe])")
@@ -18,7 +16,6 @@ from recipes.stdlib import recipe as stages
 from recipes.stdlib import training
 from recipes.stdlib.corpus import read_corpus, standard_library
 from recipes.stdlib.generate import Texts
-from recipes.stdlib.losses import distances, lk_lambda
 from recipes.stdlib.recipe import Recipe, claim, cook, tokenize, trained_tokenizer
 from recipes.stdlib.tokenizer import train_tokenizer
 from recipes.stdlib.training import Record, Run, Schedule, Shape
@@ -205,54 +202,6 @@ def test_work_of_another_corpus_is_refused_and_kept(source: Path, tmp_path: Path
     with pytest.raises(ValueError, match="another recipe, corpus or teacher"):
         claim(work, TINY, read_corpus(source), None)
     assert (work / "target.pt").read_bytes() == b"days of work"
-
-
-def forward_kl(target: Tensor, student: Tensor) -> Tensor:
-    return distances(target.log_softmax(-1), student)[0]
-
-
-def acceptance(target: Tensor, student: Tensor) -> Tensor:
-    return distances(target.log_softmax(-1), student)[1]
-
-
-def blended(target: Tensor, student: Tensor) -> Tensor:
-    return lk_lambda(*distances(target.log_softmax(-1), student))
-
-
-def test_losses_at_their_known_points() -> None:
-    target = torch.tensor([[0.0, 1.0, 2.0], [3.0, -1.0, 0.5]], dtype=torch.float64)
-    assert float(acceptance(target, target + 5)) == pytest.approx(1.0)
-    assert float(forward_kl(target, target + 5)) == pytest.approx(0.0, abs=1e-12)
-    assert float(blended(target, target + 5)) == pytest.approx(0.0, abs=1e-12)
-    p, q = torch.tensor([[0.25, 0.75]]), torch.tensor([[0.5, 0.5]])
-    divergence = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
-    assert float(forward_kl(p.log(), q.log())) == pytest.approx(divergence)
-    p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 0.5, 0.5]])
-    assert float(acceptance(p.log().clamp(min=-60), q.log().clamp(min=-60))) == pytest.approx(0.5)
-
-
-def learn(distance: object, target: Tensor, offset: Tensor) -> Tensor:
-    """Fit a law of 5 tokens that has only two numbers to turn."""
-    basis = torch.tensor([[1.0, 0, 0, 0, -1.0], [0, 1.0, 0, -1.0, 0]], dtype=torch.float64)
-    knobs = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([knobs], lr=0.02)
-    for _ in range(1500):
-        optimizer.zero_grad()
-        distance(target, knobs @ basis + offset).backward()  # type: ignore[operator]
-        optimizer.step()
-    return (knobs @ basis + offset).detach()
-
-
-@pytest.mark.full
-def test_the_acceptance_loss_accepts_more_than_kl_where_the_law_cannot_be_met() -> None:
-    dice = torch.Generator().manual_seed(3)
-    gains = []
-    for _ in range(4):
-        target, offset = (3 * torch.randn(1, 5, generator=dice, dtype=torch.float64) for _ in range(2))
-        by_kl, by_lk = learn(forward_kl, target, offset), learn(blended, target, offset)
-        gains.append(float(acceptance(target, by_lk) - acceptance(target, by_kl)))
-    assert min(gains) > -1e-3
-    assert max(gains) > 0.01
 
 
 def test_stages_that_are_done_are_not_done_again(

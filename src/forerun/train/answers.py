@@ -25,7 +25,7 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.noise import mix
 from forerun.train.answer_cache import AnswerCache
 from forerun.train.base import TargetText
-from forerun.train.data import TokenIds, TrainingData
+from forerun.train.data import PromptIds, TrainingData
 from forerun.train.settings import TrainSettings
 
 MOST_SEQUENCES = 32  # answers that are written at a time, unless a step learns from more
@@ -128,14 +128,14 @@ class AnswerSource:
         prompts = self.data.held_out
         return self.written(prompts, HELD_OUT, range(len(prompts)), progress)
 
-    def prompt(self, number: int) -> TokenIds:
+    def prompt(self, number: int) -> PromptIds:
         """The prompt of an answer."""
         epoch, place = divmod(number, len(self.data.train))
         dice = torch.Generator().manual_seed(mix((self.settings.seed, epoch)) % SEEDS)
         return self.data.train[int(torch.randperm(len(self.data.train), generator=dice)[place])]
 
     def written(
-        self, prompts: Seq[TokenIds], purpose: int, numbers: Seq[int], progress: ProgressCallback
+        self, prompts: Seq[PromptIds], purpose: int, numbers: Seq[int], progress: ProgressCallback
     ) -> list[TargetText]:
         """Answers to prompts; the seed of each is that of its number."""
         params = [self.settings.sampling(mix((self.settings.seed, purpose, i)) % SEEDS) for i in numbers]

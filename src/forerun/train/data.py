@@ -25,7 +25,7 @@ FIELDS = ("prompt", "messages", "text")
 MOST_BAD = 100  # one bad line in so many is left out; more are too many
 MOST_TOLD = 10  # bad lines that are reported one by one
 log = logging.getLogger(__name__)
-TokenIds = tuple[int, ...]
+PromptIds = tuple[int, ...]
 
 
 class BadLine(Exception):
@@ -36,8 +36,8 @@ class BadLine(Exception):
 class TrainingData:
     """Prompts as tokens: those to learn from and those held out, none of which is among the others."""
 
-    train: Sequence[TokenIds]
-    held_out: Sequence[TokenIds]
+    train: Sequence[PromptIds]
+    held_out: Sequence[PromptIds]
     num_lines: int
     bad: Sequence[str]  # "FILE:LINE: why"
 
@@ -61,7 +61,7 @@ class PromptReader:
     settings: TrainSettings
     chat: bool = False
 
-    def of_entry(self, line: str) -> list[TokenIds]:
+    def of_entry(self, line: str) -> list[PromptIds]:
         """The prompts of a JSON line: one for a prompt or a conversation, several for a text."""
         try:
             entry = json.loads(line)
@@ -79,13 +79,13 @@ class PromptReader:
             raise BadLine(f'"{name}" is {shown(value)}: it must hold some text')
         return self.of_text(value) if name == "text" else [self.of_prompt(value)]
 
-    def of_prompt(self, text: str) -> TokenIds:
+    def of_prompt(self, text: str) -> PromptIds:
         """A prompt as it is, or as the user's message."""
         if self.chat:
             return self.of_talk([{"role": "user", "content": text}])
         return self.fitting(self.tokenizer.encode(text))
 
-    def of_talk(self, messages: Any) -> TokenIds:
+    def of_talk(self, messages: Any) -> PromptIds:
         """A conversation, which the model is to go on with; its own last message is left out."""
         if not isinstance(messages, list) or not messages:
             raise BadLine(f'"messages" is {shown(messages)}: it must be a list of messages')
@@ -94,7 +94,7 @@ class PromptReader:
         text = ChatOptions().render(self.tokenizer, messages)
         return self.fitting(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def of_text(self, text: str) -> list[TokenIds]:
+    def of_text(self, text: str) -> list[PromptIds]:
         """Beginnings for the target to go on from: a part of the text out of every part that an answer could fill."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         whole = self.tokenizer.encode(text)
@@ -103,7 +103,7 @@ class PromptReader:
         starts = range(0, len(ids), size + self.settings.max_tokens)
         return [self.fitting([*lead, *ids[start : start + size]]) for start in starts]
 
-    def fitting(self, ids: Sequence[int]) -> TokenIds:
+    def fitting(self, ids: Sequence[int]) -> PromptIds:
         """The tokens of a prompt, if an answer has room behind them."""
         if not ids:
             raise BadLine("it has no tokens: write some text")
@@ -118,7 +118,7 @@ def read_data(paths: Sequence[Path], reader: PromptReader) -> TrainingData:
     Bad lines are logged, with file and line. Raises UnusableData where they are more than one in MOST_BAD, and
     InvalidRequest for a file that cannot be read or where there are fewer than two prompts.
     """
-    prompts, bad, num_lines = dict[TokenIds, None](), list[str](), 0
+    prompts, bad, num_lines = dict[PromptIds, None](), list[str](), 0
     for path in paths:
         for place, line in lines_of(path):
             num_lines += 1
@@ -168,7 +168,7 @@ def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{path}:{number}", line
 
 
-def prompts_of(line: bytes, path: Path, reader: PromptReader) -> list[TokenIds]:
+def prompts_of(line: bytes, path: Path, reader: PromptReader) -> list[PromptIds]:
     """The prompts of a line or a text. Raises BadLine."""
     try:
         text = line.decode("utf-8")

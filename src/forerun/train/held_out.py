@@ -31,8 +31,8 @@ class ReplayedText:
     is_cut: bool
 
     def rounds(self, depth: int) -> list[tuple[int, int]]:
-        """(guesses, accepted ones) of each round that begins with the answer's first token to draw."""
-        found, root = [], 0
+        """(guesses, accepted ones) of each round; the first token comes from reading the prompt, without guesses."""
+        found, root = [], 1
         while root < self.num_tokens:
             left = self.num_tokens - root
             guesses = min(depth, left - 1) if self.is_cut else min(depth, left)
@@ -118,5 +118,5 @@ def figures_of(overlap: float, texts: Sequence[ReplayedText], depth: int) -> Hel
     per_round = []
     for each in range(1, depth + 1):
         rounds = [num for text in texts for _, num in text.rounds(each)]
-        per_round.append(1 + sum(rounds) / len(rounds))
+        per_round.append(1 + sum(rounds) / max(1, len(rounds)))
     return HeldOutFigures(overlap, tuple(rates), tuple(per_round))

@@ -15,14 +15,17 @@ MUON_RATE = 20 / 3  # times AdamW's
 TABLES = ("embed", "lm_head")  # matrices whose rows are tokens
 
 
-def build_optimizers(weights: Mapping[str, Tensor], rate: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    weights: Mapping[str, Tensor], rate: float, muon_rate: float | None = None
+) -> list[torch.optim.Optimizer]:
     """Both, at these full rates; one of them alone where the other would have nothing."""
+    muon_rate = MUON_RATE * rate if muon_rate is None else muon_rate
     matrices = [t for name, t in weights.items() if t.dim() == 2 and not any(table in name for table in TABLES)]
     chosen = set(map(id, matrices))
     others = [tensor for tensor in weights.values() if id(tensor) not in chosen]
     built: list[torch.optim.Optimizer] = []
     if matrices:
-        built.append(torch.optim.Muon(matrices, lr=MUON_RATE * rate, momentum=0.95, weight_decay=0.01))
+        built.append(torch.optim.Muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=0.01))
     if others:
         built.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
     for optimizer in built:

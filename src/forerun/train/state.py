@@ -24,7 +24,7 @@ from forerun.train.files import writable, write_whole
 
 FORM = 1  # of the files
 STATE = "state"  # the folder below that of the drafter
-HEAD, CHECKPOINT = "run.json", "checkpoint.pt"
+HEAD, CHECKPOINT, LOG = "run.json", "checkpoint.pt", "train.jsonl"
 
 
 @dataclass(slots=True)
@@ -55,7 +55,8 @@ class TrainFolder:
         return self.folder / STATE
 
     def claim(self, about: Mapping[str, Any], force: bool) -> None:
-        """Make it this training's. With `force`, what a training left there is removed first.
+        """Make it this training's. With `force` another training there is forgotten, and files of the same names as
+        those that this one writes will be replaced.
 
         Raises FolderTaken, with nothing changed, where it holds anything else, or a training with other settings.
         """
@@ -68,7 +69,7 @@ class TrainFolder:
                 self.check_head(head, about)
                 return
             others = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
-            if others and others != [STATE]:
+            if others and others != [STATE] and not force:
                 shown = ", ".join(others[:3])
                 raise FolderTaken(
                     f"{self.folder} holds {shown}: name another folder with --out, or overwrite it with --force"
@@ -93,14 +94,11 @@ class TrainFolder:
             )
 
     def clear(self) -> None:
-        """Remove what a training writes: files by their names, the state's folder, parts that a kill left."""
+        """Remove the state and the log of a training; a drafter is replaced when the next one is there."""
         if not self.folder.is_dir():
             raise FolderTaken(f"{self.folder} is a file: name a folder with --out")
-        for path in self.folder.iterdir():
-            if path.is_dir() and (path.name == STATE or path.name.startswith(".")):
-                shutil.rmtree(path)
-            elif path.is_file():
-                path.unlink()
+        shutil.rmtree(self.state_folder, ignore_errors=True)
+        (self.folder / LOG).unlink(missing_ok=True)
 
     def save(self, state: TrainState) -> None:
         """Replace the state; a kill in between leaves the old one."""

@@ -73,13 +73,15 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
             times = round_times(llm, target, student, settings.sampling(0), settings.draft_depth, report)
             source = AnswerSource(llm, data, settings, student.taps, cache)
             objective = Objective(settings, llm.engine.runner.decoder.logits, llm.requests.num_ids)
-            state = Trainer(student, source, objective, settings, folder, source.held_out(report), times, report).run()
+            held_out = source.held_out(report)
+            state = Trainer(student, source, objective, settings, folder, held_out, times, report).run()
+            stats = source.stats
     except KeyboardInterrupt:
         show_note("Interrupted. The same command goes on from the last checkpoint.")
         raise
     finally:
         llm.close()
-    return TrainReport(about, state, times, task.out, student.spec(task.out), data, source.stats)
+    return TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from forerun.train.objective import Objective, StepFigures
 from forerun.train.optimizer import build_optimizers, restore, states_of, step_optimizers
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
-from forerun.train.state import TrainFolder, TrainState
+from forerun.train.state import LOG, TrainFolder, TrainState
 
-LOG, CURVES = "train.jsonl", "train.svg"
+CURVES = "train.svg"
 RISE = 1e-4  # of the overlap, below which a look is no better than the best one
 MOST_LOGITS = 1 << 25  # that are held at a time: the answers of a step are read in as many parts as that takes
 LOGGED_EVERY = 10  # steps
@@ -61,7 +61,7 @@ class Trainer:
                 for name, tensor in self.student.weights.items():
                     tensor.copy_(found.weights[name])
             restore(self.optimizers, found.optimizers)
-        self.log = TrainLog.up_to(self.folder.folder / LOG, self.state.step)
+        self.log = TrainLog.up_to(self.folder.folder / LOG, -1 if found is None else self.state.step)
         if found is None:
             self.look()
         else:
@@ -72,6 +72,20 @@ class Trainer:
         """What the best weights so far are worth."""
         assert self.state.best_figures is not None, "a look is taken before the first step"
         return HeldOutFigures.read(self.state.best_figures)
+
+    @property
+    def worth(self) -> str:
+        """The same for the progress bar."""
+        figures = self.best
+        depth, speed_up = (len(figures.tokens_per_round), 0.0) if self.times is None else self.predicted(figures)
+        accepted = figures.acceptance_at_depth[0] if figures.acceptance_at_depth else 0.0
+        told = f"{accepted:.2f} accepted at depth 1, {figures.tokens_per_round[depth - 1]:.2f} tokens per round"
+        return f"{told}, ×{speed_up:.2f} predicted" if speed_up else told
+
+    def predicted(self, figures: HeldOutFigures) -> tuple[int, float]:
+        """The depth that pays most, and the speed-up there; rounds were timed."""
+        assert self.times is not None, "rounds were timed"
+        return self.times.best(figures.tokens_per_round)
 
     @property
     def share_done(self) -> float:
@@ -91,8 +105,7 @@ class Trainer:
             self.state.step += 1
             if self.state.step % LOGGED_EVERY == 0 or self.state.step == 1:
                 self.log.add({"step": self.state.step, "loss": figures.loss, "overlap": figures.overlap})
-            told = f"loss {figures.loss:.3f}, {self.best.tokens_per_round[-1]:.2f} tokens per round"
-            self.report("training", self.share_done, told)
+            self.report("training", self.share_done, f"loss {figures.loss:.3f}, {self.worth}")
             if self.share_done < 1 and self.state.step % self.settings.look_every == 0:
                 self.look()
             elif self.share_done < 1 and self.state.step % self.settings.checkpoint_every == 0:
@@ -133,7 +146,7 @@ class Trainer:
         told = figures.as_object()
         entry = {"step": state.step, "seconds": round(state.seconds, 3), "held_out": told}
         if self.times is not None:
-            depth, speed_up = self.times.best(figures.tokens_per_round)
+            depth, speed_up = self.predicted(figures)
             entry["predicted"] = {"depth": depth, "speed_up": speed_up}
         state.first_figures = state.first_figures or told
         if state.best_figures is None or figures.overlap > state.best_figures["overlap"] + RISE:

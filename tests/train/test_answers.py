@@ -1,0 +1,221 @@
+"""What students learn from: the target's states are those that serving shows a drafter, in any batch."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.config import Speculation
+from forerun.draft.adapter import AdaptedRunner
+from forerun.draft.base import Committed
+from forerun.draft.early_exit import EarlyExitDrafter
+from forerun.draft.model import ModelDrafter
+from forerun.engine.sequence import Sequence
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read, Runner
+from forerun.train.adapter import AdapterStudent
+from forerun.train.answer_cache import AnswerCache
+from forerun.train.answers import TRAINED, AnswerSource
+from forerun.train.base import TargetText, TextBatch
+from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.train.network import NORM
+from forerun.train.settings import TrainSettings
+from train.material import STORIES, quiet, read_prompts, source_of, write_prompts
+
+SETTINGS = TrainSettings(steps=4, batch=3, max_tokens=20, held_out=2, temperature=0.8)
+EXIT = 2
+
+
+@pytest.fixture(scope="module")
+def adapter() -> AdapterStudent:
+    """An adapter that does something."""
+    student = AdapterStudent.fresh(Blueprint.of(str(STORIES)), EXIT, 2, 48, 0)
+    dice = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in student.weights.values():
+            if tensor.dim() == 2:
+                tensor.copy_(torch.randn(tensor.shape, generator=dice) * 0.1)
+        student.weights[NORM].mul_(1.1)
+    return student
+
+
+@pytest.fixture(scope="module")
+def source(adapter: AdapterStudent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnswerSource]:
+    data = read_prompts([write_prompts(tmp_path_factory.mktemp("data"))], SETTINGS)
+    found = source_of(data, SETTINGS, adapter)
+    yield found
+    found.llm.close()
+
+
+def same(one: TargetText, other: TargetText) -> bool:
+    tensors = torch.equal(one.taps, other.taps) and torch.equal(one.last, other.last)
+    return tensors and (one.tokens, one.num_prompt, one.seed, one.is_cut) == (
+        other.tokens,
+        other.num_prompt,
+        other.seed,
+        other.is_cut,
+    )
+
+
+def test_states_are_those_of_reading_the_finished_text_to_the_bit(source: AnswerSource) -> None:
+    """Whether it was drafted, in how many passes and beside whom does not matter; nor do the tokens depend on it."""
+    llm = source.llm
+    for step, texts in ((0, source.of_step(0, quiet)), (3, source.of_step(3, quiet))):
+        plain = LLM(str(STORIES), max_model_len=256, max_num_seqs=1)
+        for i, text in enumerate(texts):
+            params = SETTINGS.sampling(text.seed)
+            answer = plain.generate([list(source.prompt(3 * step + i))], params)[0]
+            assert (*answer.prompt_token_ids, *answer.outputs[0].token_ids) == text.tokens
+            runner = plain.engine.runner
+            states = runner.read([Read(9, text.tokens[:-1])], taps=(EXIT, 5))
+            runner.release([9])
+            assert states.taps is not None
+            assert torch.equal(states.taps[:, :1], text.taps)
+            assert torch.equal(states.taps[:, 1], text.last)
+        plain.close()
+    assert llm.stats.num_drafted > 0
+
+
+def test_answers_depend_on_their_number_alone(source: AnswerSource) -> None:
+    """Asked for in another order, in groups of another size."""
+    alone = [source.written([source.prompt(i)], TRAINED, [i], quiet)[0] for i in (7, 4)]
+    third, second = source.of_step(2, quiet), source.of_step(1, quiet)
+    assert same(alone[0], third[1])
+    assert same(alone[1], second[1])
+    seeds = {text.seed for step in range(4) for text in source.of_step(step, quiet)}
+    assert len(seeds | {text.seed for text in source.held_out(quiet)}) == 14
+
+
+def test_every_prompt_is_answered_before_any_is_answered_again(source: AnswerSource) -> None:
+    count = len(source.data.train)
+    epochs = [[source.prompt(i) for i in range(e * count, (e + 1) * count)] for e in range(2)]
+    assert all(sorted(epoch) == sorted(source.data.train) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_sequence_that_is_sent_back_is_recorded_from_its_start(source: AnswerSource, adapter: AdapterStudent) -> None:
+    """In a cache that most of another sequence fills, so that not all have room."""
+    small = source_of(source.data, SETTINGS, adapter)
+    runner = small.llm.engine.runner
+    held = [1] * min(250, runner.cache.num_free_tokens - 200)
+    for other in range(-1, -99, -1):
+        if runner.cache.num_free_tokens < 2 * len(held):
+            break
+        runner.read([Read(other, held)])
+        runner.keep([other], [range(len(held))])
+    prompts, numbers, sequences = [source.prompt(i) for i in range(6)], range(6), list[Sequence]()
+    small.settings = source.settings = replace(SETTINGS, max_tokens=90)
+    submitted = small.llm.engine.submit
+    small.llm.engine.submit = lambda s, hear=None: (sequences.append(s), submitted(s, hear))[1]  # type: ignore[method-assign,func-returns-value]
+    found = small.written(prompts, TRAINED, numbers, quiet)
+    small.llm.close()
+    expected = source.written(prompts, TRAINED, numbers, quiet)
+    source.settings = SETTINGS
+    assert sum(s.num_preempted for s in sequences) > 0
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def served(draft: str, prompt: Seq[int], seed: int) -> tuple[LLM, list[int]]:
+    """An answer with a drafter, four guesses a round."""
+    llm = LLM(str(STORIES), draft, speculation=Speculation(4), max_model_len=256)
+    answer = llm.generate([list(prompt)], SETTINGS.sampling(seed))[0]
+    return llm, [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+
+
+def test_an_adapter_reads_in_training_what_it_reads_when_serving(
+    source: AnswerSource, adapter: AdapterStudent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors that enter it, to the bit: those of final text, and those of guesses that became final."""
+    adapter.write(adapter.weights, tmp_path)
+    shown: dict[int, Tensor] = {}  # by position
+    logits: dict[int, Tensor] = {}
+    tokens: dict[int, int] = {}
+    plain_read = Runner.read
+
+    def reading(own: Runner, reads: list[Read], *rest: object, **more: object) -> object:
+        inputs = more.get("inputs")
+        starts = [
+            own.length(r.seq_id) + len(own.tails[r.seq_id].parents if r.seq_id in own.tails else ()) for r in reads
+        ]
+        states = plain_read(own, reads, *rest, **more)  # type: ignore[arg-type]
+        if isinstance(inputs, Tensor):
+            (read,), (start,) = reads, starts
+            for i, token in enumerate(read.tokens):
+                shown[start + i], tokens[start + i] = inputs[i].clone(), token
+            for row, i in enumerate(read.judged):
+                logits[start + i] = states.logits[row].clone()
+        return states
+
+    monkeypatch.setattr(Runner, "read", reading)
+    text = source.of_step(0, quiet)[0]
+    llm, served_tokens = served(adapter.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)
+    assert isinstance(llm.drafter, EarlyExitDrafter)
+    assert isinstance(llm.drafter.runner, AdaptedRunner)
+    assert tuple(served_tokens) == text.tokens
+    batch = TextBatch.of([text, *source.of_step(1, quiet)])  # others beside it, longer or shorter
+    inputs, predicted = adapter.inputs(batch)[0], adapter.predict(batch, None)
+    assert [tokens[place] for place in range(len(text.tokens) - 1)] == list(text.tokens[:-1])
+    for place in range(len(text.tokens) - 1):
+        assert torch.equal(shown[place], inputs[place])
+    judged = [place for place in logits if batch.first_root <= place < len(text.tokens) - 1]
+    assert len(judged) > 5
+    for place in judged:
+        assert torch.allclose(predicted.logits[0][0, place - batch.first_root], logits[place], atol=1e-3)
+    llm.close()
+
+
+def test_a_draft_model_reads_in_training_what_it_reads_when_serving(
+    source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens from position 0 on, and the same logits behind them."""
+    student = DraftModelStudent.fresh(Blueprint.of(str(STORIES)), DraftShape(2, 32, 2, 64), 5)
+    student.write(student.weights, tmp_path)
+    seen: list[Committed] = []
+    plain_observe = ModelDrafter.observe
+
+    def observing(own: ModelDrafter, news: Committed) -> None:
+        seen.append(news)
+        plain_observe(own, news)
+
+    monkeypatch.setattr(ModelDrafter, "observe", observing)
+    text = source.of_step(0, quiet)[1]
+    llm, _ = served(student.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)
+    batch = TextBatch.of(source.of_step(0, quiet))
+    told = [token for news in seen for token in news.tokens]
+    assert told == batch.read[1, : len(told)].tolist()
+    assert len(told) == len(text.tokens) - 1
+    assert isinstance(llm.drafter, ModelDrafter)
+    runner = llm.drafter.runner
+    logits = runner.read([Read(77, told, judged=range(batch.first_root, len(told)))]).logits
+    found = student.predict(batch, None).logits[0][1, : len(logits)]
+    assert torch.allclose(found, logits, atol=1e-3)
+    llm.close()
+
+
+def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(
+    source: AnswerSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = AnswerCache.at(tmp_path, {"target": "x"}, 5_000_000)
+    assert "will take up to 5.00 MB" in capsys.readouterr().err
+    texts = source.of_step(1, quiet)
+    cache.save(0, texts)
+    found = AnswerCache.at(tmp_path, {"target": "x"}, 1).load(0)
+    assert found is not None
+    assert all(same(a, b) for a, b in zip(texts, found, strict=True))
+    assert AnswerCache.at(tmp_path, {"target": "y"}, 1).load(0) is None
+    bare = [replace(text, taps=text.taps[:, :0]) for text in texts]
+    cache.save(1, bare)
+    kept = cache.load(1)
+    assert kept is not None
+    assert all(same(a, b) for a, b in zip(bare, kept, strict=True))
+    path = cache.path(0)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert cache.load(0) is None
+    with pytest.raises(InvalidRequest, match=r"cache: The cache .* are free\. Name a folder with more room"):
+        AnswerCache.at(tmp_path, {"target": "x"}, 10**18)

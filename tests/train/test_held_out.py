@@ -1,0 +1,85 @@
+"""What held-out answers say of a drafter is what an engine that serves it counts."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from forerun.accept.outcome import Outcome
+from forerun.config import Speculation
+from forerun.engine.controller import FixedDepth
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.train.adapter import AdapterStudent
+from forerun.train.draft_model import DraftModelStudent
+from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
+from forerun.train.settings import TrainSettings
+from forerun.train.speed import RoundTimes
+from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
+
+DEPTH = 4
+DRAFT = STORIES.parent / "stories280k"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["draft", "early-exit"])
+def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temperature: float, tmp_path: Path) -> None:
+    """The very same counts: the rounds of the replay are those of the engine."""
+    settings = TrainSettings(
+        steps=1, max_tokens=32, held_out=7, temperature=temperature, draft_depth=DEPTH, top_k=40, top_p=0.95
+    )
+    target = Blueprint.of(str(STORIES))
+    data = read_prompts([write_prompts(tmp_path)], settings)
+    student = (
+        DraftModelStudent.going_on(target, str(DRAFT))
+        if kind == "draft"
+        else AdapterStudent.fresh(target, 3, 1, None, 0)
+    )
+    source = source_of(data, settings, student)
+    texts = source.held_out(quiet)
+    figures = judge_held_out(objective_of(source), student, texts, quiet)
+    source.llm.close()
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    student.write(student.weights, folder)
+    llm = LLM(
+        str(STORIES), student.spec(folder), speculation=Speculation(DEPTH), controller=FixedDepth(), max_num_seqs=1
+    )
+    offered, accepted, rounds = Counter[int](), Counter[int](), list[int]()
+    plain_record = llm.engine.controller.record
+
+    def recording(outcome: Outcome) -> None:
+        for row in () if outcome.num_prompt_tokens else outcome.rows:
+            rounds.append(row.accepted)
+            for j in range(min(row.num_drafted, row.accepted + 1)):
+                offered[j] += 1
+                accepted[j] += j < row.accepted
+        plain_record(outcome)
+
+    llm.engine.controller.record = recording  # type: ignore[method-assign]
+    for text in texts:
+        assert text.is_cut
+        answer = llm.generate([list(text.tokens[: text.num_prompt])], settings.sampling(text.seed))[0]
+        assert (*answer.prompt_token_ids, *answer.outputs[0].token_ids) == text.tokens
+    llm.close()
+    assert figures.acceptance_at_depth == tuple(accepted[j] / offered[j] for j in sorted(offered))
+    assert figures.acceptance_at_depth[0] > 0.1
+    assert figures.tokens_per_round[-1] == 1 + sum(rounds) / len(rounds)
+
+
+def test_rounds_are_replayed_from_hits() -> None:
+    hits = [[True, True, False, True, True, True], [True, False, True, True, True, False]]
+    text = ReplayedText(hits, 6, is_cut=True)
+    assert text.rounds(1) == [(1, 1), (1, 1), (0, 0)]
+    assert text.rounds(2) == [(2, 1), (2, 2)]
+    assert ReplayedText(hits, 6, is_cut=False).rounds(1) == [(1, 1), (1, 1), (1, 1)]
+    figures = figures_of(0.5, [text], 2)
+    assert figures.acceptance_at_depth == (1.0, 0.5)
+    assert figures.tokens_per_round == (1 + 2 / 3, 1 + 3 / 2)
+    assert figures_of(0.5, [ReplayedText(hits, 1, is_cut=True)], 2).tokens_per_round == (1.0, 1.0)
+
+
+def test_the_depth_that_pays_most_is_predicted() -> None:
+    times = RoundTimes(plain_s=1.0, drafted_s=[1.2, 1.3, 2.0])
+    assert times.best([1.5, 1.8, 2.0]) == (2, pytest.approx(1.8 / 1.3))
+    assert times.best([1.0, 1.0, 1.0]) == (1, pytest.approx(1 / 1.2))

@@ -1,0 +1,346 @@
+"""`forerun train` from end to end: what it writes, what that is worth, what it refuses, how it goes on after a kill."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from forerun.config import Speculation
+from forerun.errors import FolderTaken
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.sampling.params import SamplingParams
+from forerun.train.files import write_folder
+from forerun.train.kinds import StudentSizes, make_student
+from forerun.train.log import TrainLog
+from forerun.train.losses import LOSSES
+from forerun.train.state import TrainFolder, TrainState
+from train.material import STORIES, write_prompts
+from unchecked import unchecked
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+KINDS = {
+    "draft": ["--layers", "1", "--hidden", "64", "--heads", "4", "--rate", "0.01", "--steps", "45"],
+    "early-exit": ["--exit", "3", "--rate", "0.01", "--checkpoint-every", "4", "--steps", "20"],
+}
+QUICK = ["--model", str(STORIES), "-n", "32", "--held-out", "6", "--look-every", "15", "--threads", "1"]
+DEPTH = 2
+
+
+def invoke(*arguments: str) -> Result:
+    """The command, on one thread."""
+    before = torch.get_num_threads()
+    try:
+        with unchecked():
+            return CliRunner().invoke(cli.app, ["train", *arguments], env={"COLUMNS": "120"})
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+Trained = Callable[[str], tuple[Path, dict[str, object]]]
+
+
+@pytest.fixture(scope="module")
+def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A trained drafter of each kind: its folder, and what the command said of it."""
+    made: dict[str, tuple[Path, dict[str, object]]] = {}
+
+    def train(kind: str) -> tuple[Path, dict[str, object]]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("trained") / kind
+            result = invoke(kind, *QUICK, *KINDS[kind], "--data", str(prompts), "--out", str(folder), "--json")
+            assert result.exit_code == 0, result.output
+            made[kind] = folder, json.loads(result.stdout)
+        return made[kind]
+
+    return train
+
+
+def answers(draft: str | None) -> tuple[list[tuple[int, ...]], float]:
+    """Answers to prompts that are not among the data, and how much was accepted of what was drafted."""
+    params = [SamplingParams(max_tokens=60, seed=i, temperature=1.0, ignore_eos=True) for i in range(8)]
+    llm = LLM(str(STORIES), draft, speculation=Speculation(DEPTH), max_model_len=256)
+    with unchecked():
+        found = llm.generate([f"{name} went to the" for name in ("Lucy", "Tim", "Spot", "Mia") * 2], params)
+    stats = llm.stats
+    llm.close()
+    return [answer.outputs[0].token_ids for answer in found], stats.num_accepted / max(1, stats.num_drafted)
+
+
+def untrained(kind: str, folder: Path) -> str:
+    """The same drafter before its training: an exit without its adapter, or a model with fresh weights."""
+    if kind == "early-exit":
+        return "early-exit:3"
+    folder.mkdir()
+    student = make_student(kind, Blueprint.of(str(STORIES)), StudentSizes(layers=1, hidden=64, heads=4), 0)
+    student.write(student.weights, folder)
+    return student.spec(folder)
+
+
+@pytest.mark.parametrize(("kind", "margin"), [("draft", 0.04), ("early-exit", 0.08)])
+def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
+    kind: str, margin: float, trained: Trained, tmp_path: Path
+) -> None:
+    folder, told = trained(kind)
+    plain, _ = answers(None)
+    drafted, after = answers(str(told["draft"]))
+    assert drafted == plain
+    before = answers(untrained(kind, tmp_path / "untrained"))[1]
+    assert after > before + margin
+    assert str(folder) in str(told["draft"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
+    folder, told = trained(kind)
+    steps = int(KINDS[kind][-1])
+    before, now = told["untrained"], told["trained"]
+    assert isinstance(before, dict)
+    assert isinstance(now, dict)
+    assert now["overlap"] > before["overlap"] + 0.03
+    assert now["tokens_per_round"][1] > before["tokens_per_round"][1]
+    assert told["steps"] == steps
+    assert told["stopped"] == "all steps are taken"
+    assert told["predicted"]["speed_up"] > 0  # type: ignore[index]
+    log = TrainLog.up_to(folder / "train.jsonl", steps)
+    looks = log.series("held_out", "overlap")
+    assert [step for step, _ in looks] == [*range(0, steps, 15), steps]
+    assert max(value for _, value in looks) == now["overlap"]
+    assert [step for step, _ in log.series("loss")] == [1, *range(10, steps + 1, 10)]
+    assert len(log.series("predicted", "speed_up")) == len(looks)
+    svg = ElementTree.fromstring((folder / "train.svg").read_text())
+    assert len(svg.findall("{*}polyline")) >= 5
+    assert not list(folder.glob(".*"))
+
+
+def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, prompts: Path) -> None:
+    folder, _ = trained("early-exit")
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    arguments = ["early-exit", *QUICK, *KINDS["early-exit"], "--data", str(prompts), "--out", str(folder)]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert f"early-exit:3:{folder}" in result.stdout.replace("\n", "")
+    assert "accepted, before" in result.stdout
+    assert {path: path.read_bytes() for path in before} == before
+    for more, said in (
+        (["--seed", "1"], "settings.seed was 0 and is 1"),
+        (["--loss", "kl"], "settings.loss was 'lk-lambda' and is 'kl'"),
+        (["--exit", "2"], "student.config.exit_layer was 3 and is 2"),
+    ):
+        result = invoke(*arguments, *more)
+        assert result.exit_code == 2
+        assert said in result.stderr.replace("\n", " ")
+        assert "--force" in result.stderr
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.json").write_text("precious")
+    (mine / "thesis.txt").write_text("years of work")
+    arguments = ["early-exit", *QUICK, "--steps", "1", "--data", str(prompts), "--out", str(mine)]
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert (
+        "holds config.json, thesis.txt: name another folder with --out, or overwrite it with --force" in result.stderr
+    )
+    assert sorted(path.name for path in mine.iterdir()) == ["config.json", "thesis.txt"]
+    assert (mine / "config.json").read_text() == "precious"
+    assert invoke(*arguments, "--force").exit_code == 0
+    assert json.loads((mine / "config.json").read_text())["exit_layer"] == 1
+    assert (mine / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["medusa"], "kind: 'medusa' is not known: .*choose one of draft, early-exit"),
+        (["early-exit", "--exit", "5"], "exit: 5 must be from 1 to 4: .* has 5 layers"),
+        (["early-exit", "--hidden", "8"], "hidden: 8 is not for early-exit, which takes --exit, --layers, --mlp"),
+        (["draft", "--exit", "2"], "exit: 2 is not for draft"),
+        (["draft", "--hidden", "30", "--heads", "4"], "heads: 4 must divide hidden, 30, into parts of an even width"),
+        (["draft", "--layers", "0"], "layers: 0"),
+        (["draft", "--init", "stdlib-draft"], "--init stdlib-draft has another tokenizer than"),
+        (["draft", "--init", str(STORIES), "--layers", "2"], "layers: 2 is not for draft --init"),
+        (["draft", "--steps", "2", "--hours", "1"], "hours: --steps says how long"),
+        (["draft", "--hours", "1", "--cache", "x"], "cache: its size cannot be told for --hours: give --steps"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_written(
+    arguments: list[str], said: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments, "--model", str(STORIES), "--data", str(prompts), "--out", "out")
+    assert result.exit_code == 2, result.output
+    assert re.search(said, result.stderr.replace("\n", " ")), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_stops_early_where_held_out_acceptance_does_not_rise(prompts: Path, tmp_path: Path) -> None:
+    more = ["--steps", "400", "--look-every", "2", "--patience", "3", "--rate", "1e-9", "-n", "8"]
+    result = invoke("early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"), "--json")
+    told = json.loads(result.stdout)
+    assert (told["steps"], told["best_step"]) == (6, 0)
+    assert told["stopped"] == "held-out acceptance has not risen in 3 looks"
+
+
+def test_a_loss_that_is_no_number_ends_the_training_by_name(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOSSES, "tv", lambda laws, _: laws.overlap / 0 * 0)  # type: ignore[index]
+    more = ["--steps", "9", "-n", "8", "--loss", "tv", "--kl-share", "0.4", "--rate", "0.25"]
+    result = invoke("early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "the loss of step 5 is nan: train again with a lower --rate than 0.25" in result.stderr.replace("\n", " ")
+    assert answers(f"early-exit:1:{tmp_path / 'out'}")[1] >= 0  # what was best before is there
+
+
+def command(prompts: Path, folder: Path) -> list[str]:
+    """The real command, in a process of its own."""
+    options = [*QUICK, *KINDS["early-exit"], "--data", str(prompts), "--out", str(folder)]
+    return [sys.executable, "-m", "forerun", "train", "early-exit", *options]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def finish(prompts: Path, folder: Path) -> None:
+    """Run the command to its end."""
+    run = subprocess.run(command(prompts, folder), env=environment(), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def kill_at(prompts: Path, folder: Path, ready: Callable[[float], bool]) -> bool:
+    """Begin the command and kill it as soon as this says so, of the seconds so far; whether it was still running."""
+    with open(os.devnull, "wb") as nowhere:
+        process = subprocess.Popen(command(prompts, folder), env=environment(), stdout=nowhere, stderr=nowhere)
+    started_s = time.monotonic()
+    while process.poll() is None and not ready(time.monotonic() - started_s):
+        time.sleep(0.001)
+    alive = process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return alive
+
+
+def step_of(folder: Path) -> int:
+    """The step of the last line in the log."""
+    path = folder / "train.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((int(json.loads(line)["step"]) for line in lines if line.endswith("}")), default=-1)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What the training made, but for times."""
+    weights = {name: (folder / name).read_bytes() for name in ("model.safetensors", "config.json")}
+    log = [
+        {k: v for k, v in json.loads(line).items() if k not in ("seconds", "predicted")}
+        for line in (folder / "train.jsonl").read_text().splitlines()
+    ]
+    state = TrainFolder(folder).load()
+    assert state is not None
+    last = b"".join(state.weights[name].numpy().tobytes() for name in sorted(state.weights))
+    return weights | {"log": json.dumps(log).encode(), "last": last}
+
+
+def test_a_run_that_is_killed_while_it_learns_ends_with_the_same_weights(
+    trained: Trained, prompts: Path, tmp_path: Path
+) -> None:
+    """Twice, at random moments of its first and of its second half."""
+    folder, rng = tmp_path / "out", random.Random(time.time_ns())
+    for step in (rng.randrange(1, 9), rng.randrange(10, 19)):
+        kill_behind(prompts, folder, step, rng.random() * 0.03)
+    finish(prompts, folder)
+    assert contents(folder) == contents(trained("early-exit")[0])
+
+
+def kill_behind(prompts: Path, folder: Path, step: int, delay_s: float) -> None:
+    """Begin the command and kill it so long after it has told of this step."""
+    reached: list[float] = []
+
+    def ready(now_s: float) -> bool:
+        if not reached and step_of(folder) >= step:
+            reached.append(now_s)
+        return bool(reached) and now_s - reached[0] >= delay_s
+
+    assert kill_at(prompts, folder, ready), f"it was over {delay_s:.3f} s behind step {step}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+def test_ten_kills_at_random_moments_leave_the_same_weights(
+    seed: int, trained: Trained, prompts: Path, tmp_path: Path
+) -> None:
+    """At moments from the start of the process on, among them those at which files are written."""
+    folder, rng, num_killed = tmp_path / "out", random.Random(time.time_ns() + seed), 0
+    started_s = time.monotonic()
+    finish(prompts, tmp_path / "timed")
+    whole_s = time.monotonic() - started_s
+    for _ in range(10):
+        after_s = rng.uniform(0.3, 1.0) * whole_s
+        num_killed += kill_at(prompts, folder, lambda now_s, after_s=after_s: now_s >= after_s)  # type: ignore[misc]
+        if folder.exists():
+            state = TrainFolder(folder).load()  # never half a one
+            assert state is None or not state.stopped or state.step == 20
+    assert num_killed >= 5
+    finish(prompts, folder)
+    assert contents(folder) == contents(tmp_path / "timed") == contents(trained("early-exit")[0])
+
+
+@pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step": 9, "loss": 1.0}\n{"step": 10', "\n"])
+def test_what_a_kill_left_behind_the_state_is_dropped(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    kept = '{"step": 1, "loss": 3.0}\n{"step": 4, "held_out": {"overlap": 0.5}}\n'
+    path.write_text(kept + torn)
+    log = TrainLog.up_to(path, 4)
+    assert path.read_text() == kept
+    log.add({"step": 5, "loss": 2.0})
+    assert [line["step"] for line in TrainLog.up_to(path, 9).lines] == [1, 4, 5]
+
+
+def test_a_state_is_replaced_whole_and_damage_is_named(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path / "out")
+    folder.claim({"a": 1}, force=False)
+    assert folder.load() is None
+    folder.save(TrainState(step=3, weights={"w": torch.ones(2)}))
+    (folder.state_folder / ".checkpoint.pt.part").write_bytes(b"half of a ")  # what a kill leaves
+    state = folder.load()
+    assert state is not None
+    assert (state.step, state.weights["w"].tolist()) == (3, [1.0, 1.0])
+    folder.claim({"a": 1}, force=False)
+    path = folder.state_folder / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(FolderTaken, match=r"checkpoint\.pt is damaged .*start over with --force"):
+        folder.load()
+    folder.claim({"a": 2}, force=True)
+    assert folder.load() is None
+
+
+def test_a_folder_whose_writing_was_cut_short_is_written_whole_later(tmp_path: Path) -> None:
+    def write(part: Path) -> None:
+        (part / "a").write_text("new")
+        (part / "b").write_text("new")
+
+    (tmp_path / f".{tmp_path.name}.part").mkdir()
+    (tmp_path / f".{tmp_path.name}.part" / "c").write_text("left by a kill")
+    write_folder(tmp_path, write)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}

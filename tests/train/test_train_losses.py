@@ -1,0 +1,102 @@
+"""Losses at their known points, their gradients against finite differences, and what they lead to."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.train.losses import LOSSES, LawPair
+
+
+def laws_of(p_logits: Tensor, q_logits: Tensor, tokens: Tensor | None = None) -> LawPair:
+    tokens = p_logits.argmax(-1) if tokens is None else tokens
+    return LawPair(p_logits.log_softmax(-1), q_logits.log_softmax(-1), tokens)
+
+
+def loss_of(name: str, laws: LawPair) -> Tensor:
+    return LOSSES[name](laws, torch.ones(len(laws.tokens), dtype=torch.bool)).mean()
+
+
+TARGET = torch.tensor([[0.0, 1.0, 2.0], [3.0, -1.0, 0.5]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"ce", "dspark"}))
+def test_a_loss_is_zero_where_the_laws_are_equal_and_only_there(name: str) -> None:
+    assert float(loss_of(name, laws_of(TARGET, TARGET + 5))) == pytest.approx(0.0, abs=1e-9)
+    assert float(loss_of(name, laws_of(TARGET, -TARGET))) > 0.1
+
+
+def test_losses_have_their_closed_forms() -> None:
+    p, q = torch.tensor([[0.25, 0.75]]), torch.tensor([[0.5, 0.5]])
+    laws = LawPair(p.log(), q.log(), torch.tensor([1]))
+    kl = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    back = 0.5 * math.log(2.0) + 0.5 * math.log(0.5 / 0.75)
+    middle = (0.375, 0.625)
+    jsd = 0.5 * sum(a * math.log(a / m) for law in ((0.25, 0.75), (0.5, 0.5)) for a, m in zip(law, middle, strict=True))
+    share = math.exp(-3 * 0.75)
+    expected = {
+        "ce": math.log(2),
+        "kl": kl,
+        "reverse-kl": back,
+        "jsd": jsd,
+        "tv": 0.25,
+        "lk-alpha": -math.log(0.75),
+        "lk-lambda": share * kl + (1 - share) * 0.25,
+        "dspark": 0.1 * math.log(2) + 0.9 * 0.5,
+    }
+    assert set(expected) == set(LOSSES)
+    for name, value in expected.items():
+        assert float(loss_of(name, laws)) == pytest.approx(value), name
+    assert float(laws.overlap) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"lk-lambda"}))  # whose share of KL has no gradient on purpose
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    dice = torch.Generator().manual_seed(1)
+    target, student = (torch.randn(3, 5, generator=dice, dtype=torch.float64) for _ in range(2))
+    student.requires_grad_()
+    loss_of(name, laws_of(target, student)).backward()
+    assert student.grad is not None
+    for row, column in ((0, 0), (1, 3), (2, 4)):
+        step = torch.zeros_like(target)
+        step[row, column] = 1e-6
+        up, down = (float(loss_of(name, laws_of(target, student.detach() + s * step))) for s in (1, -1))
+        assert float(student.grad[row, column]) == pytest.approx((up - down) / 2e-6, abs=1e-6)
+
+
+def test_lk_lambda_has_the_gradient_of_its_parts_at_the_share_of_the_moment() -> None:
+    student = torch.tensor([[0.3, -0.2, 0.1], [1.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    laws = laws_of(TARGET, student)
+    share = math.exp(-3 * float(laws.overlap.detach().mean()))
+    (parts,) = torch.autograd.grad((share * laws.kl + (1 - share) * (1 - laws.overlap)).mean(), student)
+    (found,) = torch.autograd.grad(loss_of("lk-lambda", laws_of(TARGET, student)), student)
+    assert torch.allclose(found, parts)
+
+
+def test_in_a_part_of_the_vocabulary_overlaps_are_of_the_law_as_it_is_and_kl_is_of_it_made_whole() -> None:
+    log_p = torch.tensor([[0.2, 0.3]]).log()  # half of the mass is outside
+    laws = LawPair(log_p, torch.tensor([[0.4, 0.6]]).log(), torch.tensor([-1]))
+    assert float(laws.overlap) == pytest.approx(0.5)
+    assert float(laws.kl) == pytest.approx(0.0, abs=1e-6)
+    assert float(laws.cross_entropy) == 0.0
+
+
+def learnt(name: str, target: Tensor, offset: Tensor) -> float:
+    """The overlap that a law of 5 tokens with only two numbers to turn comes to."""
+    basis = torch.tensor([[1.0, 0, 0, 0, -1.0], [0, 1.0, 0, -1.0, 0]], dtype=torch.float64)
+    knobs = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([knobs], lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss_of(name, laws_of(target, knobs @ basis + offset)).backward()
+        optimizer.step()
+    return float(laws_of(target, (knobs @ basis + offset).detach()).overlap)
+
+
+def test_lk_lambda_accepts_more_than_kl_where_the_law_cannot_be_met() -> None:
+    dice = torch.Generator().manual_seed(3)
+    pairs = [[3 * torch.randn(1, 5, generator=dice, dtype=torch.float64) for _ in range(2)] for _ in range(2)]
+    gains = [learnt("lk-lambda", *pair) - learnt("kl", *pair) for pair in pairs]
+    assert min(gains) > -5e-3
+    assert max(gains) > 0.01
