@@ -65,9 +65,8 @@ def same(one: TargetText, other: TargetText) -> bool:
 
 def test_states_are_those_of_reading_the_finished_text_to_the_bit(source: AnswerSource) -> None:
     """Whether it was drafted, in how many passes and beside whom does not matter; nor do the tokens depend on it."""
-    llm = source.llm
+    plain = LLM(str(STORIES), max_model_len=256, max_num_seqs=1)
     for step, texts in ((0, source.of_step(0, quiet)), (3, source.of_step(3, quiet))):
-        plain = LLM(str(STORIES), max_model_len=256, max_num_seqs=1)
         for i, text in enumerate(texts):
             params = SETTINGS.sampling(text.seed)
             answer = plain.generate([list(source.prompt(3 * step + i))], params)[0]
@@ -78,8 +77,8 @@ def test_states_are_those_of_reading_the_finished_text_to_the_bit(source: Answer
             assert states.taps is not None
             assert torch.equal(states.taps[:, :1], text.taps)
             assert torch.equal(states.taps[:, 1], text.last)
-        plain.close()
-    assert llm.stats.num_drafted > 0
+    plain.close()
+    assert source.stats.num_drafted > 0
 
 
 def test_answers_depend_on_their_number_alone(source: AnswerSource) -> None:

@@ -21,6 +21,7 @@ DEPTH = 4
 DRAFT = STORIES.parent / "stories280k"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["draft", "early-exit"])
 def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temperature: float, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from forerun.errors import FolderTaken
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
+from forerun.train.answers import AnswerSource
+from forerun.train.data import PromptIds
 from forerun.train.files import write_folder
 from forerun.train.kinds import StudentSizes, make_student
 from forerun.train.log import TrainLog
@@ -32,10 +35,10 @@ from unchecked import unchecked
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = {
-    "draft": ["--layers", "1", "--hidden", "64", "--heads", "4", "--rate", "0.01", "--steps", "45"],
-    "early-exit": ["--exit", "3", "--rate", "0.01", "--checkpoint-every", "4", "--steps", "20"],
+    "draft": ["--layers", "1", "--hidden", "64", "--heads", "4", "--rate", "0.01", "--steps", "40"],
+    "early-exit": ["--exit", "3", "--rate", "0.01", "--checkpoint-every", "4", "--steps", "16"],
 }
-QUICK = ["--model", str(STORIES), "-n", "32", "--held-out", "6", "--look-every", "15", "--threads", "1"]
+QUICK = ["--model", str(STORIES), "-n", "24", "--held-out", "6", "--look-every", "15", "--threads", "1"]
 DEPTH = 2
 
 
@@ -194,6 +197,37 @@ def test_mistakes_are_one_line_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_cache_changes_no_weight_and_spares_the_writing(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["--steps", "3", "-n", "8", "--place-weights", "d-pace", "--data", str(prompts)]
+    written: list[int] = []
+    plain_written = AnswerSource.written
+
+    def counting(own: AnswerSource, asked: Seq[PromptIds], *rest: object) -> object:
+        written.append(len(asked))
+        return plain_written(own, asked, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(AnswerSource, "written", counting)
+    found = []
+    kept = ["--cache", str(tmp_path / "cache")]
+    for name, cache in (("a", []), ("b", kept), ("c", kept)):
+        result = invoke("early-exit", *QUICK, *more, "--out", str(tmp_path / name), *cache)
+        assert result.exit_code == 0, result.output
+        assert ("will take up to" in result.stderr) == bool(cache)
+        found.append(contents(tmp_path / name))
+    assert found[0] == found[1] == found[2]
+    assert written == [6, 32, 6, 32, 6]  # held-out answers are written in each run
+
+
+def test_hours_end_a_training_too(prompts: Path, tmp_path: Path) -> None:
+    arguments = ["-n", "8", "--hours", "0.0001", "--data", str(prompts), "--out", str(tmp_path / "out"), "--json"]
+    told = json.loads(invoke("early-exit", *QUICK, *arguments).stdout)
+    assert told["stopped"] == "the time is over"
+    assert told["steps"] > 0
+    assert told["seconds"] >= 0.36
+
+
 def test_it_stops_early_where_held_out_acceptance_does_not_rise(prompts: Path, tmp_path: Path) -> None:
     more = ["--steps", "400", "--look-every", "2", "--patience", "3", "--rate", "1e-9", "-n", "8"]
     result = invoke("early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"), "--json")
@@ -267,7 +301,7 @@ def test_a_run_that_is_killed_while_it_learns_ends_with_the_same_weights(
 ) -> None:
     """Twice, at random moments of its first and of its second half."""
     folder, rng = tmp_path / "out", random.Random(time.time_ns())
-    for step in (rng.randrange(1, 9), rng.randrange(10, 19)):
+    for step in (rng.randrange(1, 9), rng.randrange(9, 15)):
         kill_behind(prompts, folder, step, rng.random() * 0.03)
     finish(prompts, folder)
     assert contents(folder) == contents(trained("early-exit")[0])
@@ -300,7 +334,7 @@ def test_ten_kills_at_random_moments_leave_the_same_weights(
         num_killed += kill_at(prompts, folder, lambda now_s, after_s=after_s: now_s >= after_s)  # type: ignore[misc]
         if folder.exists():
             state = TrainFolder(folder).load()  # never half a one
-            assert state is None or not state.stopped or state.step == 20
+            assert state is None or not state.stopped or state.step == 16
     assert num_killed >= 5
     finish(prompts, folder)
     assert contents(folder) == contents(tmp_path / "timed") == contents(trained("early-exit")[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.errors import InvalidRequest, UnusableData
+from forerun.errors import InvalidRequest, TokenizerError, UnusableData
 from forerun.models.bundled import BUNDLED
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.data import PromptReader
@@ -43,6 +43,18 @@ def test_a_part_of_a_text_begins_as_every_prompt_does() -> None:
     (first, second) = PromptReader(tokenizer, 99, SETTINGS).of_text("import os\n" * 30)[:2]
     assert first[0] == second[0] == tokenizer.bos_token_id
     assert len(first) == 9
+
+
+def test_conversations_go_through_the_template_without_the_models_last_answer(tmp_path: Path) -> None:
+    reader = PromptReader(Tokenizer.load(BUNDLED["stdlib"]), 99, SETTINGS, chat=True)
+    asked = {"role": "user", "content": "Sort a list"}
+    answered = [asked, {"role": "assistant", "content": "x.sort()"}]
+    found = [reader.of_entry(json.dumps({"messages": talk})) for talk in ([asked], answered)]
+    assert found[0] == found[1] == [reader.of_prompt("Sort a list")]
+    assert reader.tokenizer.decode(found[0][0]) == "<s># Sort a list\n"
+    path = lines(tmp_path / "a.jsonl", {"prompt": "Once"}, {"messages": [asked]})
+    with pytest.raises(TokenizerError, match=rf"{path}:2 holds messages, and "):
+        read_prompts([path], SETTINGS)
 
 
 def test_the_same_prompt_is_never_on_both_sides_and_the_split_is_that_of_the_prompts_alone(tmp_path: Path) -> None:

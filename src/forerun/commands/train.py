@@ -25,6 +25,7 @@ from forerun.options import (
     model_spec,
     with_options,
 )
+from forerun.streams import show_note
 
 LOSS_NAMES = "lk-lambda, kl, reverse-kl, jsd, tv, lk-alpha, ce or dspark"
 EXAMPLES = """
@@ -142,7 +143,12 @@ def train(
         kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, options.threads
     )
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
-        report = run(task, settings, bar)
+        try:
+            report = run(task, settings, bar)
+        except KeyboardInterrupt:
+            bar.stop()
+            show_note("Interrupted. The same command goes on from the last checkpoint.")
+            raise
     if not result.as_json:
         Console(highlight=False).print(report.card())
     result.tell(report.as_object())

@@ -15,7 +15,6 @@ from forerun import __version__
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
-from forerun.streams import show_note
 from forerun.train.answer_cache import AnswerCache, state_bytes
 from forerun.train.answers import MOST_SEQUENCES, AnswerSource
 from forerun.train.base import Student
@@ -76,9 +75,6 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
             held_out = source.held_out(report)
             state = Trainer(student, source, objective, settings, folder, held_out, times, report).run()
             stats = source.stats
-    except KeyboardInterrupt:
-        show_note("Interrupted. The same command goes on from the last checkpoint.")
-        raise
     finally:
         llm.close()
     return TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
