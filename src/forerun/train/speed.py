@@ -1,31 +1,38 @@
 """How much faster decoding will be: what held-out drafts give, and what rounds with this drafter take on this machine.
 
 The untrained student is written to a folder and drafts for the target in an engine of its own, over the target's own
-runner, for some rounds at batch 1: what they take depends on the network's shape and not on its weights. Raises nothing
-where it cannot be measured; then nothing is predicted.
+runner, for some rounds of one sequence: what they take depends on the network's shape and not on its weights. Whole
+rounds are timed, at some depths and without a drafter, by turns; of each the shortest turn counts, since neighbours on
+the same cores only make times longer.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forerun.annotations import ProgressCallback
 from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Drafter
 from forerun.draft.build import DraftContext, plan_drafter
-from forerun.economy import Kind
-from forerun.engine.calibration import measure
+from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
-from forerun.engine.measured import MeasuredDepth
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.train.base import Student
 
-CACHE_TOKENS = 1024  # of the drafter while it is measured
+CACHE_TOKENS = 2048  # of the drafter while it is timed
+TIMED_DEPTHS = (1, 2, 4, 8, 16)  # others lie on the lines between
+TURNS, MOST_ROUNDS, TURN_S = 2, 8, 0.5  # a turn has a few rounds, of which the first is not counted, and some time
 NO_TIME_S = 1e-9
 
 
@@ -47,24 +54,68 @@ class RoundTimes:
         return {"plain_s": self.plain_s, "drafted_s": list(self.drafted_s)}
 
 
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times rounds of the answer to one prompt, with engines over one LLM's runner."""
+
+    llm: LLM
+    prompt: Sequence[int]
+    params: SamplingParams
+
+    def round_s(self, drafter: Drafter | None, depth: int) -> float | None:
+        """Seconds of a round at this depth; None where the answer was over before any was timed."""
+        own = self.llm.engine
+        options = EngineOptions(1, own.options.chunk_tokens)
+        engine = Engine(
+            own.runner, drafter, options=options, controller=FixedDepth(), num_ids=own.num_ids, kernels=own.kernels
+        )
+        request = Request(prompt_token_ids=tuple(self.prompt), sampling_params=self.params)
+        (sequence,) = self.llm.requests.sequences(replace(request, speculation=Speculation(depth)))
+        engine.submit(sequence)
+        while engine.has_work and not sequence.num_output:
+            engine.step()
+        times: list[float] = []
+        began_s = time.perf_counter()
+        while engine.has_work and sequence.room > depth + 1 and len(times) <= MOST_ROUNDS:
+            started_s = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - started_s)
+            if len(times) > 2 and time.perf_counter() - began_s > TURN_S:
+                break
+        engine.cancel(sequence.request_id)
+        return statistics.median(times[1:]) if len(times) > 1 else None
+
+
 def round_times(
-    llm: LLM, target: Blueprint, student: Student, params: SamplingParams, depth: int, progress: ProgressCallback
+    llm: LLM,
+    target: Blueprint,
+    student: Student,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    depth: int,
+    progress: ProgressCallback,
 ) -> RoundTimes | None:
-    """What rounds take with this student; None where the context is too short to find out."""
-    progress("measuring what rounds take", 0.0)
+    """What rounds take with this student at depths up to this; None where the context is too short to find out."""
+    room = llm.plan.max_model_len - len(prompt) - 1
+    if room < 1:
+        return None
+    watch = Stopwatch(llm, prompt, replace(params, max_tokens=room, ignore_eos=True))
+    depths = [0, *(d for d in TIMED_DEPTHS if d < depth), depth]
+    found: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "untrained"
         folder.mkdir()
         student.write(student.weights, folder)
         plan = plan_drafter(student.spec(folder), DraftContext(target, llm.tokenizer))
         drafter = plan.build(dict.fromkeys(plan.models, CACHE_TOKENS), None, llm.engine.runner)
-        own = llm.engine
-        options = EngineOptions(1, own.options.chunk_tokens, speculation=Speculation(depth))
-        engine = Engine(own.runner, drafter, options=options, num_ids=own.num_ids, kernels=own.kernels)
-        controller = MeasuredDepth()
-        measure(engine, llm.requests, params, controller, None, {1: 1})
-    if not controller.costs.kinds or not controller.arms.arms:
+    for turn in range(TURNS):
+        for number, each in enumerate(depths):
+            progress("timing rounds", (turn + number / len(depths)) / TURNS)
+            taken_s = watch.round_s(drafter if each else None, each)
+            if taken_s is not None:
+                found[each] = min(taken_s, found.get(each, taken_s))
+    timed = sorted(d for d in found if d)
+    if 0 not in found or not timed:
         return None
-    passes, arm = controller.costs.of(Kind.of(1, 0)), controller.arms.arms[0]
-    drafted = [passes.expect(1 + d) + arm.cost_s(d, 1, 0) for d in range(1, depth + 1)]
-    return RoundTimes(passes.expect(1), drafted)
+    lines = np.interp(range(1, depth + 1), timed, [found[d] for d in timed])
+    return RoundTimes(found[0], [float(taken_s) for taken_s in lines])

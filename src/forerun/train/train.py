@@ -69,7 +69,8 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
     )
     try:
         with without_advice():
-            times = round_times(llm, target, student, settings.sampling(0), settings.draft_depth, report)
+            prompt, params, depth = data.held_out[0], settings.sampling(0), settings.draft_depth
+            times = round_times(llm, target, student, prompt, params, depth, report)
             source = AnswerSource(llm, data, settings, student.taps, cache)
             objective = Objective(settings, llm.engine.runner.decoder.logits, llm.requests.num_ids)
             held_out = source.held_out(report)
