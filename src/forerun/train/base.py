@@ -127,6 +127,8 @@ class Student(Protocol):
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """Its logits with gradients, as serving would compute them from the same tokens and states.
 
+        What serving knows behind a root is the text up to the root, and states up to the place before it: the target
+        has not read the root yet. A network may use the state at the root only if its drafter computes it itself.
         Without `dice` all of `TextBatch.roots` are roots; with them a kind for which that is too much draws some.
         """
         ...
