@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from forerun.config import Speculation
-from forerun.draft.adapter import AdaptedRunner
 from forerun.draft.base import Committed
-from forerun.draft.early_exit import EarlyExitDrafter
-from forerun.draft.model import ModelDrafter
+from forerun.draft.model.early_exit import EarlyExitDrafter
+from forerun.draft.model.model import ModelDrafter
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
+from forerun.models.medusa import MedusaHeads
 from forerun.models.runner import Read, Runner
 from forerun.train.adapter import AdapterStudent
 from forerun.train.answer_cache import AnswerCache
 from forerun.train.answers import TRAINED, AnswerSource
 from forerun.train.base import TargetText, TextBatch
 from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.train.medusa import MedusaStudent
 from forerun.train.network import NORM
 from forerun.train.settings import TrainSettings
 from train.material import STORIES, quiet, read_prompts, source_of, write_prompts
@@ -155,7 +156,7 @@ def test_an_adapter_reads_in_training_what_it_reads_when_serving(
     text = source.of_step(0, quiet)[0]
     llm, served_tokens = served(adapter.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)
     assert isinstance(llm.drafter, EarlyExitDrafter)
-    assert isinstance(llm.drafter.runner, AdaptedRunner)
+    assert llm.drafter.adapter is llm.drafter.runner
     assert tuple(served_tokens) == text.tokens
     batch = TextBatch.of([text, *source.of_step(1, quiet)])  # others beside it, longer or shorter
     inputs, predicted = adapter.inputs(batch)[0], adapter.predict(batch, None)
@@ -195,6 +196,42 @@ def test_a_draft_model_reads_in_training_what_it_reads_when_serving(
     found = student.predict(batch, None).logits[0][1, : len(logits)]
     assert torch.allclose(found, logits, atol=1e-3)
     llm.close()
+
+
+@pytest.mark.parametrize("hydra", [False, True])
+def test_medusa_reads_in_training_what_it_reads_when_serving(
+    source: AnswerSource, hydra: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states, to the bit, and the tokens between, where the guesses before are the text's; and the same logits."""
+    student = MedusaStudent.fresh(Blueprint.of(str(STORIES)), 3, None, hydra, False)
+    student.write(student.weights, tmp_path)
+    asked: list[tuple[int, Tensor, Tensor, Tensor]] = []
+    plain_logits = MedusaHeads.logits
+
+    def noting(own: MedusaHeads, head: int, states: Tensor, tokens: Tensor) -> Tensor:
+        found = plain_logits(own, head, states, tokens)
+        asked.append((head, states.clone(), tokens.clone(), found))
+        return found
+
+    monkeypatch.setattr(MedusaHeads, "logits", noting)
+    small = source_of(source.data, SETTINGS, student)
+    text = small.of_step(0, quiet)[0]
+    llm, tokens = served(student.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)
+    llm.close()
+    assert tuple(tokens) == text.tokens
+    batch = TextBatch.of([text, *small.of_step(1, quiet)])
+    inputs = [student.inputs(batch, head)[0] for head in range(3)]
+    predicted, width, num_seen = student.predict(batch, None), batch.taps.shape[-1], 0
+    for head, states, seen, logits in asked:
+        begun = [r for r in text.roots if torch.equal(inputs[head][r - batch.first_root, :width], states[0])]
+        for root in begun:
+            if seen[0].tolist() == list(text.tokens[root : root + 1 + head]):
+                num_seen += 1
+                place = root - batch.first_root
+                assert torch.allclose(predicted.logits[head][0, place], logits[0], atol=1e-3)
+        assert begun
+    assert num_seen > 10
+    small.llm.close()
 
 
 def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(

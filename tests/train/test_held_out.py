@@ -1,18 +1,25 @@
 """What held-out answers say of a drafter is what an engine that serves it counts."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from draft.heads import heads_of
 from forerun.accept.outcome import Outcome
 from forerun.config import Speculation
 from forerun.engine.controller import FixedDepth
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.train.adapter import AdapterStudent
+from forerun.train.base import Student
 from forerun.train.draft_model import DraftModelStudent
 from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
+from forerun.train.medusa import MedusaStudent
+from forerun.train.network import trainable
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
 from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
@@ -21,9 +28,21 @@ DEPTH = 4
 DRAFT = STORIES.parent / "stories280k"
 
 
+def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
+    """One that is right now and then."""
+    if kind == "draft":
+        return DraftModelStudent.going_on(target, str(DRAFT))
+    if kind == "early-exit":
+        return AdapterStudent.fresh(target, 3, 1, None, 0)
+    student = MedusaStudent.fresh(target, DEPTH - 1, None, kind == "hydra", False)
+    fitted = load_file(heads_of(STORIES, folder, DEPTH - 1, kind == "hydra") / "model.safetensors")
+    assert student.weights.keys() == fitted.keys()
+    return replace(student, weights=trainable(fitted, torch.device("cpu")))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["draft", "early-exit"])
+@pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", "hydra"])
 def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temperature: float, tmp_path: Path) -> None:
     """The very same counts: the rounds of the replay are those of the engine."""
     settings = TrainSettings(
@@ -31,11 +50,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
     )
     target = Blueprint.of(str(STORIES))
     data = read_prompts([write_prompts(tmp_path)], settings)
-    student = (
-        DraftModelStudent.going_on(target, str(DRAFT))
-        if kind == "draft"
-        else AdapterStudent.fresh(target, 3, 1, None, 0)
-    )
+    student = student_of(kind, target, tmp_path / "heads")
     source = source_of(data, settings, student)
     texts = source.held_out(quiet)
     figures = judge_held_out(objective_of(source), student, texts, quiet)

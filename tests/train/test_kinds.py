@@ -33,6 +33,7 @@ class TwoHeads:
     taps: tuple[int, ...] = (-1,)
     depth_weights: tuple[float, ...] = (1.0, 0.8)
     vocabulary: Tensor = field(default_factory=lambda: torch.arange(3, 3 + IDS))
+    most_depth: int | None = None
     about: Mapping[str, Any] = field(default_factory=lambda: {"kind": "two heads"})
 
     @classmethod

@@ -36,6 +36,7 @@ from unchecked import unchecked
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = {
     "draft": ["--layers", "1", "--hidden", "64", "--heads", "4", "--rate", "0.01", "--steps", "40"],
+    "medusa": ["--heads", "2", "--hydra", "--rate", "0.01", "--steps", "40"],
     "early-exit": ["--exit", "3", "--rate", "0.01", "--checkpoint-every", "4", "--steps", "16"],
 }
 QUICK = ["--model", str(STORIES), "-n", "24", "--held-out", "6", "--look-every", "15", "--threads", "1"]
@@ -92,12 +93,13 @@ def untrained(kind: str, folder: Path) -> str:
     if kind == "early-exit":
         return "early-exit:3"
     folder.mkdir()
-    student = make_student(kind, Blueprint.of(str(STORIES)), StudentSizes(layers=1, hidden=64, heads=4), 0)
+    sizes = StudentSizes(heads=2, hydra=True) if kind == "medusa" else StudentSizes(layers=1, hidden=64, heads=4)
+    student = make_student(kind, Blueprint.of(str(STORIES)), sizes, 0)
     student.write(student.weights, folder)
     return student.spec(folder)
 
 
-@pytest.mark.parametrize(("kind", "margin"), [("draft", 0.04), ("early-exit", 0.08)])
+@pytest.mark.parametrize(("kind", "margin"), [("draft", 0.04), ("early-exit", 0.08), ("medusa", 0.04)])
 def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
     kind: str, margin: float, trained: Trained, tmp_path: Path
 ) -> None:
@@ -175,7 +177,9 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["medusa"], "kind: 'medusa' is not known: .*choose one of draft, early-exit"),
+        (["medusae"], "kind: 'medusae' is not known: did you mean medusa"),
+        (["medusa", "--exit", "2"], "exit: 2 is not for medusa, which takes --heads"),
+        (["medusa", "--heads", "17"], "heads: 17 must be at most 16"),
         (["early-exit", "--exit", "5"], "exit: 5 must be from 1 to 4: .* has 5 layers"),
         (["early-exit", "--hidden", "8"], "hidden: 8 is not for early-exit, which takes --exit, --layers, --mlp"),
         (["draft", "--exit", "2"], "exit: 2 is not for draft"),

@@ -21,7 +21,8 @@ import numpy as np
 from forerun.annotations import ProgressCallback
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
-from forerun.draft.build import DraftContext, plan_drafter
+from forerun.draft.build import plan_drafter
+from forerun.draft.plan import DraftContext
 from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
