@@ -24,6 +24,7 @@ class Fixed:
 
     taps, weights, about = (0,), {}, {}
     depth_weights = (1.0, 0.5)
+    most_depth = None
 
     def __init__(self, vocabulary: Tensor | None = None) -> None:
         self.vocabulary = vocabulary
