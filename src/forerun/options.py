@@ -25,8 +25,18 @@ from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
-DRAFTERS = "ngram, suffix, model:DIR, early-exit:LAYERS, cascade[A,B] or mix[A,B]"
-DRAFTER_BEGINNINGS = ("ngram", "suffix", "model:", "early-exit:", "cascade[", "mix[", *(f"model:{n}" for n in BUNDLED))
+DRAFTERS = "ngram, suffix, model:DIR, early-exit:LAYERS, medusa:DIR, eagle:DIR, cascade[A,B] or mix[A,B]"
+DRAFTER_BEGINNINGS = (
+    "ngram",
+    "suffix",
+    "model:",
+    "early-exit:",
+    "medusa:",
+    "eagle:",
+    "cascade[",
+    "mix[",
+    *(f"model:{n}" for n in BUNDLED),
+)
 
 
 def complete_model(incomplete: str) -> Iterator[str]:
