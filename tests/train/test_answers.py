@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.cache.paged import PagedCache
 from forerun.config import Speculation
 from forerun.draft.base import Committed
 from forerun.draft.model.early_exit import EarlyExitDrafter
@@ -16,6 +17,8 @@ from forerun.draft.model.model import ModelDrafter
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
+from forerun.models.decoder import Hidden, TokenBatch
+from forerun.models.eagle import EagleDecoder
 from forerun.models.loading import Blueprint
 from forerun.models.medusa import MedusaHeads
 from forerun.models.runner import Read, Runner
@@ -24,6 +27,7 @@ from forerun.train.answer_cache import AnswerCache
 from forerun.train.answers import TRAINED, AnswerSource
 from forerun.train.base import TargetText, TextBatch
 from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.train.eagle import EagleStudent
 from forerun.train.medusa import MedusaStudent
 from forerun.train.network import NORM
 from forerun.train.settings import TrainSettings
@@ -232,6 +236,51 @@ def test_medusa_reads_in_training_what_it_reads_when_serving(
         assert begun
     assert num_seen > 10
     small.llm.close()
+
+
+def test_eagle_reads_in_training_what_it_reads_when_serving(
+    source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states beside final tokens and roots, and where guesses came true its own outputs beside them."""
+    student = EagleStudent.fresh(Blueprint.of(str(STORIES)), 48, 0)
+    student.write(student.weights, tmp_path)
+    shown: list[tuple[int, int, Tensor]] = []  # position, token, state
+    plain_forward = EagleDecoder.forward
+
+    def reading(own: EagleDecoder, batch: TokenBatch, cache: PagedCache, **more: Tensor) -> Hidden:
+        shown.extend(zip(batch.positions.tolist(), batch.tokens.tolist(), more["inputs"].clone(), strict=True))
+        return plain_forward(own, batch, cache, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(EagleDecoder, "forward", reading)
+    small = source_of(source.data, SETTINGS, student)
+    text = small.of_step(0, quiet)[0]
+    llm, tokens = served(student.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)
+    llm.close()
+    assert tuple(tokens) == text.tokens
+    inputs: list[Tensor] = []
+    plain_layer = EagleStudent.layer
+
+    def learning(
+        own: EagleStudent, embedded: Tensor, states: Tensor, step: int, past: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        inputs.append(states.detach())
+        return plain_layer(own, embedded, states, step, past)
+
+    monkeypatch.setattr(EagleStudent, "layer", learning)
+    student.predict(TextBatch.of([text, *small.of_step(1, quiet)]), None)
+    small.llm.close()
+    final, num_guesses = set(), 0
+    for position, token, state in shown:
+        close = [
+            torch.allclose(states[0, position - step], state, atol=1e-4)
+            for step, states in enumerate(inputs)
+            if position - step >= 0
+        ]
+        if close[0] and token == text.tokens[position + 1]:
+            final.add(position)
+        num_guesses += any(close[1:])
+    assert final >= set(range(len(text.tokens) - 2))
+    assert num_guesses > 10
 
 
 def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(

@@ -113,13 +113,13 @@ class LearningOptions:
 
 @with_options(EXAMPLES)
 def train(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="What to train: draft, early-exit or medusa.")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="What to train: draft, early-exit, medusa or eagle.")],
     options: TargetOptions,
     student: StudentOptions,
     learning: LearningOptions,
     output: OutputOptions,
 ) -> None:
-    """Train a drafter for a target: a small model of any size, an adapter for early exit, or Medusa heads.
+    """Train a drafter for a target: a small model of any size, an adapter for early exit, or heads.
 
     The target answers your prompts, and the drafter learns its law. As it goes, held-out answers show what is accepted
     at each depth, and what that will bring. The folder gets the drafter, train.jsonl and train.svg. What is

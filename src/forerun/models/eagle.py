@@ -227,11 +227,16 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     inside = fields.values.get("eagle_config")
     found = fields.values.get(key, inside.get(key) if isinstance(inside, dict) else None)
     if found is None:
-        return (min(2, num_layers), num_layers // 2, max(0, num_layers - 3))
+        return usual_taps(num_layers)
     is_layer = [isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= num_layers for each in found]
     if len(found) != NUM_TAPS or not all(is_layer):
         raise fields.refuse(key, f"it must name {NUM_TAPS} layers, from 0 to {num_layers}")
     return tuple(found)
+
+
+def usual_taps(num_layers: int) -> tuple[int, ...]:
+    """The states that the authors choose."""
+    return (min(2, num_layers), num_layers // 2, max(0, num_layers - 3))
 
 
 def read_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int) -> Int[Tensor, " draft_vocab"]:

@@ -14,6 +14,7 @@ from forerun.models.loading import Blueprint
 from forerun.train.adapter import AdapterStudent
 from forerun.train.base import Student
 from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.train.eagle import EagleStudent
 from forerun.train.medusa import MedusaStudent
 from forerun.train.settings import check_choice
 
@@ -62,8 +63,14 @@ def medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     return MedusaStudent.fresh(target, sizes.heads, sizes.layers, bool(sizes.hydra), bool(sizes.shared_head))
 
 
+def eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """An EAGLE-3 layer."""
+    sizes.only("eagle", "mlp")
+    return EagleStudent.fresh(target, sizes.mlp, seed)
+
+
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]
-KINDS: Mapping[str, MakeStudent] = {"draft": draft_model, "early-exit": adapter, "medusa": medusa}
+KINDS: Mapping[str, MakeStudent] = {"draft": draft_model, "eagle": eagle, "early-exit": adapter, "medusa": medusa}
 
 
 def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

@@ -1,0 +1,173 @@
+"""Training an EAGLE-3 layer: it reads the target's states behind the tokens of a text, and its own for what it guesses.
+
+Training goes through drafts as serving does (the paper's training-time test). At the first step every place reads the
+target's state before it. At each further step the draft from every root is one token longer: the layer reads the text's
+next token beside its own output of the step before, and sees the target's states up to the root and its own outputs
+behind it. So what it reads at any depth is what it will read when it serves. The result is a folder for `--draft
+eagle:DIR`, in the authors' layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Float, Int
+from forerun.draft.spec import DraftSpec
+from forerun.fields import Fields
+from forerun.models.config import ModelConfig, config_of
+from forerun.models.decoder import rms_norm, rotate
+from forerun.models.eagle import NUM_TAPS, OFFSETS, PLACES, EagleTensors, usual_taps
+from forerun.models.loading import Blueprint
+from forerun.models.rope import RopeTables, rope_tables
+from forerun.models.weights import Checkpoint
+from forerun.train.base import Predictions, TextBatch
+from forerun.train.draft_model import HALF
+from forerun.train.network import EMBEDDING, HEAD, NORM, SPREAD, trainable
+
+STEPS = 5  # of a draft that training goes through
+DEPTH_WEIGHT = 0.8  # of each step, of the one before it
+PLACE = PLACES[0]
+
+
+@dataclass(frozen=True)
+class EagleStudent:
+    """A layer in training. `embedding` is the target's, and stays as it is; the head is the layer's own."""
+
+    values: Mapping[str, Any]
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    embedding: Float[Tensor, "vocab hidden"]
+    taps: tuple[int, ...]
+    vocabulary: Int[Tensor, " ids"] | None = None
+    most_depth: int | None = None
+    depth_weights: tuple[float, ...] = tuple(DEPTH_WEIGHT**step for step in range(STEPS))
+    rope: RopeTables = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rope", rope_tables(self.config).to(self.embedding.device))
+
+    @classmethod
+    def fresh(cls, target: Blueprint, mlp: int | None, seed: int) -> EagleStudent:
+        """A layer shaped like the target's, with the target's norm and head."""
+        of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
+        values = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": of.hidden,
+            "vocab_size": of.vocab_size,
+            "draft_vocab_size": of.vocab_size,
+            "intermediate_size": of.intermediate if mlp is None else mlp,
+            "num_attention_heads": of.heads,
+            "num_key_value_heads": of.kv_heads,
+            "head_dim": of.head_dim,
+            "max_position_embeddings": of.max_positions,
+            "rms_norm_eps": of.norm_eps,
+            "rope_theta": of.rope.theta,
+            "eagle_aux_hidden_state_layer_ids": list(usual_taps(of.layers)),
+            "dtype": "bfloat16" if of.dtype in HALF else "float32",
+        }
+        config = config_of(Fields(Path("the layer's config.json"), without_architecture(values)))
+        tensors = EagleTensors(config, PLACE, of.hidden, of.vocab_size, own_embedding=False)
+        weights = {
+            name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
+            for name, shape in tensors.shapes().items()
+        }
+        weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / NUM_TAPS] * NUM_TAPS, dim=1)
+        checkpoint = Checkpoint(target.folder, torch.float32)
+        embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
+        weights["lm_head.weight"] = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
+        weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
+        return cls(values, config, trainable(weights, device), embedding.to(device), usual_taps(of.layers))
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Its configuration."""
+        return {"kind": "eagle", "config": dict(self.values)}
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        """The law of every step of a draft, behind every root."""
+        length, found = batch.read.shape[1], []
+        states = functional.linear(batch.taps[:, : length - 1].flatten(2).float(), self.weights["fc.weight"])
+        tokens = functional.pad(batch.tokens, (0, STEPS))
+        past: list[tuple[Tensor, Tensor]] = []
+        for step in range(STEPS):
+            embedded = self.embedding[tokens[:, 1 + step : length + step]]
+            states = self.layer(embedded, states, step, past)
+            logits = functional.linear(self.normed(states, "norm"), self.weights["lm_head.weight"])
+            found.append(functional.pad(logits, (0, 0, 1, 0))[:, batch.first_root :])  # nothing is before a first token
+        return Predictions(found, batch.roots)
+
+    def layer(
+        self,
+        embedded: Float[Tensor, "batch places hidden"],
+        states: Float[Tensor, "batch places hidden"],
+        step: int,
+        past: list[tuple[Tensor, Tensor]],
+    ) -> Float[Tensor, "batch places hidden"]:
+        """The layer's output where the draft from each place is at this step; its keys and values join the past."""
+        c, places = self.config, states.shape[1]
+        joined = torch.cat(
+            [self.normed(embedded, f"{PLACE}.input_layernorm"), self.normed(states, f"{PLACE}.hidden_norm")], dim=2
+        )
+        q, k, v = (self.linear(joined, f"self_attn.{name}_proj").unflatten(-1, (-1, c.head_dim)) for name in "qkv")
+        position = slice(step, step + places)
+        cos, sin = (t[position].repeat(len(states), 1)[:, None] for t in (self.rope.cos, self.rope.sin))
+        q, k = (rotate(t.flatten(0, 1), cos, sin).view(t.shape) for t in (q, k))
+        past.append(tuple(t.repeat_interleave(c.group, dim=2).transpose(1, 2) for t in (k, v)))  # type: ignore[arg-type]
+        mixed = attended(q.transpose(1, 2), past).transpose(1, 2).flatten(2)
+        x = states + self.linear(mixed, "self_attn.o_proj")
+        inner = self.normed(x, f"{PLACE}.post_attention_layernorm")
+        gate, up = self.linear(inner, "mlp.gate_proj"), self.linear(inner, "mlp.up_proj")
+        return x + self.linear(functional.silu(gate) * up, "mlp.down_proj")
+
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        """Behind the norm of this name."""
+        return rms_norm(x, self.weights[f"{name}.weight"], self.config.norm_eps)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Through the layer's projection of this name, with its bias if it has one."""
+        return functional.linear(x, self.weights[f"{PLACE}.{name}.weight"], self.weights.get(f"{PLACE}.{name}.bias"))
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """The layer, its head, and whose tokens the head's are."""
+        stored = {name: tensor.detach().to("cpu", self.config.dtype).contiguous() for name, tensor in weights.items()}
+        num_ids = len(stored["lm_head.weight"])
+        ids = torch.arange(num_ids) if self.vocabulary is None else self.vocabulary.cpu()
+        save_file(stored | {OFFSETS: ids - torch.arange(num_ids)}, folder / "model.safetensors", {"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
+
+    def spec(self, folder: Path) -> str:
+        """`eagle:DIR`."""
+        return str(DraftSpec("eagle", argument=str(folder)))
+
+
+def attended(
+    q: Float[Tensor, "batch heads places head_dim"], past: list[tuple[Tensor, Tensor]]
+) -> Float[Tensor, "batch heads places head_dim"]:
+    """What each place's draft sees: the text up to its root, and of the later steps its own tokens alone."""
+    (keys, values), *own = past
+    places = q.shape[2]
+    hidden = torch.ones(places, places, dtype=torch.bool, device=q.device).triu(1)
+    scores = [(q @ keys.mT).masked_fill(hidden, -math.inf), *((q * k).sum(-1, keepdim=True) for k, _ in own)]
+    weights = (torch.cat(scores, dim=-1) / math.sqrt(q.shape[-1])).softmax(-1)
+    mixed = weights[..., :places] @ values
+    for i, (_, v) in enumerate(own):
+        mixed = mixed + weights[..., places + i, None] * v
+    return mixed
+
+
+def without_architecture(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as those of the family whose layer it is."""
+    return {key: value for key, value in values.items() if key != "architectures"}
