@@ -11,7 +11,12 @@ from forerun.errors import InvalidRequest, UnknownSetting
 from forerun.settings_file import read_settings, written_settings
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-NEEDED = {"prove": ["--prompts", "p.txt"], "widen": ["--folder", "wide"], "tune": ["--drafts", "ngram"]}
+NEEDED = {
+    "prove": ["--prompts", "p.txt"],
+    "widen": ["--folder", "wide"],
+    "tune": ["--drafts", "ngram"],
+    "train": ["draft", "--data", "p.txt"],
+}
 TUNED = {
     "model": 'a "model", of \\ mine',
     "quantize": "int8",
@@ -38,7 +43,7 @@ def test_what_is_written_is_read_again(settings: Path) -> None:
 
 
 def test_every_command_that_loads_a_model_takes_the_file() -> None:
-    assert set(LOADING) == {"generate", "chat", "trace", "prove", "bench", "tune", "widen"}
+    assert set(LOADING) == {"generate", "chat", "trace", "prove", "bench", "tune", "train", "widen", "serve"}
     for name, command in COMMANDS.items():
         assert any(param.name == "config" for param in command.params) == (name in LOADING)
 

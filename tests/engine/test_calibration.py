@@ -121,8 +121,9 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
 
 
 @pytest.mark.parametrize(("draft", "readers"), [(f"model:{DRAFT}", 1), (f"mix[ngram,model:{DRAFT}]", 1), ("ngram", 0)])
-def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
+def test_how_fast_drafters_read_is_measured(draft: str, readers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those who read the text themselves, and kept for the next start."""
+    monkeypatch.setattr(calibration, "LIMIT_S", 60.0)
     first, again = (controller_of(started(draft)) for _ in range(2))
     measured = [arm.reading_s for arm in first.arms.arms]
     assert sum(0 < each < 1e-2 for each in measured) == readers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -39,13 +39,17 @@ class RandomlyRight:
     members: Sequence[Drafter]
     vocab: int
     faults: Sequence[Callable[[Draws, Sequence[Budget]], Draft]] = ()
-    taps: tuple[int, ...] = ()
     arms: tuple[str, ...] = ("random",)
     texts: dict[int, int] = field(default_factory=dict)  # tokens committed, the root not counted
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(tap for member in self.members for tap in member.taps))
+
     def observe(self, news: Committed) -> None:
         for member in self.members:
-            member.observe(news)
+            columns = [self.taps.index(tap) for tap in member.taps]
+            member.observe(replace(news, features=news.features[:, columns] if news.features is not None else None))
         for seq_id, tokens, _ in news.rows():
             self.texts[seq_id] = self.texts.get(seq_id, 0) + len(tokens)
 
