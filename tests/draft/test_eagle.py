@@ -145,6 +145,7 @@ def test_embeddings_of_its_own_and_another_name_of_the_layer_are_read(folder: Pa
         ({"hidden_size": 128}, {}, UnsupportedModel, "hidden_size is 128"),
         ({"draft_vocab_size": 300}, {}, ModelError, "promises"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, UnsupportedModel, "from 0 to 5"),
+        ({"eagle_aux_hidden_state_layer_ids": 5}, {}, UnsupportedModel, "from 0 to 5"),
         ({}, {"fc.weight": None}, MissingWeights, "fc.weight"),
         ({}, {"fc.bias": torch.zeros(64)}, UnsupportedModel, "fc.bias is none of"),
         ({}, {"d2t": None}, UnsupportedModel, "no tensor d2t"),

@@ -2,11 +2,12 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from draft.heads import PROMPTS, heads_of, states, texts, written_heads
 from draft.rounds import Row, committed
@@ -138,6 +139,26 @@ def test_what_is_spelt_wrong_is_refused(tmp_path: Path) -> None:
         LLM(str(TARGET), f"medusa:{tmp_path / 'nothing'}")
     with pytest.raises(UnknownDrafter, match="reads the target's states"):
         LLM(str(TARGET), f"cascade[medusa:{silent(tmp_path / 'heads')},model:{TARGET}]")
+
+
+def test_heads_have_no_cache_in_the_plan_and_may_lie_in_several_files(folder: Path, tmp_path: Path) -> None:
+    tensors, config = load_file(folder / "model.safetensors"), (folder / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    names = sorted(tensors)
+    for file, part in (("a.safetensors", names[:2]), ("b.safetensors", names[2:])):
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+    places = {name: "a.safetensors" if name in names[:2] else "b.safetensors" for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    target = Blueprint.of(str(TARGET), dtype="float32")
+    sizes = {quantize: plan_heads(str(tmp_path), replace(target, spec=replace(target.spec, quantize=quantize))).memory
+             for quantize in (None, "int8", "int4")}  # fmt: skip
+    assert sizes[None].weights_bytes == 4 * sum(tensor.numel() for tensor in tensors.values())
+    assert 4 * sizes["int8"].weights_bytes == sizes[None].weights_bytes > 7 * sizes["int4"].weights_bytes
+    llm = LLM(str(TARGET), f"medusa:{tmp_path}", dtype="float32")
+    assert not llm.plan.silent_drafters
+    assert not llm.plan.drafter_cache_tokens
+    assert not any("medusa" in line for line in llm.plan.lines())
+    assert llm.fingerprint
 
 
 def test_text_without_states_is_refused(folder: Path) -> None:

@@ -14,6 +14,7 @@ from serve.servers import Running, drafting, running, specification
 
 OK = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 2}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_a_body_that_cannot_be_served_is_refused_by_name(
 ) -> None:
     with server.http() as http:
         body = json.dumps(OK | fields)  # escapes what has no UTF-8
-        answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        answer = http.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -164,6 +165,7 @@ def test_a_conversation_that_cannot_be_served(server: Running, fields: dict[str,
         (b"{", 400, "invalid_json"),
         (b'{"temperature": NaN}', 400, "invalid_json"),
         (b'{"prompt": "\xff"}', 400, "invalid_json"),
+        (b'{"prompt": "a", "n": 1, "n": 2}', 400, "invalid_json"),
         (b'{"prompt":' + b"[" * 50_000 + b"]" * 50_000 + b"}", 413, "body_too_large"),
         (b'{"prompt":' + b"[" * 40_000 + b"]" * 40_000 + b"}", 400, "invalid_json"),
         (b'{"n":' + b"9" * 5000 + b"}", 400, "invalid_json"),
@@ -176,6 +178,14 @@ def test_what_is_no_body(server: Running, content: bytes, status: int, code: str
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             answer = http.post(path, content=content, headers={"content-type": "application/json"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_a_value_that_cannot_be_served_names_its_field_once(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt="a", temperature=-1)
+    assert answer.json()["error"]["message"].startswith("temperature: -1")
+    with server.http() as http:
+        twice = http.post("/v1/completions", content=b'{"prompt": "a", "prompt": "b"}', headers=JSON)
+        assert "'prompt' is there twice" in twice.json()["error"]["message"]
 
 
 def test_other_types_methods_models_and_origins_are_refused(server: Running) -> None:

@@ -51,7 +51,7 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert "cannot be listened on" in told("--port", str(taken.getsockname()[1]))
-    assert "cannot be listened on" in told("--host", "no such host")
+    assert "host: no such host:8000 cannot be listened on" in told("--host", "no such host")
 
 
 @pytest.mark.parametrize("field", ["max_queue", "max_body_bytes", "port", "drain_s", "request_s"])
@@ -60,7 +60,20 @@ def test_settings_are_checked(field: str) -> None:
         ServeSettings(**{field: -1.0 if field.endswith("_s") else -1})
 
 
-def test_a_file_of_keys_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidRequest, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe", "cannot be read"),
+        (b"a k1\nb k1\n", "line 2, has a key that is there already"),
+        ("k\u00fc".encode(), "line 1: a key is of ASCII characters"),
+    ],
+)
+def test_a_file_of_keys_that_would_not_do_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(InvalidRequest, match=said):
         ApiKeys.read(tmp_path / "keys")
+
+
+def test_a_mark_at_the_beginning_of_a_file_of_keys_is_not_part_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfa k1\n")
+    assert ApiKeys.read(tmp_path / "keys").tenant("Bearer k1") == "a"

@@ -202,14 +202,15 @@ class Shares:
         drafter_blocks = {name: min(of_drafters, self.max_num_seqs * row) for name, row in rows.items()}
         num_plain = min(self.max_num_seqs, blocks // one)
         aside, wanted = self.aside_bytes(length), max(1, sum(self.remembered.values()))
-        full_rows = [drafter_blocks[name] // row for name, row in rows.items()]
+        cached = {name: model for name, model in self.drafters.items() if model.bytes_per_token}
+        full_rows = [drafter_blocks[name] // rows[name] for name in cached]
         return MemoryPlan(
             budget_bytes=self.budget_bytes,
             weights_bytes=self.budget_bytes - self.left(length),
             target_bytes_per_token=self.target.bytes_per_token,
-            drafter_bytes_per_token={name: model.bytes_per_token for name, model in self.drafters.items()},
+            drafter_bytes_per_token={name: model.bytes_per_token for name, model in cached.items()},
             cache_tokens=blocks * size,
-            drafter_cache_tokens={name: count * size for name, count in drafter_blocks.items()},
+            drafter_cache_tokens={name: drafter_blocks[name] * size for name in cached},
             max_model_len=length,
             num_sequences_plain=num_plain,
             num_sequences_speculative=min(num_plain, blocks // drafted, *full_rows),

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
+from forerun.cache.plan import ModelMemory
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields, read_fields
 from forerun.models.config import ModelConfig, config_of
@@ -168,6 +169,13 @@ class EagleBlueprint:
     taps: tuple[int, ...]
     ids: Int[Tensor, " draft_vocab"]
 
+    @property
+    def memory(self) -> ModelMemory:
+        """What it takes once loaded; embeddings of its own are never quantised."""
+        c, layer = self.tensors.config, self.layer.memory
+        table = c.vocab_size * c.hidden * self.layer.dtype.itemsize if self.tensors.own_embedding else 0
+        return replace(layer, weights_bytes=layer.weights_bytes + table)
+
     def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> Runner:
         """The layer with a cache of `num_tokens`, for texts of `max_model_len` at most."""
         own = self.layer
@@ -213,7 +221,7 @@ def plan_layer(model: str, target: Blueprint) -> EagleBlueprint:
         folder=folder,
         config=replace(config, vocab_size=0),
         choice=target.choice,
-        num_bytes=sum(map(math.prod, shapes.values())) * target.dtype.itemsize,
+        num_bytes=sum(math.prod(s) for name, s in shapes.items() if name != EMBEDDING) * target.dtype.itemsize,
         placement=target.placement,
     )
     return EagleBlueprint(
@@ -228,6 +236,8 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     found = fields.values.get(key, inside.get(key) if isinstance(inside, dict) else None)
     if found is None:
         return usual_taps(num_layers)
+    if not isinstance(found, list):
+        found = [None]
     is_layer = [isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= num_layers for each in found]
     if len(found) != NUM_TAPS or not all(is_layer):
         raise fields.refuse(key, f"it must name {NUM_TAPS} layers, from 0 to {num_layers}")

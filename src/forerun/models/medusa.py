@@ -31,7 +31,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
 from forerun.models.layer import MakeLinear
 from forerun.models.linear import Linear, make_linear, padded_rows
-from forerun.models.loading import Blueprint
+from forerun.models.loading import HELD_BYTES, Blueprint
 from forerun.models.mlp import pad_rows
 from forerun.models.native import find_kernels
 from forerun.models.source import find_checkpoint
@@ -115,15 +115,14 @@ class MedusaBlueprint:
     @property
     def memory(self) -> ModelMemory:
         """What they take once loaded: weights, and no cache."""
-        return ModelMemory(
-            self.config.num_parameters * self.target.dtype.itemsize, 0, 0, self.target.config.max_positions
-        )
+        each, _ = HELD_BYTES.get(self.target.quantize, (self.target.dtype.itemsize, 0))
+        return ModelMemory(int(self.config.num_parameters * each), 0, 0, self.target.config.max_positions)
 
     def fingerprint(self) -> str:
         """What tells the heads apart from others."""
-        digest = sha256()
-        for name in ("config.json", "model.safetensors"):
-            digest.update((self.folder / name).read_bytes())
+        digest, files = sha256(), {each.file for each in Checkpoint(self.folder, self.target.dtype).stored.values()}
+        for path in sorted([*files, self.folder / "config.json"]):
+            digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
     def load(self, target: Decoder) -> MedusaHeads:

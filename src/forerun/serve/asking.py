@@ -54,14 +54,22 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises the ApiError for 400 for anything else."""
 
     def no_number(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
+        raise ValueError(f"{name} is no number of JSON")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+            raise ValueError(f"{shown(name)} is there twice")
+        return found
 
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=no_number)
+        body = json.loads(raw.decode("utf-8"), parse_constant=no_number, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        kind = "it is nested too deep" if isinstance(error, RecursionError) else type(error).__name__
-        where = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ApiError(400, f"the body is not JSON in UTF-8 ({kind}{where}).", code="invalid_json") from error
+        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start} is not UTF-8"
+        raise ApiError(400, f"the body is not JSON in UTF-8 ({why}).", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
     return body
@@ -108,7 +116,9 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
         return replace(defaults, **values)
     except InvalidRequest as error:
         renamed = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}.get(error.field, error.field)
-        raise error if renamed not in given else refused(renamed, f"{renamed} as {error}") from error
+        if renamed == error.field or renamed not in given:
+            raise
+        raise refused(renamed, f"{renamed} as {error}") from error
 
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:

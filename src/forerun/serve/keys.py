@@ -28,7 +28,7 @@ class ApiKeys:
     def read(cls, path: Path) -> ApiKeys:
         """The keys of a file. Raises InvalidRequest where it cannot be read or has none."""
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise InvalidRequest("api_keys", f"{path} cannot be read ({type(error).__name__}): {WANTED}.") from error
         tenants: dict[bytes, str] = {}
@@ -38,7 +38,11 @@ class ApiKeys:
                 continue
             if len(words) > 2:
                 raise InvalidRequest("api_keys", f"{path}, line {number}, has {len(words)} words: {WANTED}.")
+            if not (words[-1].isascii() and words[-1].isprintable()):
+                raise InvalidRequest("api_keys", f"{path}, line {number}: a key is of ASCII characters: {WANTED}.")
             key = digest(words[-1])
+            if key in tenants:
+                raise InvalidRequest("api_keys", f"{path}, line {number}, has a key that is there already.")
             tenants[key] = words[0] if len(words) == 2 else f"key-{key.hex()[:12]}"
         if not tenants:
             raise InvalidRequest("api_keys", f"{path} holds no key: {WANTED}.")

@@ -7,6 +7,7 @@ second one ends it at once.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -85,7 +86,8 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
             return sock
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InvalidRequest("port", f"{settings.host}:{settings.port} cannot be listened on ({reason}).") from error
+        field = "port" if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES) else "host"
+        raise InvalidRequest(field, f"{settings.host}:{settings.port} cannot be listened on ({reason}).") from error
 
 
 def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = lambda: None) -> DrainingServer:

@@ -34,10 +34,11 @@ class StudentSizes:
 
     def only(self, kind: str, *names: str) -> None:
         """Raise InvalidRequest where something is said that the kind does not have."""
+        takes = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not None and each.name not in names:
-                raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes --{', --'.join(names)}.")
+                raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes {takes}.")
             if isinstance(value, int) and not isinstance(value, bool):
                 require_whole(each.name, value, 1)
 

@@ -126,4 +126,4 @@ def plan_eagle(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         runner = eagle.load(cache_tokens[name], config.max_positions, target.decoder)
         return EagleDrafter(runner, DraftVocabulary(config.vocab_size, eagle.ids), eagle.taps)
 
-    return DraftPlan({name: eagle.layer.memory}, build, eagle.layer.fingerprint)
+    return DraftPlan({name: eagle.memory}, build, eagle.layer.fingerprint)
