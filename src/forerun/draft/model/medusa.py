@@ -77,7 +77,7 @@ class MedusaDrafter:
         assert first is not None, "there is a head at least"
         single = all(granted[row].width == 1 and granted[row].price == 0 for row in rows)
         if single and draws.on_host and not draws.rejection:
-            starts = [Start(row, draws.seq_ids[row], granted[row].nodes) for row in rows]
+            starts = [Start(row, draws.seq_ids[row], min(granted[row].depth, granted[row].nodes)) for row in rows]
             paths: dict[int, list[int]] = {draws.seq_ids[row]: [] for row in rows}
             place = {draws.seq_ids[row]: row for row in rows}
 
