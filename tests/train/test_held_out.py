@@ -91,7 +91,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
         assert (*answer.prompt_token_ids, *answer.outputs[0].token_ids) == text.tokens
     llm.close()
     assert figures.acceptance_at_depth == tuple(accepted[j] / offered[j] for j in sorted(offered))
-    assert figures.acceptance_at_depth[0] > 0.05
+    assert figures.acceptance_at_depth[0] > (0.05 if kind == "eagle" else 0.1)
     assert figures.tokens_per_round[-1] == 1 + sum(rounds) / len(rounds)
 
 

@@ -7,6 +7,8 @@ as if something were wrong with it. Each is told once, until it has changed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome
@@ -65,3 +67,15 @@ class Advice:
                 self.num_accepted,
             )
         self.num_offered, self.num_accepted, self.texts = 0, 0, set()
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Within it the controller does not say that drafting does not pay, where that is being found out or no matter."""
+    log = logging.getLogger("forerun.engine.measured")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

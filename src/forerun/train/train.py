@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 
 from forerun import __version__
+from forerun.engine.advice import without_advice
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
@@ -79,18 +78,6 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
     finally:
         llm.close()
     return TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Within it the controller does not say that drafting does not pay: how answers are written is the engine's."""
-    log = logging.getLogger("forerun.engine.measured")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def about_of(target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings) -> Mapping[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from forerun import __version__
 from forerun.bench.material import check_lengths
 from forerun.bench.measure import Bar
+from forerun.engine.advice import without_advice
 from forerun.machine import Machine, sources_digest
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
@@ -69,18 +68,6 @@ def tune(
         raise
     about = {**about, "settings": asdict(settings)}
     return TuneReport(about, model_options(subject), settings, temperatures(trials[0]), tuple(studied))
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Within it the controller does not say that drafting does not pay, which is what is being found out."""
-    log = logging.getLogger("forerun.engine.measured")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def about_of(subject: Subject, target: Blueprint, texts: TuneTexts, settings: TuneSettings) -> dict[str, Any]:
