@@ -137,6 +137,19 @@ def test_embeddings_of_its_own_and_another_name_of_the_layer_are_read(folder: Pa
     assert found[0] == found[1]
 
 
+def test_a_folder_without_a_head_uses_the_targets(folder: Path, tmp_path: Path) -> None:
+    head = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    whole: dict[str, object] = {"draft_vocab_size": 512}
+    copied = changed(folder, tmp_path / "copied", whole, {"lm_head.weight": head, "d2t": torch.zeros(512).long()})
+    shared = changed(copied, tmp_path / "shared", whole, {"lm_head.weight": None, "d2t": None})
+    found = []
+    for each in (copied, shared):
+        llm = LLM(str(TARGET), f"eagle:{each}", dtype="float32", speculation=Speculation(DEPTH))
+        llm.generate(list(PROMPTS), GREEDY)
+        found.append((llm.stats.num_drafted, llm.stats.num_accepted))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("keys", "tensors", "error", "told"),
     [
@@ -146,6 +159,7 @@ def test_embeddings_of_its_own_and_another_name_of_the_layer_are_read(folder: Pa
         ({"draft_vocab_size": 300}, {}, ModelError, "promises"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, UnsupportedModel, "from 0 to 5"),
         ({"eagle_aux_hidden_state_layer_ids": 5}, {}, UnsupportedModel, "from 0 to 5"),
+        ({}, {"lm_head.weight": None}, UnsupportedModel, "no lm_head.weight for so many tokens"),
         ({}, {"fc.weight": None}, MissingWeights, "fc.weight"),
         ({}, {"fc.bias": torch.zeros(64)}, UnsupportedModel, "fc.bias is none of"),
         ({}, {"d2t": None}, UnsupportedModel, "no tensor d2t"),

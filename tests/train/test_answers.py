@@ -238,11 +238,12 @@ def test_medusa_reads_in_training_what_it_reads_when_serving(
     small.llm.close()
 
 
+@pytest.mark.parametrize("shared_head", [False, True])
 def test_eagle_reads_in_training_what_it_reads_when_serving(
-    source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_head: bool, source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states beside final tokens and roots, and where guesses came true its own outputs beside them."""
-    student = EagleStudent.fresh(Blueprint.of(str(STORIES)), 48, 0)
+    student = EagleStudent.fresh(Blueprint.of(str(STORIES)), 48, shared_head, 0)
     student.write(student.weights, tmp_path)
     shown: list[tuple[int, int, Tensor]] = []  # position, token, state
     plain_forward = EagleDecoder.forward

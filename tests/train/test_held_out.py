@@ -39,7 +39,7 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
     if kind == "early-exit":
         return AdapterStudent.fresh(target, 3, 1, None, 0)
     if kind == "eagle":
-        fresh, fitted = EagleStudent.fresh(target, None, 0), eagle_of(STORIES, folder)
+        fresh, fitted = EagleStudent.fresh(target, None, False, 0), eagle_of(STORIES, folder)
         weights = load_file(fitted / "model.safetensors")
         ids = torch.arange(400) + weights.pop("d2t")
         values = json.loads((fitted / "config.json").read_text())

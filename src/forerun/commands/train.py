@@ -75,7 +75,7 @@ class StudentOptions:
     init: Annotated[str | None, typer.Option(help="draft: a checkpoint to go on from.")] = None
     hydra: Annotated[bool | None, typer.Option("--hydra", help="medusa: heads see the guesses before theirs.")] = None
     shared_head: Annotated[
-        bool | None, typer.Option("--shared-head", help="medusa: with the target's output matrix alone.")
+        bool | None, typer.Option("--shared-head", help="medusa, eagle: with the target's output matrix alone.")
     ] = None
 
 

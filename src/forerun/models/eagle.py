@@ -3,12 +3,13 @@
 At a place the layer reads two things: the embedding of the token there, and the target's state after the token before
 it, which is three states of different layers, joined and mapped to the layer's width. Where the target has not read
 that token yet, as with guesses, the layer's own output there stands for the state. Both are normed and joined; the
-state is also the residual stream. A norm and a head follow, over a vocabulary of the most frequent tokens alone.
+state is also the residual stream. A norm and a head follow: a head of its own, over a vocabulary of the most frequent
+tokens alone, or the target's.
 
 The file decides what a folder must hold to be such a drafter: the authors' layout, with tensors under `midlayer.` or
 `layers.0.`, `fc.weight`, `norm.weight`, `lm_head.weight`, and `d2t`, which gives for every id of the reduced vocabulary
-how much larger the target's is. Without embeddings of its own it uses the target's. Linear layers are those of the
-target's number format and kernels; attention is torch's.
+how much larger the target's is. Embeddings or a head that it has no tensor for are the target's own. Linear layers are
+those of the target's number format and kernels; attention is torch's.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class EagleTensors:
     target_hidden: int
     draft_vocab: int
     own_embedding: bool
+    own_head: bool = True
 
     @property
     def table(self) -> LayerTable:
@@ -69,8 +71,9 @@ class EagleTensors:
         outside: dict[str, tuple[int, ...]] = {
             "fc.weight": (c.hidden, NUM_TAPS * self.target_hidden),
             "norm.weight": (c.hidden,),
-            HEAD: (self.draft_vocab, c.hidden),
         }
+        if self.own_head:
+            outside[HEAD] = (self.draft_vocab, c.hidden)
         if self.own_embedding:
             outside[EMBEDDING] = (c.vocab_size, c.hidden)
         return outside | {f"{self.place}.{name}": shape for name, shape in inside.items()}
@@ -104,7 +107,7 @@ class EagleDecoder(Decoder):
         self.state_norm = norms["hidden_norm.weight"]
         self.fc: Linear = make(take("fc.weight"))
         self.norm = take("norm.weight")
-        self.head = make(take(HEAD))
+        self.head = make(take(HEAD)) if tensors.own_head else target.head
         self.rope = rope_tables(c).to(device)
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
@@ -203,9 +206,12 @@ def plan_layer(model: str, target: Blueprint) -> EagleBlueprint:
     config, checkpoint = replace(config_of(fields), tied=False), Checkpoint(folder, target.dtype)
     draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
     place = next((name for name in PLACES if f"{name}.hidden_norm.weight" in checkpoint), PLACES[0])
-    tensors = EagleTensors(config, place, of.hidden, draft_vocab, EMBEDDING in checkpoint)
-    if not tensors.own_embedding and config.hidden != of.hidden:
-        raise fields.refuse("hidden_size", f"{target.name} has {of.hidden}, and the folder has no {EMBEDDING}: add it")
+    tensors = EagleTensors(config, place, of.hidden, draft_vocab, EMBEDDING in checkpoint, HEAD in checkpoint)
+    for name, is_own in ((EMBEDDING, tensors.own_embedding), (HEAD, tensors.own_head)):
+        if not is_own and config.hidden != of.hidden:
+            raise fields.refuse("hidden_size", f"{target.name} has {of.hidden}, and the folder has no {name}: add it")
+    if not tensors.own_head and draft_vocab != of.vocab_size:
+        raise fields.refuse("draft_vocab_size", f"the folder has no {HEAD} for so many tokens: add it")
     shapes = tensors.shapes()
     for name, shape in shapes.items():
         checkpoint.find(name, shape)

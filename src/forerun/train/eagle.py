@@ -41,12 +41,13 @@ PLACE = PLACES[0]
 
 @dataclass(frozen=True)
 class EagleStudent:
-    """A layer in training. `embedding` is the target's, and stays as it is; the head is the layer's own."""
+    """A layer in training. `embedding` and `head` are the target's, and stay as they are."""
 
     values: Mapping[str, Any]
     config: ModelConfig
     weights: dict[str, Tensor]
     embedding: Float[Tensor, "vocab hidden"]
+    head: Float[Tensor, "vocab hidden"]
     taps: tuple[int, ...]
     vocabulary: Int[Tensor, " ids"] | None = None
     most_depth: int | None = None
@@ -57,8 +58,8 @@ class EagleStudent:
         object.__setattr__(self, "rope", rope_tables(self.config).to(self.embedding.device))
 
     @classmethod
-    def fresh(cls, target: Blueprint, mlp: int | None, seed: int) -> EagleStudent:
-        """A layer shaped like the target's, with the target's norm and head."""
+    def fresh(cls, target: Blueprint, mlp: int | None, shared_head: bool, seed: int) -> EagleStudent:
+        """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train."""
         of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
         values = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -78,7 +79,7 @@ class EagleStudent:
             "dtype": "bfloat16" if of.dtype in HALF else "float32",
         }
         config = config_of(Fields(Path("the layer's config.json"), without_architecture(values)))
-        tensors = EagleTensors(config, PLACE, of.hidden, of.vocab_size, own_embedding=False)
+        tensors = EagleTensors(config, PLACE, of.hidden, of.vocab_size, False, not shared_head)
         weights = {
             name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
             for name, shape in tensors.shapes().items()
@@ -86,14 +87,17 @@ class EagleStudent:
         weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / NUM_TAPS] * NUM_TAPS, dim=1)
         checkpoint = Checkpoint(target.folder, torch.float32)
         embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
-        weights["lm_head.weight"] = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
+        head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
+        if not shared_head:
+            weights[HEAD] = head
         weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
-        return cls(values, config, trainable(weights, device), embedding.to(device), usual_taps(of.layers))
+        weights = trainable(weights, device)
+        return cls(values, config, weights, embedding.to(device), head.to(device), usual_taps(of.layers))
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Its configuration."""
-        return {"kind": "eagle", "config": dict(self.values)}
+        """Its configuration, and whether it has a head of its own."""
+        return {"kind": "eagle", "config": dict(self.values), "shared_head": HEAD not in self.weights}
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every step of a draft, behind every root."""
@@ -104,8 +108,10 @@ class EagleStudent:
         for step in range(STEPS):
             embedded = self.embedding[tokens[:, 1 + step : length + step]]
             states = self.layer(embedded, states, step, past)
-            logits = functional.linear(self.normed(states, "norm"), self.weights["lm_head.weight"])
-            found.append(functional.pad(logits, (0, 0, 1, 0))[:, batch.first_root :])  # nothing is before a first token
+            judged = states[:, max(0, batch.first_root - 1) :]
+            logits = functional.linear(self.normed(judged, "norm"), self.weights.get(HEAD, self.head))
+            missing = batch.roots.shape[1] - logits.shape[1]  # nothing is before a first token
+            found.append(functional.pad(logits, (0, 0, missing, 0)))
         return Predictions(found, batch.roots)
 
     def layer(
@@ -140,11 +146,13 @@ class EagleStudent:
         return functional.linear(x, self.weights[f"{PLACE}.{name}.weight"], self.weights.get(f"{PLACE}.{name}.bias"))
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The layer, its head, and whose tokens the head's are."""
+        """The layer and, if it has one, its head, and whose tokens the head's are."""
         stored = {name: tensor.detach().to("cpu", self.config.dtype).contiguous() for name, tensor in weights.items()}
-        num_ids = len(stored["lm_head.weight"])
-        ids = torch.arange(num_ids) if self.vocabulary is None else self.vocabulary.cpu()
-        save_file(stored | {OFFSETS: ids - torch.arange(num_ids)}, folder / "model.safetensors", {"format": "pt"})
+        if HEAD in stored:
+            num_ids = len(stored[HEAD])
+            ids = torch.arange(num_ids) if self.vocabulary is None else self.vocabulary.cpu()
+            stored[OFFSETS] = ids - torch.arange(num_ids)
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
         (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
 

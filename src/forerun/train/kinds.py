@@ -66,8 +66,8 @@ def medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
 
 def eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     """An EAGLE-3 layer."""
-    sizes.only("eagle", "mlp")
-    return EagleStudent.fresh(target, sizes.mlp, seed)
+    sizes.only("eagle", "mlp", "shared_head")
+    return EagleStudent.fresh(target, sizes.mlp, bool(sizes.shared_head), seed)
 
 
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]
