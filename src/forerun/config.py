@@ -71,7 +71,8 @@ class Speculation:
         if self.nodes is not None and self.nodes_within(self.depth) > MOST_NODES:
             raise refusal("speculation.nodes", self.nodes, f"use at most {MOST_NODES}, or a smaller depth or width")
         if self.drafter is not None and not isinstance(self.drafter, str):
-            raise refusal("speculation.drafter", self.drafter, "use None, or the name of an arm of the drafter")
+            fix = f"use {shown(None)}, or the name of an arm of the drafter"
+            raise refusal("speculation.drafter", self.drafter, fix)
 
     @property
     def shown_depth(self) -> int | str:
@@ -114,7 +115,8 @@ class Speculation:
         if not isinstance(wish, Integral):
             if isinstance(wish, str) and wish == AUTO:
                 return cls()
-            raise refusal("speculation", wish, "use True, False, a depth, 'auto', or a Speculation")
+            words = ", ".join(map(shown, (True, False, AUTO)))
+            raise refusal("speculation", wish, f"use {words}, a depth, or a Speculation")
         return cls(depth=wish)
 
 

@@ -11,7 +11,8 @@ Each message contains the offending value and says what to do about it. Broken i
     │   ├── WrongShape              a tensor disagrees with config.json
     │   ├── ModelOutputInvalid      the model's own logits hold NaN, or no number at all
     │   ├── WidenedDiffers          a widened checkpoint does not compute what its source computes
-    │   └── TokenizerError          tokenizer or chat template missing or damaged
+    │   └── TokenizerError          tokenizer missing or damaged
+    │       └── ChatTemplateError   the chat template is missing, does not parse, or fails
     ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
     │   ├── PromptTooLong           a prompt that leaves no room for a new token
     │   └── InvalidTree             a static tree that is malformed, or whose file cannot be read
@@ -73,6 +74,10 @@ class WidenedDiffers(ModelError):
 
 class TokenizerError(ModelError):
     """The tokenizer or the chat template is missing, damaged or not usable."""
+
+
+class ChatTemplateError(TokenizerError):
+    """The chat template, the model's own or the one that a request brings, is missing or cannot be used."""
 
 
 class InvalidRequest(ForerunError, ValueError):

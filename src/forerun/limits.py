@@ -7,8 +7,12 @@ overflows. The callers decide which field has which bounds.
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral, Real
 
 from forerun.errors import InvalidRequest
@@ -17,9 +21,32 @@ INT64 = 2**63 - 1  # the largest
 FLOAT32 = (2.0 - 2.0**-23) * 2.0**127  # the largest that is finite
 FLOAT32_LEAST = 2.0**-126  # the smallest above 0 that every device computes with; some take smaller ones for 0
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 60, 60, 60
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 5
+
+class _ShortJson(reprlib.Repr):
+    """Short forms of values in the words of JSON; `Repr` calls these by the names of types."""
+
+    def repr_NoneType(self, _value: None, _level: int) -> str:  # noqa: N802
+        return "null"
+
+    def repr_bool(self, value: bool, _level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_str(self, text: str, _level: int) -> str:
+        cut = text if len(text) <= self.maxstring else f"{text[: self.maxstring]}…"
+        return json.dumps(cut, ensure_ascii=False)
+
+    def repr_tuple(self, values: tuple[object, ...], level: int) -> str:
+        return self.repr_list(list(values), level)
+
+
+def _bounded(short: reprlib.Repr) -> reprlib.Repr:
+    short.maxlevel, short.maxstring, short.maxlong, short.maxother = 3, 60, 60, 60
+    short.maxlist = short.maxtuple = short.maxset = 5
+    return short
+
+
+PYTHON, JSON = _bounded(reprlib.Repr()), _bounded(_ShortJson())
+_spelling = ContextVar("spelling", default=PYTHON)
 
 
 def whole(field: str, value: object, fix: str, least: int = 0, most: int = INT64) -> int:
@@ -46,10 +73,20 @@ def refusal(field: str, value: object, fix: str) -> InvalidRequest:
     return InvalidRequest(field, f"{shown(value)} cannot be served; {fix}")
 
 
-def shown(value: object) -> str:
-    """A value as Python writes it, cut short where it is long."""
+@contextmanager
+def values_in_json() -> Iterator[None]:
+    """Within it messages show values as JSON writes them: for clients that sent JSON and may not know Python."""
+    token = _spelling.set(JSON)
     try:
-        text = _SHORT.repr(value)
+        yield
+    finally:
+        _spelling.reset(token)
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, or JSON within `values_in_json`, cut short where it is long."""
+    try:
+        text = _spelling.get().repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
         return f"{'an integer' if isinstance(value, int) else type(value).__name__} of thousands of digits"
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -20,7 +20,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.models.bundled import BUNDLED
-from forerun.models.source import find_checkpoint, find_tokenizer
+from forerun.models.source import find_checkpoint, find_heads, find_tokenizer
 
 
 def test_a_folder_is_taken_as_it_is(target_dir: Path) -> None:
@@ -137,6 +137,24 @@ def test_a_misspelt_name_is_told_what_is_near_it_and_nothing_of_the_network(
         find_checkpoint(name)
     assert "connect" not in str(caught.value)
     assert "my-modl2" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("unreached")
+def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
+    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match="there is no folder nowhere: name the folder that forerun train wrote"):
+        find_heads("nowhere", "medusa_num_heads")
+    with pytest.raises(ModelNotFound, match="there is no folder stdlb: name the folder"):
+        find_heads("stdlb")
+    with pytest.raises(ModelNotFound, match=r"is not what this drafter reads: its config.json has no medusa_num_heads"):
+        find_heads(str(target_dir), "medusa_num_heads")
+    (tmp_path / "my-heads").mkdir()
+    (tmp_path / "my-heads" / "config.json").write_text('{"medusa_num_heads": 2}')
+    assert find_heads("my-heads", "medusa_num_heads") == Path("my-heads")
+    with pytest.raises(ModelNotFound, match=r"did you mean my-heads[?] Otherwise"):
+        find_heads("my-head", "medusa_num_heads")
 
 
 @pytest.mark.usefixtures("unreached")

@@ -75,28 +75,32 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [[]]}, "prompt", "it is empty"),
     ({"prompt": [1, "a"]}, "prompt", "1 is no text and no list of token ids"),
     ({"prompt": ["a", {"prompt": "b"}]}, "prompt", "is no text and no list of token ids"),
-    ({"prompt": ["a", [True]]}, "prompt", "True is not a token id"),
+    ({"prompt": ["a", [True]]}, "prompt", "true is not a token id"),
     ({"prompt": [-1]}, "prompt", "is not a token id from 0 to 511"),
     ({"prompt": [512]}, "prompt", "is not a token id from 0 to 511"),
     ({"prompt": "\ud800"}, "prompt", "is not valid Unicode"),
     ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
     ({"prompt": [1] * 600}, "prompt", "leave no room in a context of 512"),
-    ({"n": 129}, "n", "129 samples"),
+    ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "ask for at most 12, or leave it out"),
+    ({"prompt": [[1], [1] * 500], "max_tokens": 10**18}, "max_tokens", "500 tokens of the prompt and 1000000"),
+    ({"n": 129}, "n", "129 cannot be served; use 1 or more answers per prompt, at most 128"),
     ({"n": 65, "prompt": ["a", "b"]}, "n", "130 samples"),
     ({"n": 0}, "n", "0 cannot be served"),
-    ({"n": True}, "n", "cannot be served"),
+    ({"n": True}, "n", "n: true cannot be served"),
     ({"max_tokens": 0}, "max_tokens", "0 cannot be served"),
-    ({"max_tokens": []}, "max_tokens", "cannot be served"),
+    ({"max_tokens": []}, "max_tokens", "or null until the context is full"),
     ({"max_tokens": 2.5}, "max_tokens", "cannot be served"),
     ({"temperature": -1}, "temperature", "cannot be served"),
     ({"temperature": "hot"}, "temperature", "cannot be served"),
     ({"temperature": 10**400}, "temperature", "cannot be served"),
     ({"top_p": 0}, "top_p", "cannot be served"),
-    ({"seed": 2**64}, "seed", "cannot be served"),
+    ({"seed": 2**64}, "seed", "use null or an integer"),
     ({"stop": ["x"] * 65}, "stop", "at most 64"),
     ({"stop": ["x" * 1025]}, "stop", "at most 1024"),
     ({"stop": [""]}, "stop", "an empty string"),
     ({"stop": 5}, "stop", "cannot be served"),
+    ({"stop": ["x", None]}, "stop", '["x", null]'),
+    ({"ignore_eos": "yes"}, "ignore_eos", '"yes" cannot be served; use true or false'),
     ({"logit_bias": {"x": 1}}, "logit_bias", "is not a token id"),
     ({"logit_bias": {"600": 1}}, "logit_bias", "below the vocabulary size"),
     ({"logit_bias": [1]}, "logit_bias", "is no object"),
@@ -136,11 +140,12 @@ def test_a_body_that_cannot_be_served_is_refused_by_name(
         ({"messages": []}, "messages"),
         ({"messages": ["hi"]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"chat_template": "{% for %}"}, None),
+        ({"chat_template": "{% for %}"}, "chat_template"),
         ({"chat_template": "{{ raise_exception('no') }}"}, "messages"),
-        ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, None),
+        ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template"),
         ({"chat_template": 3}, "chat_template"),
-        ({"chat_template": None}, None),
+        ({"chat_template": None}, "chat_template"),
+        ({"max_tokens": None, "max_completion_tokens": 511}, "max_completion_tokens"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens"),
         ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
@@ -180,18 +185,31 @@ def test_what_is_no_body(server: Running, content: bytes, status: int, code: str
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+def test_an_answer_may_be_as_long_as_the_context_and_what_is_not_asked_for_is_cut(server: Running) -> None:
+    """A limit of the body must fit beside the prompt; one that the server supplies gives way."""
+    body = {"prompt": [1] * 500, "ignore_eos": True, "temperature": 0}
+    for own in ({"max_tokens": 12}, {}):
+        found = server.post("/v1/completions", **body, **own).json()
+        assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (12, "length")
+    refused = server.post("/v1/completions", **body, max_tokens=13)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_a_value_that_cannot_be_served_names_its_field_once(server: Running) -> None:
     answer = server.post("/v1/completions", prompt="a", temperature=-1)
     assert answer.json()["error"]["message"].startswith("temperature: -1")
     with server.http() as http:
         twice = http.post("/v1/completions", content=b'{"prompt": "a", "prompt": "b"}', headers=JSON)
-        assert "'prompt' is there twice" in twice.json()["error"]["message"]
+        assert '"prompt" is there twice' in twice.json()["error"]["message"]
 
 
 def test_other_types_methods_models_and_origins_are_refused(server: Running) -> None:
     with server.http() as http:
         assert http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
-        assert http.get("/v1/completions").status_code == 405
+        wrong = http.get("/v1/completions")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert wrong.json()["error"]["code"] == "method_not_allowed"
+        assert http.delete("/health").headers["allow"] == "GET"
         assert http.get("/nowhere").json()["error"]["code"] == "no_route"
         asked = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
         preflight = http.options("/v1/completions", headers=asked)
@@ -201,7 +219,9 @@ def test_other_types_methods_models_and_origins_are_refused(server: Running) -> 
     other = server.post("/v1/completions", **OK, model="gpt-5")
     assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
     assert server.post("/detokenize", tokens=[1, 512]).json()["error"]["param"] == "tokens"
-    assert server.post("/detokenize", tokens=[True]).status_code == 400
+    for tokens, code in (([True], "invalid_value"), ("x", "invalid_value"), (None, "missing_required_parameter")):
+        answer = server.post("/detokenize", tokens=tokens)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
     assert server.post("/tokenize", prompt="a", messages=[]).status_code == 400
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from forerun.cli import app
 from forerun.errors import InvalidRequest, MissingPackage
 from forerun.serve import packages
-from forerun.serve.keys import ApiKeys
+from forerun.serve.keys import ApiKeys, warn_of_readers
 from forerun.serve.packages import require_packages
 from forerun.serve.settings import ServeSettings
 
@@ -47,6 +48,7 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch
     assert "holds no key" in told("--api-keys", str(tmp_path / "empty"))
     assert "line 1, has 3 words" in told("--api-keys", str(tmp_path / "long"))
     assert "give both, or neither" in told("--tls-key", "k.pem")
+    assert "tls_key: no.pem cannot be read (No such file" in told("--tls-key", "no.pem", "--tls-cert", "no.pem")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -72,6 +74,16 @@ def test_a_file_of_keys_that_would_not_do_is_refused(content: bytes, said: str, 
     (tmp_path / "keys").write_bytes(content)
     with pytest.raises(InvalidRequest, match=said):
         ApiKeys.read(tmp_path / "keys")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are of POSIX")
+def test_a_file_of_keys_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "keys").write_text("k1")
+    for mode, warned in ((0o600, False), (0o640, True), (0o604, True)):
+        (tmp_path / "keys").chmod(mode)
+        caplog.clear()
+        warn_of_readers(tmp_path / "keys")
+        assert ("chmod 600" in caplog.text) == warned
 
 
 def test_a_mark_at_the_beginning_of_a_file_of_keys_is_not_part_of_a_key(tmp_path: Path) -> None:

@@ -23,10 +23,12 @@ import pytest
 
 from forerun.engine.engine import Engine, Round
 from forerun.engine.forecast import Forecast
+from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.problems import ApiError
+from forerun.serve.tls import require_certificate
 from serve.servers import PATIENCE_S, ROOT, SMALL, TARGET, Running, drafting, httpx, openai, plain, running, until
 
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
@@ -352,24 +354,51 @@ def test_a_signal_drains_the_server(sent: signal.Signals, status: int) -> None:
         assert sorted(ends) == list(range(12))
         out, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == status, errors
-        assert out == errors == ""
+        assert out == ""
+        told = [line.partition("forerun.serve.server: ")[2] for line in errors.splitlines()]
+        assert told == [
+            "Shutting down: no new requests; 1 are answered first, within 60 s.",
+            "Every request is answered; the server ends.",
+        ]
     finally:
         process.kill()
 
 
-def test_over_tls(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+def certificate_at(folder: Path, *more: str) -> tuple[Path, Path]:
+    """A key and a certificate for this machine, signed with the key."""
+    folder.mkdir(exist_ok=True)
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-days", "2"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     try:
-        run = [*made, *names, "-keyout", str(key), "-out", str(certificate)]
+        run = [*made, *names, *(more or ["-nodes"]), "-keyout", str(key), "-out", str(certificate)]
         subprocess.run(run, check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("there is no openssl to make a certificate with")
+    return key, certificate
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    key, certificate = certificate_at(tmp_path)
     with drafting() as llm, running(llm, tls_key=key, tls_certificate=certificate) as server:
         verify = ssl.create_default_context(cafile=str(certificate))
         with httpx.Client(base_url=server.url.replace("http", "https"), verify=verify, trust_env=False) as http:
             assert http.post("/v1/completions", json=OK).json()["choices"][0]["text"] == expected()
+
+
+def test_a_key_and_a_certificate_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (key, certificate), (other, _) = certificate_at(tmp_path / "a"), certificate_at(tmp_path / "b")
+    locked, its_certificate = certificate_at(tmp_path / "c", "-passout", "pass:secret")
+    require_certificate(key, certificate)
+    for files, said in (
+        ((tmp_path / "none", certificate), r"tls_key: .*none cannot be read \(No such file"),
+        ((key, tmp_path), r"tls_cert: .* cannot be read \(Is a directory"),
+        ((other, certificate), "tls_key: .*key.pem is not the key of .*cert.pem"),
+        ((certificate, key), "tls_cert: .*no certificate and key in PEM"),
+        ((locked, its_certificate), "tls_key: .*key.pem is encrypted"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            require_certificate(*files)
 
 
 def test_a_body_that_does_not_arrive_and_a_client_that_leaves_before_it_hold_nothing(

@@ -72,6 +72,10 @@ def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
             folder = tmp_path_factory.mktemp("trained") / kind
             result = invoke(kind, *QUICK, *KINDS[kind], "--data", str(prompts), "--out", str(folder), "--json")
             assert result.exit_code == 0, result.output
+            steps = int(KINDS[kind][-1])
+            shown = re.findall(r"^step (\d+), (\d+) % done: .* accepted at depth 1", result.stderr, re.MULTILINE)
+            assert [int(step) for step, _ in shown] == [*range(0, steps, 15), steps], "no terminal, but a line a look"
+            assert shown[-1][1] == "100"
             made[kind] = folder, json.loads(result.stdout)
         return made[kind]
 
@@ -151,6 +155,8 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
     assert result.exit_code == 0, result.output
     assert f"early-exit:3:{folder}" in result.stdout.replace("\n", "")
     assert "accepted, before" in result.stdout
+    steps = KINDS["early-exit"][-1]
+    assert re.fullmatch(rf"{re.escape(str(folder))} goes on from step {steps}: .* predicted\n", result.stderr)
     assert {path: path.read_bytes() for path in before} == before
     for more, said in (
         (["--seed", "1"], "settings.seed was 0 and is 1"),

@@ -93,6 +93,9 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
         from forerun.serve.keys import ApiKeys
         from forerun.serve.server import bound_socket
         from forerun.serve.server import serve as serve_until_told
+        from forerun.serve.tls import require_certificate
+    if settings.tls_key is not None and settings.tls_certificate is not None:
+        require_certificate(settings.tls_key, settings.tls_certificate)
     if settings.api_keys is not None:
         ApiKeys.read(settings.api_keys)  # a mistake in it is told before anything is loaded
     sock = bound_socket(settings)

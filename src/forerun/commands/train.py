@@ -5,9 +5,12 @@ This file decides the options and what is shown; `forerun.train` decides how it 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -26,6 +29,37 @@ from forerun.options import (
     with_options,
 )
 from forerun.streams import show_note
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class TrainingLines(logging.Handler):
+    """Shows what a training says of itself, each on one line, above the bar where there is one."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        if record.levelno == logging.INFO:  # the command line shows warnings itself
+            self.console.print(record.getMessage(), markup=False)
+
+
+@contextmanager
+def told_on(console: Console) -> Iterator[None]:
+    """Within it a training says where it is at every look, also where no terminal shows its bar."""
+    logger, lines = logging.getLogger("forerun.train"), TrainingLines(console)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(before)
+
 
 LOSS_NAMES = "lk-lambda, kl, reverse-kl, jsd, tv, lk-alpha, ce or dspark"
 EXAMPLES = """
@@ -147,7 +181,8 @@ def train(
     task = TrainTask(
         kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, options.threads
     )
-    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    with LoadingBar(errors) as bar, told_on(errors):
         try:
             report = run(task, settings, bar)
         except KeyboardInterrupt:

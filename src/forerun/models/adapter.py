@@ -14,7 +14,7 @@ from forerun.fields import read_fields
 from forerun.models.config import config_of
 from forerun.models.loading import FINAL_NORM, Blueprint
 from forerun.models.projections import promised_tensors, tensor_shapes
-from forerun.models.source import find_checkpoint
+from forerun.models.source import find_heads
 from forerun.models.weights import Checkpoint, check_tensors, with_stored_names
 
 HOSTS = ("model.embed_tokens.weight", "lm_head.weight")  # the host's own are used
@@ -25,7 +25,7 @@ def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
 
     Its own vocabulary is empty. Raises ModelError for a folder that cannot be used, or not there.
     """
-    folder, of = find_checkpoint(model), target.config
+    folder, of = find_heads(model, "exit_layer"), target.config
     defaults = {
         "vocab_size": of.vocab_size,
         "max_position_embeddings": of.max_positions,

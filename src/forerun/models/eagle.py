@@ -37,7 +37,7 @@ from forerun.models.native import find_kernels
 from forerun.models.projections import LayerTable
 from forerun.models.rope import rope_tables
 from forerun.models.runner import Runner
-from forerun.models.source import find_checkpoint
+from forerun.models.source import find_heads
 from forerun.models.weights import Checkpoint
 
 NUM_TAPS = 3
@@ -192,7 +192,7 @@ class EagleBlueprint:
 
 def plan_layer(model: str, target: Blueprint) -> EagleBlueprint:
     """The drafter in the folder `model`. Raises ModelError for a folder that is not there or cannot be used."""
-    folder, of = find_checkpoint(model), target.config
+    folder, of = find_heads(model), target.config
     if target.placement.fixed:
         raise UnsupportedModel(f"{model}: EAGLE drafters are computed on CPUs: use device cpu, or another drafter")
     read = read_fields(folder / "config.json")

@@ -34,7 +34,7 @@ from forerun.models.linear import Linear, make_linear, padded_rows
 from forerun.models.loading import HELD_BYTES, Blueprint
 from forerun.models.mlp import pad_rows
 from forerun.models.native import find_kernels
-from forerun.models.source import find_checkpoint
+from forerun.models.source import find_heads
 from forerun.models.weights import Checkpoint, check_tensors
 
 MOST_HEADS = 16
@@ -137,7 +137,7 @@ class MedusaBlueprint:
 
 def plan_heads(model: str, target: Blueprint) -> MedusaBlueprint:
     """The heads in the folder `model`. Raises ModelError for a folder that is not there or cannot be used."""
-    folder, of = find_checkpoint(model), target.config
+    folder, of = find_heads(model, "medusa_num_heads"), target.config
     fields = read_fields(folder / "config.json")
     if fields.values.get("hidden_size", of.hidden) != of.hidden:
         raise fields.refuse("hidden_size", f"{target.name} has {of.hidden}: name heads that were trained for it")

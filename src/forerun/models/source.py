@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
+from forerun.fields import read_fields
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -30,6 +31,27 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
     Raises ModelNotFound where there is none of these, InvalidRequest for a revision of something that has none.
     """
     return find_folder(model, revision, HUB_FILES, "config.json")
+
+
+def find_heads(name: str, holds: str | None = None) -> Path:
+    """The folder of heads or layers that draft on a target's states: a folder, or a hub id as owner/name.
+
+    None are bundled, so a name without an owner that is no folder here is a mistake. `holds` is a key of config.json
+    that tells such heads from a model. Raises ModelNotFound for a folder that is not there or is something else.
+    """
+    wanted = "name the folder that forerun train wrote, or a hub id as owner/name"
+    try:
+        there = Path(name).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        there = False
+    if not there and "/" not in name:
+        near = [each for each in similar(name) if each not in BUNDLED]
+        hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
+        raise ModelNotFound(f"there is no folder {name}: {hint}{wanted}")
+    folder = find_checkpoint(name)
+    if holds is not None and holds not in read_fields(folder / "config.json").values:
+        raise ModelNotFound(f"{folder} is not what this drafter reads: its config.json has no {holds}: {wanted}")
+    return folder
 
 
 def find_tokenizer(name: str) -> Path:

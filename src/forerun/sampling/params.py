@@ -163,11 +163,11 @@ class SamplingParams:
 
     def _check_limits(self) -> None:
         self._whole("min_tokens", f"use 0 or {COUNT}")
-        self._whole("max_tokens", f"use {COUNT}, or None until the context is full", 1, none=True)
-        self._whole("seed", "use None or an integer of 64 bits", -(2**63), 2**64 - 1, none=True)
+        self._whole("max_tokens", f"use {COUNT}, or {shown(None)} until the context is full", 1, none=True)
+        self._whole("seed", f"use {shown(None)} or an integer of 64 bits", -(2**63), 2**64 - 1, none=True)
         self._whole("n", f"use 1 or more answers per prompt, at most {MOST_SAMPLES}", 1, MOST_SAMPLES)
         for name in ("logprobs", "prompt_logprobs"):
-            fix = f"use None, or how many alternatives to report, at most {MOST_LOGPROBS}"
+            fix = f"use {shown(None)}, or how many alternatives to report, at most {MOST_LOGPROBS}"
             self._whole(name, fix, 0, MOST_LOGPROBS, none=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _invalid("min_tokens", self.min_tokens, f"use at most max_tokens, {self.max_tokens}")
@@ -188,7 +188,7 @@ class SamplingParams:
     def _check_switches(self) -> None:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise _invalid(name, getattr(self, name), "use True or False")
+                raise _invalid(name, getattr(self, name), f"use {shown(True)} or {shown(False)}")
         self._list("logits_processors", "callables", callable)
 
     def _real(self, name: str, fix: str, least: float, most: float = FLOAT32) -> None:

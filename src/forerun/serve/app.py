@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from forerun import __version__
 from forerun.errors import EngineClosed, ForerunError
+from forerun.limits import values_in_json
 from forerun.serve.answers import AnswerWriter
 from forerun.serve.gate import Visit
 from forerun.serve.metrics import CONTENT_TYPE
@@ -218,7 +219,7 @@ class HttpRoutes:
         if isinstance(error, ClientGone | ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         if isinstance(error, HTTPException):
-            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_route")
+            error = route_problem(request, error)
         problem = self.told(error)
         return json_response(problem.body, problem.status, problem.headers)
 
@@ -229,10 +230,11 @@ class HttpRoutes:
         """
 
         async def handle(request: Request) -> Response:
-            try:
-                response = await handler(request)
-            except Exception as error:
-                response = self.problem(request, error)
+            with values_in_json():
+                try:
+                    response = await handler(request)
+                except Exception as error:
+                    response = self.problem(request, error)
             self.service.metrics.answered.labels(str(response.status_code)).inc()
             return response
 
@@ -277,6 +279,15 @@ def described(endpoint: Endpoint) -> dict[str, Any]:
     properties = {name: {"description": field.kind} for name, field in KNOWN[endpoint].items()}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def route_problem(request: Request, error: HTTPException) -> ApiError:
+    """The answer to an address that is not here, or that has other methods."""
+    where = f"{request.method} {request.url.path}"
+    if error.status_code != 405:
+        return ApiError(error.status_code, f"{where}: {error.detail}; see /openapi.json.", code="no_route")
+    allow = (error.headers or {}).get("Allow", "")
+    return ApiError(405, f"{where}: use {allow} here.", code="method_not_allowed", allow=allow)
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -21,25 +21,30 @@ from forerun.messages import ChatOptions
 from forerun.near import nearest
 from forerun.request import Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
-from forerun.serve.problems import ApiError, refused
+from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, ApiError, refused
 from forerun.serve.schema import SAMPLING, TEMPLATE, Endpoint, served_fields
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE
 from forerun.shape import StaticTree
 
 MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
 SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number exactly
+LIMITS = ("max_completion_tokens", "max_tokens")
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the latter hides sizes of chunks, not the text
 MOST_CHAT_LOGPROBS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer."""
+    """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer.
+
+    `limit_field` is the field that says how many tokens an answer may have, if one does.
+    """
 
     endpoint: Endpoint
     requests: Seq[Request]
     n: int
     seed: int
+    limit_field: str | None = None
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
@@ -89,6 +94,7 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         requests=requests(given, params, wish, tenant, llm),
         n=params.n,
         seed=params.resolve_seed(),
+        limit_field=next((name for name in LIMITS if name in given), None),
         stream=stream,
         include_usage=usage_wanted(given.get("stream_options"), stream),
         return_token_ids=switch(given, "return_token_ids"),
@@ -99,12 +105,33 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     return asked
 
 
+def require_room(asked: Asked, prompt_lengths: Seq[int], room: int) -> None:
+    """Raise the ApiError for 400 where a prompt and the tokens that the body allows its answer exceed the context.
+
+    A limit that is not of the body, such as the model's own, is cut instead: such an answer ends with "length".
+    """
+    params = asked.requests[0].sampling_params
+    if asked.limit_field is None or params is None or params.max_tokens is None:
+        return
+    longest = max(prompt_lengths)
+    if longest + params.max_tokens > room:
+        raise refused(
+            asked.limit_field,
+            f"{asked.limit_field}: {longest} tokens of the prompt and {params.max_tokens} of the answer are more than "
+            f"the {room} of the context: ask for at most {room - longest}, or leave it out.",
+            TOO_MANY_TOKENS,
+        )
+
+
 def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> SamplingParams:
     """The sampling parameters: those of the body, and otherwise the model's defaults, with OpenAI's `max_tokens`."""
     defaults = llm.get_default_sampling_params()
     values = {name: given[name] for name in SAMPLING if name in given}
     values.setdefault("seed", secrets.randbits(SEED_BITS))
-    limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
+    if "n" in given:
+        fix = f"use 1 or more answers per prompt, at most {MOST_SAMPLES_AT_ONCE}"
+        whole("n", given["n"], fix, 1, MOST_SAMPLES_AT_ONCE)
+    limits = [given[name] for name in LIMITS if name in given]
     if len(limits) == 2 and limits[0] != limits[1]:
         raise refused("max_tokens", "max_tokens: max_completion_tokens says otherwise; use that one alone.")
     own = llm.generation_defaults.max_tokens
@@ -165,7 +192,7 @@ def completion_requests(
     """One request for each prompt: text, or token ids, or a list of either."""
     prompt = given.get("prompt")
     if prompt is None:
-        raise refused("prompt", "prompt: there is none: give text or token ids.", "missing_required_parameter")
+        raise refused("prompt", "prompt: there is none: give text or token ids.", MISSING)
     if not isinstance(prompt, str | list) or not prompt:
         raise refused("prompt", f"prompt: {shown(prompt)} is no text, no token ids, and no list of either.")
     one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)
@@ -196,7 +223,7 @@ def messages_of(given: Mapping[str, Any]) -> list[Any]:
     """The messages of a body, of which there must be some."""
     messages = given.get("messages")
     if messages is None:
-        raise refused("messages", "messages: there are none: give a list of them.", "missing_required_parameter")
+        raise refused("messages", "messages: there are none: give a list of them.", MISSING)
     if not isinstance(messages, list) or not messages:
         raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
     for message in messages:

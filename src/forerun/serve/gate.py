@@ -102,7 +102,7 @@ class Gate:
         elif visit.turn is not None:
             self.queues[visit.tenant].remove(visit)
         self.advance()
-        if not self.visits.total():
+        if not self.num_in:
             self.empty.set()
 
     def advance(self) -> None:
@@ -124,8 +124,13 @@ class Gate:
     def drain(self) -> None:
         """Let nobody in from here on; `empty` is set once all who are in have left."""
         self.draining = True
-        if not self.visits.total():
+        if not self.num_in:
             self.empty.set()
+
+    @property
+    def num_in(self) -> int:
+        """Requests that were let in and have not left."""
+        return self.visits.total()
 
     @property
     def num_waiting(self) -> int:

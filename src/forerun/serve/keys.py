@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.errors import InvalidRequest
 from forerun.serve.problems import ApiError
 
+log = logging.getLogger(__name__)
 SCHEME = "bearer"
 WANTED = "write one key a line, with a name in front if wanted"
 
@@ -61,6 +65,13 @@ class ApiKeys:
             problem = "there is no API key" if not authorization else "the API key is not a known one"
             raise ApiError(401, f"{problem}: send Authorization: Bearer KEY.", code="invalid_api_key")
         return found
+
+
+def warn_of_readers(path: Path) -> None:
+    """Warn where other users of this machine may read a file of keys."""
+    with suppress(OSError):
+        if os.name == "posix" and path.stat().st_mode & 0o044:
+            log.warning("Others on this machine can read the keys in %s: chmod 600 keeps them from it.", path)
 
 
 def digest(key: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.errors import (
+    ChatTemplateError,
     EngineClosed,
     ForerunError,
     InvalidRequest,
@@ -24,10 +25,15 @@ INTERNAL = "the server met an error that it was not prepared for; its log says w
 CLOSED = "the engine has stopped, so that this request is not answered to its end, and no other is any more."
 
 TOO_LONG = "took_too_long"
+MISSING = "missing_required_parameter"
+TOO_MANY_TOKENS = "context_length_exceeded"
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` is the field at fault; `retry_s` says when to try again."""
+    """An answer that is an error.
+
+    `param` is the field at fault; `retry_s` says when to try again, `allow` which methods an address has.
+    """
 
     def __init__(
         self,
@@ -38,6 +44,7 @@ class ApiError(Exception):
         param: str | None = None,
         kind: str = MISTAKE_OF_CALLER,
         retry_s: int | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -46,6 +53,7 @@ class ApiError(Exception):
         self.param = param
         self.kind = kind
         self.retry_s = retry_s
+        self.allow = allow
 
     @property
     def body(self) -> dict[str, Any]:
@@ -56,6 +64,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """The headers that belong to it."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.allow is not None:
+            headers["Allow"] = self.allow
         if self.code == TOO_LONG:
             headers["x-should-retry"] = "false"  # OpenAI's clients would ask again, and again for too much
         return headers if self.retry_s is None else {**headers, "Retry-After": str(self.retry_s)}
@@ -71,9 +81,11 @@ def problem_of(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLong):
-        return refused(error.field, str(error), "context_length_exceeded")
+        return refused(error.field, str(error), TOO_MANY_TOKENS)
     if isinstance(error, InvalidRequest):
         return refused(error.field, str(error))
+    if isinstance(error, ChatTemplateError):
+        return refused("chat_template", str(error))
     if isinstance(error, UnknownKeyword | TokenizerError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, RequestFailed):

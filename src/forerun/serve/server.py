@@ -20,8 +20,10 @@ import uvicorn
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.serve.app import application
+from forerun.serve.keys import warn_of_readers
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
+from forerun.serve.tls import require_certificate
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE_S = 1  # for connections, once all requests are answered or ended
@@ -56,8 +58,11 @@ class DrainingServer(uvicorn.Server):
 
     def drain(self) -> None:
         """Take no new requests, and end once those that are in have left. To be called in the server's loop."""
-        self.service.gate.drain()
+        gate = self.service.gate
+        gate.drain()
         if self.draining is None:
+            most_s = self.service.settings.drain_s
+            log.info("Shutting down: no new requests; %d are answered first, within %g s.", gate.num_in, most_s)
             self.draining = asyncio.ensure_future(self.end_when_empty())
 
     async def end_when_empty(self) -> None:
@@ -66,10 +71,13 @@ class DrainingServer(uvicorn.Server):
         try:
             await asyncio.wait_for(empty.wait(), self.service.settings.drain_s)
         except TimeoutError:
-            log.warning("Requests that were not finished after %g s are ended.", self.service.settings.drain_s)
+            num_in, most_s = self.service.gate.num_in, self.service.settings.drain_s
+            log.warning("%d requests that were not finished after %g s are ended with an error.", num_in, most_s)
             await asyncio.to_thread(self.service.close)
             with suppress(TimeoutError):
                 await asyncio.wait_for(empty.wait(), GRACE_S)  # they are told so
+        else:
+            log.info("Every request is answered; the server ends.")
         self.should_exit = True
 
 
@@ -92,6 +100,8 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
 
 def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = lambda: None) -> DrainingServer:
     """The server of a loaded model. Raises InvalidRequest for keys or certificates that cannot be used."""
+    if settings.tls_key is not None and settings.tls_certificate is not None:
+        require_certificate(settings.tls_key, settings.tls_certificate)
     service = Service(llm, settings)
     config = uvicorn.Config(
         application(service),
@@ -103,11 +113,6 @@ def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = l
         ssl_keyfile=settings.tls_key,
         ssl_certfile=settings.tls_certificate,
     )
-    try:
-        config.load()
-    except OSError as error:  # ssl.SSLError is one
-        service.close()
-        raise InvalidRequest("tls_certificate", f"it cannot be used with its key ({error}).") from error
     return DrainingServer(config, service, started)
 
 
@@ -115,6 +120,8 @@ def serve(llm: LLM, settings: ServeSettings, sock: socket.socket, started: Calla
     """Serve until a signal ends it; the exit status, 130 for Ctrl-C. `started` is called once it listens."""
     if settings.host not in LOOPBACK and settings.api_keys is None:
         log.warning("Everybody who reaches %s is answered, since there is no --api-keys.", settings.host)
+    if settings.api_keys is not None:
+        warn_of_readers(settings.api_keys)
     server = server_of(llm, settings, started)
     try:
         asyncio.run(server.serve(sockets=[sock]))

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from forerun.async_llm import AsyncLLM
 from forerun.engine.delta import Delta
+from forerun.limits import shown
 from forerun.llm import LLM
 from forerun.output import Answers
 from forerun.serve.answers import AnswerWriter
-from forerun.serve.asking import asked_of, parsed_body
+from forerun.serve.asking import asked_of, parsed_body, require_room
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.metrics import Metrics
@@ -66,7 +67,7 @@ class Service:
     def check_model(self, name: object) -> None:
         """Raise the ApiError for 404 where a body names another model."""
         if name is not None and name != self.model_name:
-            message = f"the model {str(name)[:100]!r} is not served here: it is {self.model_name!r}."
+            message = f"the model {shown(name)} is not served here: it is {shown(self.model_name)}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def writer(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> AnswerWriter:
@@ -82,6 +83,7 @@ class Service:
         self.check_model(body.get("model"))
         asked = asked_of(body, endpoint, self.llm, visit.tenant, self.settings.lenient)
         answers = self.llm.ask(asked.requests)
+        require_room(asked, [samples[0].num_prompt for _, samples in answers.requests], self.llm.plan.max_model_len)
         if self.settings.log_prompts:
             for request, _ in answers.requests:
                 shown = request.prompt if request.prompt is not None else request.prompt_token_ids

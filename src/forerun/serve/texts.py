@@ -6,7 +6,7 @@ from typing import Any
 
 from forerun.limits import shown
 from forerun.serve.asking import messages_of, parsed_body, switch, template_of
-from forerun.serve.problems import refused
+from forerun.serve.problems import MISSING, refused
 from forerun.serve.schema import served_fields
 from forerun.serve.service import Service
 
@@ -18,7 +18,7 @@ def tokenized(service: Service, raw: bytes) -> dict[str, Any]:
     given = served_fields(body, "tokenize", service.settings.lenient)
     llm, prompt = service.llm, given.get("prompt")
     if (prompt is None) == ("messages" not in given):
-        raise refused("prompt", "prompt: give either a prompt or messages.", "missing_required_parameter")
+        raise refused("prompt", "prompt: give either a prompt or messages.", MISSING)
     text, special = prompt, switch(given, "add_special_tokens", prompt is not None)
     if prompt is None:
         text = template_of(given).render(llm.tokenizer, messages_of(given))
@@ -37,8 +37,10 @@ def detokenized(service: Service, raw: bytes) -> dict[str, Any]:
     service.check_model(body.get("model"))
     tokens = served_fields(body, "detokenize", service.settings.lenient).get("tokens")
     num_ids = service.llm.requests.num_ids
+    if tokens is None:
+        raise refused("tokens", "tokens: there are none: give a list of token ids.", MISSING)
     if not isinstance(tokens, list):
-        raise refused("tokens", f"tokens: {shown(tokens)} is no list of token ids.", "missing_required_parameter")
+        raise refused("tokens", f"tokens: {shown(tokens)} is no list of token ids.")
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
             raise refused("tokens", f"tokens: {shown(token)} is not a token id from 0 to {num_ids - 1}.")

@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from forerun.errors import InvalidRequest, TokenizerError
+from forerun.errors import ChatTemplateError, InvalidRequest
 from forerun.fields import short
 from forerun.limits import shown
 from forerun.text.sandbox import ITEM, MOST_TEXT, Refused, Sandbox, metered
@@ -70,7 +70,7 @@ class ChatTemplate:
         """The prompt of a conversation; `tokens` are the special tokens by name (bos_token, eos_token, ...).
 
         `options` are given to the template under their names: tools, documents, enable_thinking and so on. Raises
-        TokenizerError where the template is missing or fails, InvalidRequest where it refuses the conversation or
+        ChatTemplateError where the template is missing or fails, InvalidRequest where it refuses the conversation or
         where that is none.
         """
         talk = conversation(messages)
@@ -94,30 +94,30 @@ class ChatTemplate:
                     pieces.append(piece)
                     length += len(piece)
                     if length > MOST_TEXT:
-                        raise TokenizerError(
+                        raise ChatTemplateError(
                             f"the chat template of {self._origin} writes more than {MOST_TEXT} letters"
                         )
         except Refused as error:
             raise InvalidRequest("messages", f"the chat template refuses them: {short(error)}") from error
         except FAULTS as error:
-            raise TokenizerError(f"the chat template of {self._origin} fails: {short(said(error))}") from error
+            raise ChatTemplateError(f"the chat template of {self._origin} fails: {short(said(error))}") from error
         return "".join(pieces)
 
     def compile(self, name: str = "default") -> jinja2.Template:
-        """The template, ready to render. Raises TokenizerError where it is missing or does not parse."""
+        """The template, ready to render. Raises ChatTemplateError where it is missing or does not parse."""
         if name not in self._compiled:
             source = self._source(name)
             try:
                 with metered():
                     self._compiled[name] = Sandbox().template(source)
             except FAULTS as error:
-                raise TokenizerError(
+                raise ChatTemplateError(
                     f"the chat template of {self._origin} does not parse: {short(said(error))}"
                 ) from error
         return self._compiled[name]
 
     def digest(self) -> str:
-        """16 hex digits that tell the template apart from others. Raises TokenizerError where there is none."""
+        """16 hex digits that tell the template apart from others. Raises ChatTemplateError where there is none."""
         return hashlib.sha256(self._source("default").encode()).hexdigest()[:16]
 
     def _source(self, name: str) -> str:
@@ -125,21 +125,21 @@ class ChatTemplate:
         source = named.get(name, named.get("default"))
         if source is None:
             origin = self._origin + (f", which has {shown(sorted(named))} by name" if named else "")
-            raise TokenizerError(
+            raise ChatTemplateError(
                 f'no chat template in {origin}: use a chat ("instruct") model, put one into '
                 f"{FILE} beside tokenizer.json, give one as chat_template, or let the model go on from plain text"
             )
         if len(source) > LONGEST_TEMPLATE:
-            raise TokenizerError(f"the chat template of {self._origin} is longer than {LONGEST_TEMPLATE} letters")
+            raise ChatTemplateError(f"the chat template of {self._origin} is longer than {LONGEST_TEMPLATE} letters")
         return source
 
     def _named(self) -> dict[str, str]:
-        """The templates by name. Raises TokenizerError for what is not a template."""
+        """The templates by name. Raises ChatTemplateError for what is not a template."""
         if self._file is not None:
             try:
                 return {"default": self._file.read_text("utf-8")}
             except (OSError, ValueError) as error:
-                raise TokenizerError(f"{self._file} cannot be read ({short(error)}): download it again") from error
+                raise ChatTemplateError(f"{self._file} cannot be read ({short(error)}): download it again") from error
         declared = self._declared
         if declared is None or isinstance(declared, str):
             return {} if declared is None else {"default": declared}
@@ -148,7 +148,7 @@ class ChatTemplate:
             name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
             if not isinstance(name, str) or not isinstance(source, str):
                 wanted = "it must be text, or a list of objects with name and template: download the file again"
-                raise TokenizerError(f"{self._origin} is {shown(declared)}; {wanted}")
+                raise ChatTemplateError(f"{self._origin} is {shown(declared)}; {wanted}")
             named[name] = source
         return named
 

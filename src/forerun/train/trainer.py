@@ -8,6 +8,7 @@ training that goes on after a kill ends with the very weights that it would have
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ CURVES = "train.svg"
 RISE = 1e-4  # of the overlap, below which a look is no better than the best one
 MOST_LOGITS = 1 << 25  # that are held at a time: the answers of a step are read in as many parts as that takes
 LOGGED_EVERY = 10  # steps
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Trainer:
         if found is None:
             self.look()
         else:
+            logger.info("%s goes on from step %d: %s", self.folder.folder, self.state.step, self.worth)
             self.publish()
 
     @property
@@ -156,6 +159,7 @@ class Trainer:
             state.looks_since += 1
             if state.looks_since >= self.settings.patience and not state.stopped:
                 state.stopped = f"held-out acceptance has not risen in {self.settings.patience} looks"
+        logger.info("step %d, %.0f %% done: %s", state.step, 100 * self.share_done, self.worth)
         self.log.add(entry)
         self.keep()
         self.publish()
