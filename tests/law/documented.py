@@ -1,6 +1,6 @@
-"""The drafter of docs/write-a-drafter.md, taken from the page itself: what readers copy is what is tested.
+"""The drafters of docs/write-a-drafter.md, taken from the page itself: what readers copy is what is tested.
 
-The page's first Python block defines it.
+The first Python block of the page, and the first one of its section about states, define one each.
 """
 
 import re
@@ -21,20 +21,34 @@ PHRASES = (
 )
 
 
+DEFINING = ("class PhraseDrafter", "class SimilarPlaceDrafter")
+
+
 @cache
 def definitions() -> dict[str, object]:
-    """The names that the page's first Python block defines."""
-    found = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert found, f"{PAGE.name} holds no Python block"
+    """The names that the page's defining blocks define."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {"__name__": "write_a_drafter"}
-    exec(compile(found.group(1), str(PAGE), "exec"), names)
+    for start in DEFINING:
+        (body,) = (block for block in blocks if start in block)
+        exec(compile(body, str(PAGE), "exec"), names)
     return names
+
+
+def made(name: str, *arguments: object) -> Drafter:
+    """A fresh drafter of this class."""
+    kind = definitions()[name]
+    assert isinstance(kind, type), f"{name} is no class"
+    drafter = kind(*arguments)
+    assert isinstance(drafter, Drafter), "the page's drafter does not fulfil the protocol"
+    return drafter
 
 
 def phrase_drafter(phrases: list[list[int]]) -> Drafter:
     """A fresh PhraseDrafter."""
-    kind = definitions()["PhraseDrafter"]
-    assert isinstance(kind, type), "PhraseDrafter is no class"
-    made = kind(phrases)
-    assert isinstance(made, Drafter), "the page's drafter does not fulfil the protocol"
-    return made
+    return made("PhraseDrafter", phrases)
+
+
+def similar_place_drafter() -> Drafter:
+    """A fresh SimilarPlaceDrafter."""
+    return made("SimilarPlaceDrafter")

@@ -6,12 +6,13 @@ This file decides which drafters these are and how each is built for a target.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from documented import PAGE, PHRASES, phrase_drafter
+from documented import PHRASES, phrase_drafter, similar_place_drafter
 
 from draft.adapters import adapter_of
 from draft.heads import eagle_of, heads_of
@@ -52,7 +53,8 @@ DRAFTERS = {
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",
     "mix-of-3": f"mix[suffix,early-exit:1,model:{SMALL}]",
-    PAGE.name: PAGE.name,
+    "documented": "",
+    "documented:taps": "",
 }
 
 
@@ -73,21 +75,24 @@ def story(length: int, seed: int) -> list[int]:
     return text[:length]
 
 
-def documented() -> Drafter:
-    """The drafter that the documentation builds. It knows phrases of the target's, and pieces of made-up stories."""
+def phrases() -> Drafter:
+    """The documentation's first drafter. It knows phrases of the target's, and pieces of made-up stories."""
     pieces = [story(300, seed)[start : start + 9] for seed in range(4) for start in range(0, 290, 4)]
     return phrase_drafter([context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
 
 
+DOCUMENTED: Mapping[str, Callable[[], Drafter]] = {"documented": phrases, "documented:taps": similar_place_drafter}
+
+
 def as_draft(name: str) -> str | Drafter:
     """What LLM is given for a drafter of this name."""
-    return documented() if name == PAGE.name else DRAFTERS[name]
+    return DOCUMENTED[name]() if name in DOCUMENTED else DRAFTERS[name]
 
 
 def built(name: str, target: Runner, dtype: str = "float32", num_tokens: int = 2048) -> Drafter:
     """A fresh drafter beside a loaded target, `num_tokens` in each cache of its own."""
-    if name == PAGE.name:
-        return documented()
+    if name in DOCUMENTED:
+        return DOCUMENTED[name]()
     plan = plan_drafter(DRAFTERS[name], context(dtype))
     drafter = plan.build(dict.fromkeys(plan.models, num_tokens), None, target)
     assert drafter is not None, f"{name} builds no drafter"

@@ -11,8 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from documented import PAGE
-from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, VOCAB, built, context, documented, story
+from drafters import DOCUMENTED, DRAFTERS, DTYPES, EVERY_DTYPE, VOCAB, built, context, story
 from rebuilt import assert_same, size_of, without_past
 
 from draft.rounds import Beside, Row, chunked, committed, draws_of
@@ -48,8 +47,8 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=DRAFTERS)
 def make(request: pytest.FixtureRequest, dtype: str) -> Callable[[], Drafter]:
     """Builds a fresh drafter of one kind, beside the target where it may read that."""
-    if request.param == PAGE.name:
-        return documented
+    if request.param in DOCUMENTED:
+        return DOCUMENTED[request.param]
 
     def build() -> Drafter:
         target = Runner.of(decoder(dtype), 2 * CACHE_TOKENS)
