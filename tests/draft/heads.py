@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.llm import LLM
-from forerun.models.decoder import rms_norm
-from forerun.models.eagle import EagleDecoder, plan_layer
+from forerun.models.eagle import plan_layer
+from forerun.models.eagle_layer import EagleDecoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
@@ -87,13 +87,38 @@ def eagle_of(source: Path, folder: Path, num_ids: int = 400, **keys: object) -> 
         taps = host.read([Read(seq_id, text)], taps=layer.taps).taps
         assert taps is not None
         read = runner.read([Read(seq_id, text[1:-1])], inputs=runner.decoder.fuse(taps[:-2]))
-        outputs.append(rms_norm(read.hidden, runner.decoder.norm, target.config.norm_eps))
+        outputs.append(runner.decoder.head_inputs(read.hidden))
         wanted.append(torch.tensor(text[2:]))
         host.release([seq_id])
         runner.release([seq_id])
     sought = 20 * (torch.cat(wanted)[:, None] == ids).float()
     tensors["lm_head.weight"] = torch.linalg.lstsq(torch.cat(outputs), sought).solution.T
     return written_eagle(folder, config, tensors, hidden, torch.Generator().manual_seed(0))
+
+
+def first_eagle_of(source: Path, folder: Path, bias: bool = True, **keys: object) -> Path:
+    """An EAGLE-1 layer, whose map is fitted to the target's next state, with a little of a random layer behind it."""
+    target = Blueprint.of(str(source), dtype="float32")
+    hidden, embedding = target.config.hidden, target.load(64).decoder.embedding
+    pairs = list(zip(texts(source), states(source), strict=True))
+    tokens = torch.cat([torch.tensor(text[1:]) for text, _ in pairs])
+    read = torch.cat([embedding[tokens], torch.cat([own[:-1] for _, own in pairs])], dim=1)
+    read = torch.cat([read, torch.ones(len(read), bias)], dim=1)
+    fitted = torch.linalg.lstsq(read, torch.cat([own[1:] for _, own in pairs])).solution.T
+    generator = torch.Generator().manual_seed(0)
+    layer = {name: (64, hidden) if name[0] in "qo" else (32, hidden) for name in ("q", "k", "v", "o")}
+    shapes = {f"layers.0.self_attn.{name}_proj.weight": shape for name, shape in layer.items()}
+    shapes |= {f"layers.0.mlp.{name}_proj.weight": (96, hidden) for name in ("gate", "up")}
+    shapes["layers.0.mlp.down_proj.weight"] = (hidden, 96)
+    tensors = {name: torch.randn(shape, generator=generator) / shape[1] for name, shape in shapes.items()}
+    tensors |= {"layers.0.post_attention_layernorm.weight": torch.ones(hidden), "embed_tokens.weight": embedding}
+    tensors["fc.weight"] = fitted[:, : 2 * hidden].contiguous()
+    tensors |= {"fc.bias": fitted[:, -1].contiguous()} if bias else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    config = EAGLE_CONFIG | {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "bias": bias}
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": target.config.vocab_size} | keys))
+    return folder
 
 
 EAGLE_CONFIG = {
@@ -118,8 +143,10 @@ def written_eagle(
     shapes |= {f"midlayer.mlp.{name}_proj.weight": (96, hidden) for name in ("gate", "up")}
     shapes |= {"midlayer.mlp.down_proj.weight": (hidden, 96), "fc.weight": (hidden, 3 * hidden)}
     drawn = {name: torch.randn(shape, generator=generator) / shape[1] ** 0.5 for name, shape in shapes.items()}
-    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-    drawn |= {f"midlayer.{name}.weight": torch.ones(hidden) for name in norms} | {"norm.weight": torch.ones(hidden)}
+    gains = {f"midlayer.{name}": hidden for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    gains |= {"norm": hidden} | ({"input_norm": 3 * hidden} if config.get("norm_before_fc") else {})
+    gains |= {f"fc_norm.{tap}": hidden for tap in range(3)} if config.get("fc_norm") else {}
+    drawn |= {f"{name}.weight": 0.5 + torch.rand(size, generator=generator) for name, size in gains.items()}
     folder.mkdir(parents=True, exist_ok=True)
     found = {name: tensor.contiguous() for name, tensor in (drawn | tensors).items()}
     save_file(found, folder / "model.safetensors")

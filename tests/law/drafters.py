@@ -15,7 +15,7 @@ import pytest
 from documented import PHRASES, phrase_drafter, similar_place_drafter
 
 from draft.adapters import adapter_of
-from draft.heads import eagle_of, heads_of
+from draft.heads import eagle_of, first_eagle_of, heads_of
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
 from forerun.draft.build import plan_drafter
@@ -49,6 +49,7 @@ DRAFTERS = {
     "medusa": f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'medusa', 4)}",
     "hydra": f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'hydra', 3, hydra=True)}",
     "eagle": f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'eagle')}",
+    "eagle-1": f"eagle:{first_eagle_of(TARGET, Path(COPIES.name) / 'eagle-1')}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",

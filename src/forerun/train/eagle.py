@@ -26,7 +26,8 @@ from forerun.draft.spec import DraftSpec
 from forerun.fields import Fields
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.decoder import rms_norm, rotate
-from forerun.models.eagle import NUM_TAPS, OFFSETS, PLACES, EagleTensors, usual_taps
+from forerun.models.eagle import usual_taps
+from forerun.models.eagle_tensors import OFFSETS, PLACES, EagleForm, EagleTensors
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
 from forerun.models.weights import Checkpoint
@@ -61,6 +62,7 @@ class EagleStudent:
     def fresh(cls, target: Blueprint, mlp: int | None, shared_head: bool, seed: int) -> EagleStudent:
         """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train."""
         of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
+        taps = usual_taps(of.layers)
         values = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -75,16 +77,16 @@ class EagleStudent:
             "max_position_embeddings": of.max_positions,
             "rms_norm_eps": of.norm_eps,
             "rope_theta": of.rope.theta,
-            "eagle_aux_hidden_state_layer_ids": list(usual_taps(of.layers)),
+            "eagle_aux_hidden_state_layer_ids": list(taps),
             "dtype": "bfloat16" if of.dtype in HALF else "float32",
         }
         config = config_of(Fields(Path("the layer's config.json"), without_architecture(values)))
-        tensors = EagleTensors(config, PLACE, of.hidden, of.vocab_size, False, not shared_head)
+        tensors = EagleTensors(config, EagleForm(taps), PLACE, of.hidden, of.vocab_size, False, not shared_head)
         weights = {
             name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
             for name, shape in tensors.shapes().items()
         }
-        weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / NUM_TAPS] * NUM_TAPS, dim=1)
+        weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
         checkpoint = Checkpoint(target.folder, torch.float32)
         embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
         head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
@@ -92,7 +94,7 @@ class EagleStudent:
             weights[HEAD] = head
         weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
         weights = trainable(weights, device)
-        return cls(values, config, weights, embedding.to(device), head.to(device), usual_taps(of.layers))
+        return cls(values, config, weights, embedding.to(device), head.to(device), taps)
 
     @property
     def about(self) -> Mapping[str, Any]:

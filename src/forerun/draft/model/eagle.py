@@ -1,4 +1,5 @@
-"""EAGLE-3 as drafter: a layer on the target's states drafts token by token, in a cache of its own (2503.01840).
+"""EAGLE as drafter: a layer on the target's states drafts token by token, in a cache of its own (2401.15077,
+2503.01840).
 
 This module decides which state goes with which token. The layer reads a token beside the target's state after the token
 before it, so its text is the target's without the first token. The cache holds what it made of the target's own states:
@@ -21,7 +22,8 @@ from forerun.draft.model.follower import Follower
 from forerun.draft.model.following import DraftRow
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
-from forerun.models.eagle import DraftVocabulary, EagleDecoder, plan_layer
+from forerun.models.eagle import DraftVocabulary, plan_layer
+from forerun.models.eagle_layer import EagleDecoder
 from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
 
@@ -115,7 +117,7 @@ class EagleDrafter(Follower):
 
 
 def plan_eagle(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`eagle:DIR`: an EAGLE-3 layer on three of the target's states, with a cache of its own."""
+    """`eagle:DIR`: an EAGLE layer on the target's states, with a cache of its own."""
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name the folder with the layer, as in eagle:DIR")
