@@ -88,3 +88,31 @@ def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: st
     again = Trainer(TwoHeads.fresh(), source, objective_of(source), settings, folder, texts, None, quiet)
     source.llm.close()
     assert all(torch.equal(again.student.weights[name], tensor) for name, tensor in guesses.items())
+
+
+@dataclass
+class Watched(TwoHeads):
+    """It notes the number format of its logits, apart for steps and for looks."""
+
+    formats: dict[bool, set[torch.dtype]] = field(default_factory=lambda: {True: set(), False: set()})
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        found = super().predict(batch, dice)
+        self.formats[dice is not None].update(logits.dtype for logits in found.logits)
+        return found
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_products_of_steps_alone_are_in_bfloat16_where_that_is_asked_for(bfloat16: bool, tmp_path: Path) -> None:
+    settings = TrainSettings(steps=2, batch=2, max_tokens=12, draft_depth=2, held_out=1, bfloat16=bfloat16)
+    student = Watched.fresh()
+    assert isinstance(student, Watched)
+    source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, student)
+    folder = TrainFolder(tmp_path / "out")
+    folder.claim(student.about, force=False)
+    with unchecked():
+        texts = source.held_out(quiet)
+        state = Trainer(student, source, objective_of(source), settings, folder, texts, None, quiet).run()
+    source.llm.close()
+    assert student.formats == {True: {torch.bfloat16 if bfloat16 else torch.float32}, False: {torch.float32}}
+    assert {tensor.dtype for tensor in state.weights.values()} == {torch.float32}

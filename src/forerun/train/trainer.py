@@ -124,7 +124,9 @@ class Trainer:
         found = []
         num_places = sum(len(text.roots) for text in texts)
         for part in self.parts(texts):
-            loss, figures = self.objective.loss(self.student, TextBatch.of(part), dice, settings.loss_at(share))
+            batch, name = TextBatch.of(part), settings.loss_at(share)
+            with torch.autocast(batch.last.device.type, torch.bfloat16, enabled=settings.bfloat16):
+                loss, figures = self.objective.loss(self.student, batch, dice, name)
             if not math.isfinite(figures.loss):
                 raise TrainingDiverged(
                     f"the loss of step {step + 1} is {figures.loss}: train again with a lower --rate than "
