@@ -31,8 +31,8 @@ class TrainSettings:
     stand for USUAL_STEPS. `kl_share` of it the loss is KL, then `loss`. Depths weigh as the kind says, times `decay` to
     the depth, or by D-PACE, by how far drafts get; drafts are taken to be `draft_depth` deep. Every `look_every` steps
     the `held_out` prompts judge; after `patience` looks without a rise training stops. The state is kept at every look
-    and every `checkpoint_every` steps. A text is cut into prompts of `prompt_tokens`. `rate` is AdamW's. With `bfloat16` the
-    matrix products of a step are in that format; weights, losses and looks stay in float32. Raises InvalidRequest.
+    and every `checkpoint_every` steps. A text is cut into prompts of `prompt_tokens`. `rate` is AdamW's. With
+    `bfloat16` a step multiplies in that format; weights, losses and looks stay in float32. Raises InvalidRequest.
     """
 
     steps: int | None = None
