@@ -51,9 +51,15 @@ KNOWN: dict[str, typer.core.TyperCommand] = typer.main.get_command(app).commands
 
 
 def command_of(line: list[str]) -> typer.core.TyperCommand:
-    """The subcommand that a line names."""
-    assert line[0] in KNOWN, f"forerun has no command {line[0]}"
-    return KNOWN[line[0]]
+    """The subcommand that the first words of a line name."""
+    name = name_of(line)
+    assert name in KNOWN, f"forerun has no command {name}"
+    return KNOWN[name]
+
+
+def name_of(line: list[str]) -> str:
+    """The first two words where they are a command, such as bench serve; else the first."""
+    return two if (two := " ".join(line[:2])) in KNOWN else line[0]
 
 
 def options_of(*commands: typer.core.TyperCommand) -> set[str]:
@@ -84,7 +90,7 @@ def test_python_blocks_run_in_order(page: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: getattr(value, "name", None))
 def test_commands_parse(page: Path, line: list[str]) -> None:
-    with command_of(line).make_context(line[0], line[1:]):
+    with command_of(line).make_context(name_of(line), line[len(name_of(line).split()) :]):
         pass
 
 

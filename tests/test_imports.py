@@ -31,6 +31,7 @@ ORDER = """
     card
     bench
     tune
+    traffic
     demo
     options page
     commands

@@ -60,10 +60,11 @@ def test_every_page_has_a_purpose_examples_and_statuses(name: str) -> None:
 def test_examples_parse(name: str, line: str) -> None:
     words = shlex.split(line)
     assert words[0] == "forerun"
-    assert name in ("", words[1])
-    arguments = words[2 : words.index(">") if ">" in words else None]
+    own = name.split() or words[1:2]
+    assert words[1 : len(own) + 1] == own
+    arguments = words[len(own) + 1 : words.index(">") if ">" in words else None]
     if "--help" not in arguments:
-        with COMMANDS[words[1]].make_context(words[1], list(arguments)):
+        with COMMANDS[" ".join(own)].make_context(own[0], list(arguments)):
             pass
 
 

@@ -14,6 +14,7 @@ import typer
 
 from forerun import __version__
 from forerun.commands.bench import bench
+from forerun.commands.bench_serve import bench_serve
 from forerun.commands.chat import chat
 from forerun.commands.demo import demo
 from forerun.commands.generate import generate
@@ -41,6 +42,11 @@ class Program(Index):
         """Read the arguments; without any, show help."""
         return super().parse_args(ctx, args or ["--help"])
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names, or the first two, as in `forerun bench serve`."""
+        two = " ".join(args[:2])
+        return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
+
     def main(self, *arguments: Any, **extra: Any) -> NoReturn:
         """Run the command and exit with its status."""
         try:
@@ -59,8 +65,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, serve, demo, trace, prove, bench, tune, train, widen):
-    app.command(cls=Page, epilog=command.examples)(command)
+for command in (generate, chat, serve, demo, trace, prove, bench, bench_serve, tune, train, widen):
+    app.command(command.name, cls=Page, epilog=command.examples)(command)
 
 
 @app.callback(invoke_without_command=True)

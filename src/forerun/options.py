@@ -288,8 +288,9 @@ CommandBody = Callable[..., None]
 
 @runtime_checkable
 class Command(Protocol):
-    """A command of the command line, with examples for its help."""
+    """A command of the command line, by the words that name it, with examples for its help."""
 
+    name: str
     examples: str
 
     def __call__(self, **values: Any) -> None:
@@ -335,6 +336,7 @@ def _with_options(run: CommandBody, examples: str) -> Command:
 
     entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     entry.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    entry.name = run.__name__.replace("_", " ")  # type: ignore[attr-defined]
     entry.examples = examples  # type: ignore[attr-defined]
     return cast(Command, entry)
 

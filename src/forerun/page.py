@@ -22,7 +22,7 @@ RANGE = re.compile(r"<(\w+) range>")
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 STATUSES = (
     ("0", "Everything went well."),
-    ("1", "Tokens differ from those of plain decoding (prove, bench, tune, trace and demo)."),
+    ("1", "Tokens differ from those of plain decoding (prove, bench, bench serve, tune, trace and demo)."),
     ("2", "A mistake in what was asked for, or something that cannot be read, written or used. One line says what."),
     ("3", "A fault in forerun itself. Please report what is printed."),
     ("130", "Ctrl-C."),

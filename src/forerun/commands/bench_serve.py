@@ -1,0 +1,156 @@
+"""`forerun bench serve`: asks a running server at a known load, and says what it took.
+
+This file decides the options and the exit status: 0, or 1 where a mode of speculation changed an answer.
+`forerun.traffic` decides what is sent and how figures are formed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from forerun.commands.bench import numbers
+from forerun.commands.destination import Destination, Result
+from forerun.commands.interrupt import importing
+from forerun.errors import InvalidRequest
+from forerun.options import OUTPUT, OutputOptions, with_options
+
+EXAMPLES = """
+forerun bench serve
+forerun bench serve --rate 0.5,1,2,4 --sla-between-ms 50 --picture load.png
+forerun bench serve --url http://gpu:8000 --chat --prompts mine.jsonl --concurrency 1,8,32 --ignore-eos -o load.json
+"""
+DEFAULT_CONCURRENCY = "1,4,16"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options that say which server is asked."""
+
+    TITLE: ClassVar[str] = "Server"
+
+    url: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server.")] = "http://127.0.0.1:8000"
+    api_key: Annotated[str, typer.Option(help="Key, if it wants one.", envvar="OPENAI_API_KEY")] = ""
+    served_model_name: Annotated[str, typer.Option(help="Model to ask; default: the first that it serves.")] = ""
+    chat: Annotated[bool, typer.Option("--chat", help="Ask for chat completions: prompts become messages.")] = False
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds without news after which a request failed.")] = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Options that say how hard it is asked, and with what."""
+
+    TITLE: ClassVar[str] = "Load"
+
+    rate: Annotated[
+        str | None, typer.Option(help="Requests a second, as in 0.5,1,2, at the random times of a Poisson process.")
+    ] = None
+    concurrency: Annotated[
+        str | None, typer.Option(help=f"Requests at once, as in 1,8,32; default without --rate: {DEFAULT_CONCURRENCY}.")
+    ] = None
+    speculation: Annotated[
+        str | None,
+        typer.Option(help="What requests ask for, as in off,auto,4; default for forerun's server: off,auto."),
+    ] = None
+    prompts: Annotated[
+        Path | None, typer.Option(help="A .jsonl with prompt, messages or turns (and category), or a .txt; else ours.")
+    ] = None
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each load, mode and repetition.")] = 32
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions, modes by turns.")] = 3
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=2, help="Most new tokens per request.")] = 64
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Answers of full length, where the server knows that field.")
+    ] = False
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="That of every request.")] = 0.0
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of the first request; the others follow.")] = 0
+    body: Annotated[str, typer.Option(help="Further fields of every request, as a JSON object.")] = "{}"
+
+    def plan(self) -> dict[str, Any]:
+        """The fields of a plan, without loads and modes."""
+        names = ("num_requests", "repeats", "ignore_eos", "temperature", "seed")
+        return {name: getattr(self, name) for name in names} | {"max_tokens": self.tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementOptions:
+    """Options that say what is fast enough."""
+
+    TITLE: ClassVar[str] = "Service level"
+
+    sla_between_ms: Annotated[float | None, typer.Option(help="Most milliseconds from one token to the next.")] = None
+    sla_first_ms: Annotated[float | None, typer.Option(help="Most milliseconds to the first token.")] = None
+    sla_percentile: Annotated[float, typer.Option(help="Of a hundred requests, how many have to keep them.")] = 95.0
+
+
+@with_options(EXAMPLES)
+def bench_serve(
+    server: ServerOptions,
+    load: LoadOptions,
+    agreement: AgreementOptions,
+    output: OutputOptions,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw throughput and times by load: a .png file.", rich_help_panel=OUTPUT)
+    ] = None,
+) -> None:
+    """Measure a running server under load: throughput, and times to the first and between tokens.
+
+    It asks any OpenAI-compatible server. Requests to one of forerun's are sent in several modes of speculation, by
+    turns, whose answers have to be the same. Needs the extra forerun[bench]. Status 1: a mode changed an answer.
+    """
+    result = Result.of(output)
+    picture_file = None if picture is None else Destination("picture", picture)
+    with importing():
+        from rich.console import Console
+
+        from forerun.bench.picture import check_picture
+        from forerun.progress import LoadingBar
+        from forerun.traffic.client import ServerAddress, require_client
+        from forerun.traffic.figures import ServiceLevel
+        from forerun.traffic.measure import TrafficTask, measure_traffic
+        from forerun.traffic.picture import draw_traffic
+        from forerun.traffic.plan import ServerLoad
+        from forerun.traffic.show import traffic_card
+    require_client()
+    if picture is not None:
+        check_picture(picture)
+    at_once = load.concurrency or (None if load.rate else DEFAULT_CONCURRENCY)
+    loads = [ServerLoad("rate", value) for value in numbers("rate", load.rate, float)] if load.rate else []
+    if at_once:
+        loads += [ServerLoad("concurrency", value) for value in numbers("concurrency", at_once, float)]
+    between_s, first_s = (
+        None if ms is None else ms / 1000 for ms in (agreement.sla_between_ms, agreement.sla_first_ms)
+    )
+    task = TrafficTask(
+        tuple(loads),
+        None if load.speculation is None else tuple(name.strip() for name in load.speculation.split(",")),
+        load.prompts,
+        load.plan(),
+        ServiceLevel(between_s, first_s, agreement.sla_percentile),
+        object_of(load.body),
+    )
+    address = ServerAddress(server.url, server.api_key, server.served_model_name, server.chat, server.timeout_s)
+    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+        report = asyncio.run(measure_traffic(address, task, lambda detail, done: bar("load", done, detail)))
+    if not result.as_json:
+        Console(highlight=False).print(traffic_card(report))
+    if picture_file is not None:
+        picture_file.write(draw_traffic(report))
+    result.tell(report.as_object())
+    if report.same_answers is False:
+        raise typer.Exit(1)
+
+
+def object_of(text: str) -> dict[str, Any]:
+    """The JSON object of --body."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest("body", f"{text!r} is not JSON ({error}).") from error
+    if not isinstance(found, dict):
+        raise InvalidRequest("body", f'{text!r} is no object, such as {{"top_p": 0.9}}.')
+    return found

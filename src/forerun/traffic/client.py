@@ -1,0 +1,254 @@
+"""The client of a load test: one request as a stream, and the times of its tokens; the file that knows httpx.
+
+This file decides what is timed and when a request has failed. Times are read when bytes arrive, before they are parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from forerun.errors import InvalidRequest, MissingPackage
+from forerun.limits import shown
+
+CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server is asked, with which key, and for which model; `chat` asks for chat completions."""
+
+    url: str
+    api_key: str = ""
+    model: str = ""
+    chat: bool = False
+    timeout_s: float = 600.0
+
+    @property
+    def base(self) -> str:
+        """The address without `/v1` and slashes at its end."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def path(self) -> str:
+        """The path of requests."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server says of the model: its name, whether it is forerun's, and its fingerprint if it has one."""
+
+    name: str
+    forerun: bool
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """One request and when its parts were there, in seconds on one clock.
+
+    `due_s` is when it was to be sent, `sent_s` when it was. `num_tokens` are those of the usage, or, where the server
+    tells none, the chunks that had text. `longest_gap_s` is the longest time between two chunks. `digest` stands for
+    the text. `error` is "" for an answer that is complete; of another one, the times of what came count for nothing.
+    """
+
+    index: int
+    due_s: float
+    sent_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_tokens: int = 0
+    longest_gap_s: float = 0.0
+    digest: str = ""
+    counted: bool = True
+    speculation: Mapping[str, Any] | None = None
+    error: str = ""
+
+    @property
+    def first_token_s(self) -> float:
+        """From when it was due to its first token: what it waited to be sent counts."""
+        return self.first_s - self.due_s
+
+    @property
+    def between_tokens_s(self) -> float | None:
+        """The mean time from one token to the next; None for a single token."""
+        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    @property
+    def total_s(self) -> float:
+        """From when it was due to its last token."""
+        return self.last_s - self.due_s
+
+
+def require_client() -> None:
+    """Raise MissingPackage where httpx is not installed."""
+    if find_spec("httpx") is None:
+        raise MissingPackage("forerun bench serve needs httpx, which is not installed: pip install 'forerun[bench]'")
+
+
+class TrafficClient:
+    """Asks one server; to be used as an async context."""
+
+    def __init__(self, address: ServerAddress) -> None:
+        import httpx
+
+        self.address = address
+        headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+        try:
+            self.http = httpx.AsyncClient(
+                base_url=address.base,
+                headers=headers,
+                timeout=httpx.Timeout(address.timeout_s, connect=CONNECT_S),
+                limits=httpx.Limits(max_connections=None),  # a limit would hide how many wait
+                trust_env=False,
+            )
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise InvalidRequest("url", f"{shown(address.url)} is no address ({error}).") from error
+
+    async def __aenter__(self) -> TrafficClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+
+    async def served_model(self) -> ServedModel:
+        """The model that will be asked. Raises InvalidRequest where the server does not answer or has no such model."""
+        import httpx
+
+        base = self.address.base
+        try:
+            response = await self.http.get("/v1/models")
+            models = response.raise_for_status().json()["data"]
+        except httpx.HTTPStatusError as error:
+            wanted = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
+            raise InvalidRequest("url", f"{base}/v1/models: status {error.response.status_code}: {wanted}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+            raise InvalidRequest("url", f"{base} does not answer ({why}): start the server, or name it.") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest("url", f"{base}/v1/models is no list of models: is it OpenAI-compatible?") from error
+        names = [str(model.get("id")) for model in models]
+        if not names:
+            raise InvalidRequest("url", f"{base} serves no model.")
+        name = self.address.model or names[0]
+        if name not in names:
+            raise InvalidRequest("served_model_name", f"{shown(name)} is not served there, but {', '.join(names)}.")
+        model = models[names.index(name)]
+        return ServedModel(name, model.get("owned_by") == "forerun", str(model.get("system_fingerprint") or ""))
+
+    async def ask(self, index: int, body: Mapping[str, Any], due_s: float) -> TimedAnswer:
+        """Send one request and read its stream to the end; a failure is an answer with an error."""
+        import httpx
+
+        sent_s = time.perf_counter()
+        told = ChunkTimes()
+        try:
+            async with self.http.stream("POST", self.address.path, json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    return TimedAnswer(index, due_s, sent_s, error=refusal_of(response.status_code, response.content))
+                async for data in events(response.aiter_bytes()):
+                    told.add(data)
+        except httpx.HTTPError as error:
+            return TimedAnswer(index, due_s, sent_s, error=f"{type(error).__name__} {error}".strip())
+        return TimedAnswer(
+            index,
+            due_s,
+            sent_s,
+            told.first_s or 0.0,
+            told.last_s or 0.0,
+            told.num_tokens,
+            told.longest_gap_s,
+            hashlib.sha256("".join(told.texts).encode("utf-8", "surrogatepass")).hexdigest(),
+            told.usage is not None,
+            (told.usage or {}).get("speculation"),
+            told.problem,
+        )
+
+
+class ChunkTimes:
+    """The chunks of one stream, as they come in."""
+
+    def __init__(self) -> None:
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+        self.longest_gap_s = 0.0
+        self.texts: list[str] = []
+        self.usage: Mapping[str, Any] | None = None
+        self.error = ""
+        self.done = False
+
+    def add(self, data: bytes) -> None:
+        """Note the data of one event."""
+        now_s = time.perf_counter()
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            chunk = json.loads(data)
+            choices = chunk.get("choices") or []
+        except (ValueError, AttributeError):
+            self.error = f"a chunk is no JSON object: {data[:80]!r}"
+            return
+        if chunk.get("error"):
+            self.error = error_text(chunk)
+        if isinstance(chunk.get("usage"), dict):
+            self.usage = chunk["usage"]
+        for choice in choices:
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            if text:
+                self.texts.append(text)
+            if text or choice.get("finish_reason"):
+                self.arrived(now_s)
+
+    def arrived(self, now_s: float) -> None:
+        """Tokens came at this time."""
+        if self.last_s is not None:
+            self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
+        self.first_s = now_s if self.first_s is None else self.first_s
+        self.last_s = now_s
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer, by the server's own count if it tells one."""
+        told = (self.usage or {}).get("completion_tokens")
+        return told if isinstance(told, int) else len(self.texts)
+
+    @property
+    def problem(self) -> str:
+        """Why the answer is not complete; empty where it is."""
+        if self.error:
+            return self.error
+        if not self.done:
+            return "the stream ended before its end"
+        return "" if self.first_s is not None else "the stream has no answer in it"
+
+
+async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of server-sent events. Lines end with a line feed alone: JSON may hold other ends of lines."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+def refusal_of(status: int, content: bytes) -> str:
+    """A refused request on one line."""
+    try:
+        return f"status {status}: {error_text(json.loads(content))}"
+    except ValueError:
+        return f"status {status}"
+
+
+def error_text(body: Any) -> str:
+    """The message of an error in OpenAI's form, or in whatever form it has."""
+    found = body.get("error", body) if isinstance(body, dict) else body
+    return shown(found.get("message", found) if isinstance(found, dict) else found)

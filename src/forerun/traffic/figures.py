@@ -1,0 +1,239 @@
+"""Figures of a load test: percentiles over requests, throughput, and what keeps an agreement on times.
+
+This file holds every formula. A percentile is the smallest measured value that at least so many of a hundred requests
+do not exceed (nearest rank), so it is always a time that a request took. Ratios are formed within a repetition, whose
+blocks lie close together in time, and the median is taken over the ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from forerun.bench.figures import Spread
+from forerun.errors import InvalidRequest
+from forerun.traffic.client import TimedAnswer
+from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan
+from forerun.traffic.run import TrafficBlock
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """A service-level agreement: how long the first token and the time between tokens may take, for so many of 100.
+
+    `between_s` and `first_s` are in seconds; None is no limit.
+    """
+
+    between_s: float | None = None
+    first_s: float | None = None
+    percentile: float = 95.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("sla_between_ms", self.between_s), ("sla_first_ms", self.first_s)):
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidRequest(name, f"{1000 * value:g} must be a number of milliseconds above 0.")
+        if not 0 < self.percentile <= 100:
+            raise InvalidRequest("sla_percentile", f"{self.percentile:g} must be above 0 and at most 100.")
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is any limit."""
+        return self.between_s is not None or self.first_s is not None
+
+    def kept_by(self, answer: TimedAnswer) -> bool:
+        """Whether one request was served within it."""
+        if answer.error:
+            return False
+        between, first = answer.between_tokens_s, answer.first_token_s
+        slow = self.between_s is not None and between is not None and between > self.between_s
+        return not slow and (self.first_s is None or first <= self.first_s)
+
+    @property
+    def text(self) -> str:
+        """For a reader."""
+        limits = (("between tokens", self.between_s), ("to the first token", self.first_s))
+        return " and ".join(f"{1000 * limit:g} ms {name}" for name, limit in limits if limit is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeFigures:
+    """Times of answers in seconds, by percentile over requests; None where no request has any.
+
+    `between_tokens_s` is each request's mean time from one token to the next, `longest_gap_s` its longest wait within
+    the stream: where several tokens come at once, it says what the reader sees.
+    """
+
+    num_answers: int
+    first_token_s: Mapping[int, float] | None
+    between_tokens_s: Mapping[int, float] | None
+    longest_gap_s: Mapping[int, float] | None
+    total_s: Mapping[int, float] | None
+
+    @classmethod
+    def of(cls, answers: Iterable[TimedAnswer]) -> TimeFigures:
+        """Of the answers that are complete."""
+        good = [answer for answer in answers if not answer.error]
+
+        def by(value: Callable[[TimedAnswer], float | None]) -> Mapping[int, float] | None:
+            values = [found for answer in good if (found := value(answer)) is not None]
+            return {p: percentile(values, float(p)) for p in PERCENTILES} if values else None
+
+        return cls(
+            num_answers=len(good),
+            first_token_s=by(lambda answer: answer.first_token_s),
+            between_tokens_s=by(lambda answer: answer.between_tokens_s),
+            longest_gap_s=by(lambda answer: answer.longest_gap_s if answer.num_tokens > 1 else None),
+            total_s=by(lambda answer: answer.total_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficFigures:
+    """One load in one mode, over all repetitions.
+
+    `requests_per_s` and `tokens_per_s` are of complete answers, over the time of a block; `speed_up` is the second over
+    that of the baseline in the same repetition. `goodput_per_s` are the requests a second that were served within the
+    agreement, `kept` the share of all requests, failed ones included; `holds` says whether that is as many as it wants.
+    `late_s` is how late the client itself sent a request at worst.
+    """
+
+    load: ServerLoad
+    mode: SpeculationMode
+    num_requests: int
+    times: TimeFigures
+    by_category: Mapping[str, TimeFigures]
+    errors: Mapping[str, int]
+    requests_per_s: Spread | None
+    tokens_per_s: Spread | None
+    speed_up: Spread | None
+    goodput_per_s: Spread | None
+    kept: float | None
+    holds: bool | None
+    late_s: float
+    acceptance_rate: float | None
+    tokens_per_round: float | None
+    counted: bool
+
+    @property
+    def num_failed(self) -> int:
+        """Requests without a complete answer."""
+        return sum(self.errors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class OtherAnswer:
+    """A request that a mode answered otherwise than the baseline did."""
+
+    load: str
+    mode: str
+    repetition: int
+    request: int
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of the values that at least `share` of a hundred do not exceed."""
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(share / 100 * len(ranked)) - 1)]
+
+
+def traffic_figures(
+    plan: TrafficPlan,
+    blocks: Sequence[TrafficBlock],
+    agreement: ServiceLevel,
+    category: Callable[[int, int], str] = lambda repetition, index: "",
+) -> list[TrafficFigures]:
+    """What the blocks of a plan show, by load and mode; `category` is that of a repetition's request."""
+    found = []
+    for load in plan.loads:
+        own = [block for block in blocks if block.turn.load == load]
+        plain = {block.turn.repetition: block for block in own if block.turn.mode == plan.baseline}
+        for mode in plan.modes:
+            mine = [block for block in own if block.turn.mode == mode]
+            found.append(figures_of(mine, plain, agreement, category))
+    return found
+
+
+def figures_of(
+    blocks: Sequence[TrafficBlock],
+    plain: Mapping[int, TrafficBlock],
+    agreement: ServiceLevel,
+    category: Callable[[int, int], str],
+) -> TrafficFigures:
+    """One load in one mode."""
+    turn = blocks[0].turn
+    answers = [answer for block in blocks for answer in block.answers]
+    kinds: dict[str, list[TimedAnswer]] = {}
+    for block in blocks:
+        for answer in block.answers:
+            kinds.setdefault(category(block.turn.repetition, answer.index), []).append(answer)
+    errors: dict[str, int] = {}
+    for answer in answers:
+        if answer.error:
+            errors[answer.error] = errors.get(answer.error, 0) + 1
+    kept = sum(map(agreement.kept_by, answers)) / len(answers)
+    ratios = [(tokens_per_s(block), tokens_per_s(plain[block.turn.repetition])) for block in blocks]
+    return TrafficFigures(
+        load=turn.load,
+        mode=turn.mode,
+        num_requests=len(answers),
+        times=TimeFigures.of(answers),
+        by_category={kind: TimeFigures.of(own) for kind, own in kinds.items() if kind},
+        errors=errors,
+        requests_per_s=Spread.of(sum(not a.error for a in block.answers) / block.seconds for block in blocks),
+        tokens_per_s=Spread.of(tokens_per_s(block) for block in blocks),
+        speed_up=Spread.of(own / other for own, other in ratios if other),
+        goodput_per_s=Spread.of(sum(map(agreement.kept_by, b.answers)) / b.seconds for b in blocks),
+        kept=kept if agreement.asks else None,
+        holds=kept >= agreement.percentile / 100 if agreement.asks else None,
+        late_s=max(answer.sent_s - answer.due_s for answer in answers),
+        counted=all(answer.counted for answer in answers if not answer.error),
+        **speculation_of(answers),
+    )
+
+
+def tokens_per_s(block: TrafficBlock) -> float:
+    """Tokens of complete answers over the time of the block."""
+    return sum(answer.num_tokens for answer in block.answers if not answer.error) / block.seconds
+
+
+def speculation_of(answers: Iterable[TimedAnswer]) -> dict[str, float | None]:
+    """The rates of a server that counts its guesses in the usage."""
+    told = [answer.speculation for answer in answers if answer.speculation]
+    drafted, accepted, rounds = (
+        sum(each.get(name) or 0 for each in told) for name in ("num_drafted", "num_accepted", "num_rounds")
+    )
+    return {
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "tokens_per_round": (accepted + rounds) / rounds if rounds else None,
+    }
+
+
+def differences(plan: TrafficPlan, blocks: Sequence[TrafficBlock]) -> list[OtherAnswer]:
+    """The complete answers that differ from the baseline's to the same request."""
+    texts = {
+        (block.turn.load, block.turn.repetition, block.turn.mode, answer.index): answer.digest
+        for block in blocks
+        for answer in block.answers
+        if not answer.error
+    }
+    found = []
+    for (load, repetition, mode, index), digest in texts.items():
+        other = texts.get((load, repetition, plan.baseline, index))
+        if other is not None and other != digest:
+            found.append(OtherAnswer(load.name, mode.shown, repetition, index))
+    return found
+
+
+def capacity(figures: Sequence[TrafficFigures], mode: SpeculationMode) -> tuple[TrafficFigures | None, bool]:
+    """The heaviest load of a mode up to which the agreement holds, and whether a heavier one that breaks it was run."""
+    own = [each for each in figures if each.mode == mode]
+    kinds = [each for each in own if each.load.kind == "rate"] or own
+    best: TrafficFigures | None = None
+    for each in sorted(kinds, key=lambda each: each.load.value):
+        if not each.holds:
+            return best, True
+        best = each
+    return best, False

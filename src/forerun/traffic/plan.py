@@ -1,0 +1,133 @@
+"""The plan of a load test: at which loads and in which modes a server is asked, and when each request arrives.
+
+This file decides the order in which modes alternate, and draws the arrivals. `run.py` sends the requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.config import AUTO, require_whole
+from forerun.errors import InvalidRequest
+from forerun.limits import shown
+
+OFF = "off"
+LoadKind = Literal["rate", "concurrency"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """How hard a server is asked.
+
+    With the kind "rate" requests arrive at `value` a second on average, whether earlier ones are answered or not (an
+    open loop, with the exponential gaps of a Poisson process). With "concurrency" `value` requests are under way at
+    any time, and the next one is sent when one of them is answered (a closed loop).
+    """
+
+    kind: LoadKind
+    value: float
+
+    def __post_init__(self) -> None:
+        if self.kind == "concurrency":
+            if self.value != int(self.value) or self.value < 1:
+                raise InvalidRequest("concurrency", f"{self.value:g} must be a whole number of at least 1.")
+        elif not 0 < self.value < float("inf"):
+            raise InvalidRequest("rate", f"{self.value:g} must be a number of requests a second above 0.")
+
+    @property
+    def name(self) -> str:
+        """For a reader."""
+        return f"{self.value:g} at once" if self.kind == "concurrency" else f"{self.value:g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationMode:
+    """What the `speculation` field of every request says: "auto", "off", or a depth. "" sends no such field."""
+
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("", AUTO, OFF) and not self.name.isdecimal():
+            raise InvalidRequest("speculation", f"{shown(self.name)} must be auto, off, or a depth such as 4.")
+
+    @property
+    def field(self) -> dict[str, object]:
+        """The part of a body that asks for it."""
+        wish: dict[str, object] = {AUTO: AUTO, OFF: False}
+        return {"speculation": wish.get(self.name) if self.name in wish else int(self.name)} if self.name else {}
+
+    @property
+    def shown(self) -> str:
+        """For a reader."""
+        if not self.name:
+            return "as served"
+        return f"depth {self.name}" if self.name.isdecimal() else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficTurn:
+    """One block of requests: a load, a repetition and a mode."""
+
+    load: ServerLoad
+    repetition: int
+    mode: SpeculationMode
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficPlan:
+    """Every load in every mode, `repeats` times, with `num_requests` requests each time.
+
+    The first mode is the one that others are compared with. `max_tokens`, `temperature` and `ignore_eos` are those of
+    every request; request number i has the seed `seed` + i in every mode, so that answers can be compared.
+    """
+
+    loads: tuple[ServerLoad, ...]
+    modes: tuple[SpeculationMode, ...]
+    num_requests: int = 32
+    repeats: int = 3
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_requests", 1), ("repeats", 1), ("max_tokens", 2), ("seed", 0)):
+            require_whole(name, getattr(self, name), least)
+        if not 0 <= self.temperature < float("inf"):
+            raise InvalidRequest("temperature", f"{self.temperature} must be a number from 0 on.")
+        if not self.loads or not self.modes:
+            raise InvalidRequest("rate", "there is no load: name a --rate or a --concurrency.")
+        for name, values in (("rate", self.loads), ("speculation", self.modes)):
+            if len(set(values)) < len(values):
+                raise InvalidRequest(name, "a value is there twice: give each of them once.")
+
+    @property
+    def baseline(self) -> SpeculationMode:
+        """The mode that others are compared with: plain decoding where it is among them."""
+        return next((mode for mode in self.modes if mode.name == OFF), self.modes[0])
+
+    def turns(self) -> Iterator[TrafficTurn]:
+        """All blocks in their order: every repetition begins with another mode, so that none is favoured by drift."""
+        for load in self.loads:
+            for repetition in range(self.repeats):
+                first = repetition % len(self.modes)
+                for mode in (*self.modes[first:], *self.modes[:first]):
+                    yield TrafficTurn(load, repetition, mode)
+
+    def arrivals_s(self, load: ServerLoad, repetition: int) -> Sequence[float]:
+        """When the requests of a block arrive, in seconds from its start; the same in every mode.
+
+        At a rate they are those of a Poisson process in which `num_requests` arrive in the time of so many: uniform
+        draws, sorted. The load of a short block is then exactly the one that is asked for.
+        """
+        if load.kind == "concurrency":
+            return [0.0] * self.num_requests
+        noise = random.Random(f"{self.seed} {load.value} {repetition}")
+        return sorted(noise.uniform(0, self.span_s(load)) for _ in range(self.num_requests))
+
+    def span_s(self, load: ServerLoad) -> float:
+        """The seconds within which the requests of a block arrive."""
+        return self.num_requests / load.value if load.kind == "rate" else 0.0

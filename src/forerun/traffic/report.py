@@ -1,0 +1,115 @@
+"""The report of a load test, and its form as JSON.
+
+This file decides names and units: times in seconds, shares between 0 and 1, and null where a value is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forerun.prove.report import jsonable
+from forerun.traffic.client import ServedModel
+from forerun.traffic.figures import OtherAnswer, ServiceLevel, TrafficFigures, capacity
+from forerun.traffic.plan import SpeculationMode, TrafficPlan
+from forerun.traffic.run import TrafficBlock
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficReport:
+    """A whole load test. `compared` says whether answers of modes had to be the same; `others` are those that were not.
+
+    `num_prompts` counts the different prompts; where requests are more, some were asked again.
+    """
+
+    url: str
+    model: ServedModel
+    plan: TrafficPlan
+    agreement: ServiceLevel
+    num_prompts: int
+    figures: Sequence[TrafficFigures]
+    blocks: Sequence[TrafficBlock]
+    others: Sequence[OtherAnswer]
+
+    @property
+    def compared(self) -> bool:
+        """Whether there were modes whose answers have to be equal."""
+        return self.model.forerun and len(self.plan.modes) > 1
+
+    @property
+    def same_answers(self) -> bool | None:
+        """Whether they were; None where nothing was compared."""
+        return not self.others if self.compared else None
+
+    @property
+    def num_answers(self) -> int:
+        """Complete answers."""
+        return sum(each.times.num_answers for each in self.figures)
+
+    def of(self, mode: SpeculationMode) -> list[TrafficFigures]:
+        """The figures of a mode."""
+        return [each for each in self.figures if each.mode == mode]
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON; `requests` has every request with its times."""
+        found: dict[str, Any] = jsonable(
+            {
+                "url": self.url,
+                "model": asdict(self.model),
+                "plan": asdict(self.plan),
+                "agreement": asdict(self.agreement),
+                "num_prompts": self.num_prompts,
+                "same_answers": self.same_answers,
+                "differences": [asdict(other) for other in self.others],
+                "capacity": [self.capacity_object(mode) for mode in self.plan.modes] if self.agreement.asks else None,
+                "cells": [figure_object(each) for each in self.figures],
+                "requests": [request for block in self.blocks for request in requests_of_block(block)],
+            }
+        )
+        return found
+
+    def capacity_object(self, mode: SpeculationMode) -> dict[str, Any]:
+        """How heavy a load of this mode keeps the agreement."""
+        best, broken = capacity(self.figures, mode)
+        load = None if best is None else {"kind": best.load.kind, "value": best.load.value}
+        served = None if best is None or best.requests_per_s is None else best.requests_per_s.median
+        return {"mode": mode.name, "load": load, "requests_per_s": served, "a_heavier_load_breaks_it": broken}
+
+
+def figure_object(figures: TrafficFigures) -> Mapping[str, Any]:
+    """One load in one mode, percentiles as "p50" and so on."""
+    own = asdict(figures)
+    own["mode"] = figures.mode.name
+    own["times"] = percentiles_named(own["times"])
+    own["by_category"] = {kind: percentiles_named(times) for kind, times in own["by_category"].items()}
+    return own
+
+
+def percentiles_named(times: Mapping[str, Any]) -> dict[str, Any]:
+    """Times with the names of their percentiles."""
+    return {
+        name: {f"p{share}": value for share, value in found.items()} if isinstance(found, dict) else found
+        for name, found in times.items()
+    }
+
+
+def requests_of_block(block: TrafficBlock) -> list[dict[str, Any]]:
+    """Every request of a block; a failed one has its error in place of times."""
+    turn = block.turn
+    own = {"load": {"kind": turn.load.kind, "value": turn.load.value}, "mode": turn.mode.name}
+    return [
+        {**own, "repetition": turn.repetition, "request": answer.index, "num_tokens": answer.num_tokens}
+        | {"error": answer.error or None}
+        | (
+            {}
+            if answer.error
+            else {
+                "first_token_s": answer.first_token_s,
+                "between_tokens_s": answer.between_tokens_s,
+                "longest_gap_s": answer.longest_gap_s,
+                "total_s": answer.total_s,
+            }
+        )
+        for answer in block.answers
+    ]

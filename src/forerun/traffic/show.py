@@ -1,0 +1,148 @@
+"""A load test for people to read: a table for each kind of load, what the agreement allows, and notes.
+
+This file decides wording and layout. Every number comes from a TrafficReport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.text import Text
+
+from forerun.figure_table import Cell, FigureTable
+from forerun.traffic.figures import TrafficFigures, capacity
+from forerun.traffic.report import TrafficReport
+
+HEADS = (
+    "load",
+    "speculation",
+    "requests\n/s",
+    "tokens\n/s",
+    "times\nplain",
+    "first ms\np50",
+    "\np95",
+    "between ms\np50",
+    "\np95",
+    "\np99",
+    "longest gap\nms p95",
+    "tokens\n/round",
+)
+WITHIN = ("within\nlimits", "goodput\n/s")
+MOST_ERRORS = 5
+LATE_S = 0.01  # of the client, above which its own delay is told
+
+
+def traffic_card(report: TrafficReport) -> RenderableType:
+    """The whole report."""
+    title = Text(f"{report.model.name} at {report.url}", "bold")
+    parts: list[RenderableType] = [title, table(report), *notes(report)]
+    if len(categories(report)) > 1:
+        parts += [Text(), Text("by category, at the heaviest load", "bold"), category_table(report)]
+    return Lines(*parts, Text(), *verdict(report))
+
+
+def table(report: TrafficReport) -> FigureTable:
+    """One line for each load and mode."""
+    asks = report.agreement.asks
+    rows = [[*row(report, each), *(within(each) if asks else ())] for each in report.figures]
+    return FigureTable((*HEADS, *(WITHIN if asks else ())), rows, num_names=2)
+
+
+def row(report: TrafficReport, each: TrafficFigures) -> Iterator[Cell]:
+    """The figures of a load in a mode."""
+    yield each.load.name
+    yield each.mode.shown
+    yield f"{each.requests_per_s.median:.2f}" if each.requests_per_s else "?"
+    yield f"{each.tokens_per_s.median:.1f}" if each.tokens_per_s else "?"
+    plain = each.mode == report.plan.baseline
+    ratio = each.speed_up.median if each.speed_up and not plain else None
+    yield "" if ratio is None else Text(f"×{ratio:.2f}", "green" if ratio > 1 else "yellow")
+    yield from (ms(each.times.first_token_s, share) for share in (50, 95))
+    yield from (ms(each.times.between_tokens_s, share) for share in (50, 95, 99))
+    yield ms(each.times.longest_gap_s, 95)
+    yield "" if each.tokens_per_round is None else f"{each.tokens_per_round:.2f}"
+
+
+def within(each: TrafficFigures) -> Iterator[Cell]:
+    """How many requests were served within the agreement."""
+    kept = each.kept or 0.0
+    yield Text(f"{kept:.0%}", "green" if each.holds else "yellow")
+    yield f"{each.goodput_per_s.median:.2f}" if each.goodput_per_s else "?"
+
+
+def ms(values: Mapping[int, float] | None, share: int) -> str:
+    """A percentile in milliseconds."""
+    return f"{1000 * values[share]:.1f}" if values else "?"
+
+
+def categories(report: TrafficReport) -> list[str]:
+    """The categories of the prompts that were asked."""
+    return list(dict.fromkeys(kind for each in report.figures for kind in each.by_category))
+
+
+def category_table(report: TrafficReport) -> FigureTable:
+    """Times of each category, the modes side by side."""
+    last = report.plan.loads[-1]
+    own = [each for each in report.figures if each.load == last]
+    heads = ["category", "requests"]
+    heads += [f"{each.mode.shown}\nbetween ms\np{share}" for each in own for share in (50, 95)]
+    rows = []
+    for kind in categories(report):
+        times = [each.by_category.get(kind) for each in own]
+        number = next((each.num_answers for each in times if each is not None), 0)
+        cells = [ms(each.between_tokens_s if each else None, share) for each in times for share in (50, 95)]
+        rows.append([kind, str(number), *cells])
+    return FigureTable(heads, rows, num_names=1)
+
+
+def notes(report: TrafficReport) -> Iterator[Text]:
+    """What a reader has to know of these figures."""
+    plan = report.plan
+    each = f"{plan.num_requests} requests in each of {plan.repeats} repetitions, modes by turns"
+    yield Text(f"{each}; at most {plan.max_tokens} tokens each, temperature {plan.temperature:g}", "dim")
+    if report.num_prompts < plan.num_requests * plan.repeats:
+        yield Text(f"{report.num_prompts} different prompts: what a server remembers of them makes it faster", "dim")
+    if any(load.kind == "rate" for load in plan.loads):
+        yield Text("at a rate, times count from when a request was due, whether or not it could be sent then", "dim")
+    late_s = max(each.late_s for each in report.figures)
+    if late_s > LATE_S:
+        yield Text(f"the load test itself sent a request {1000 * late_s:.0f} ms late at worst, which counts", "yellow")
+    if not all(each.counted for each in report.figures):
+        yield Text("the server tells no usage: tokens are the chunks of a stream that had text", "yellow")
+    errors: dict[str, int] = {}
+    for figures in report.figures:
+        for error, number in figures.errors.items():
+            errors[error] = errors.get(error, 0) + number
+    for error, number in list(errors.items())[:MOST_ERRORS]:
+        yield Text(f"{number} request{'s' * (number > 1)} failed: {error}", "red")
+
+
+def carried(best: TrafficFigures) -> str:
+    """How much a mode carries: the rate itself, or what a number of requests at once comes to."""
+    if best.load.kind == "rate" or best.requests_per_s is None:
+        return best.load.name
+    return f"{best.requests_per_s.median:.2f} requests/s, {best.load.name}"
+
+
+def verdict(report: TrafficReport) -> Iterator[Text]:
+    """What the agreement allows, and whether the answers were the same."""
+    agreement = report.agreement
+    if agreement.asks:
+        share = f"{agreement.percentile:g} of 100 requests"
+        yield Text(f"With {share} within {agreement.text}:", "bold")
+        for mode in report.plan.modes:
+            best, broken = capacity(report.figures, mode)
+            if best is None:
+                yield Text(f"  {mode.shown}: no load that was tried", "yellow")
+                continue
+            more = "" if broken else ", and no heavier load was tried"
+            yield Text(f"  {mode.shown}: {carried(best)}{more}", "green")
+    if report.same_answers:
+        yield Text("Every mode gave the same answers.", "bold green")
+    elif report.same_answers is False:
+        yield Text(f"Answers differ from those of {report.plan.baseline.shown}: {len(report.others)}.", "bold red")
+        for other in report.others[:MOST_ERRORS]:
+            place = f"repetition {other.repetition + 1}, request {other.request + 1}"
+            yield Text(f"  {other.mode}, {other.load}, {place}", "red")

@@ -1,0 +1,62 @@
+"""`forerun bench serve` on a real server: its modes give the same answers, and its numbers agree with the server's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from forerun.cli import app
+from serve.servers import drafting, running
+
+
+def told(*arguments: str) -> tuple[int, str, str]:
+    run = CliRunner().invoke(app, ["bench", "serve", *arguments], env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
+    return run.exit_code, run.stdout, run.stderr
+
+
+def test_modes_of_a_server_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text(
+        '{"prompt": "Once upon a time", "category": "tale"}\n{"prompt": "Lily saw", "category": "deed"}\n'
+    )
+    out = tmp_path / "load.json"
+    with drafting() as llm, running(llm) as server:
+        asked = ["--url", f"{server.url}/v1/", "--prompts", str(tmp_path / "mine.jsonl"), "-n", "16", "-t", "0.8"]
+        asked += ["--speculation", "off,auto,2", "--rate", "100", "--concurrency", "2", "--num-requests", "4"]
+        status, text, errors = told(*asked, "--repeats", "2", "--sla-between-ms", "60000", "-o", str(out))
+        assert (status, errors) == (0, "")
+        assert "Every mode gave the same answers." in text
+        assert "auto: 100 requests/s, and no heavier load was tried" in text
+        found = json.loads(out.read_text())
+        assert found["same_answers"] is True
+        assert found["model"]["fingerprint"] == llm.fingerprint
+        cells = {(cell["load"]["kind"], cell["mode"]): cell for cell in found["cells"]}
+        assert len(cells) == 6
+        for (_, mode), cell in cells.items():
+            assert cell["times"]["num_answers"] == 8
+            assert (cell["acceptance_rate"] is None) <= (mode in ("off", "auto"))
+            assert cell["tokens_per_round"] == 1 if mode == "off" else cell["tokens_per_round"] >= 1
+            assert cell["by_category"].keys() == {"tale", "deed"}
+        assert all(2 <= each["num_tokens"] <= 16 and each["error"] is None for each in found["requests"])
+        status, text, errors = told("--url", server.url, "--served-model-name", "other")
+        assert (status, text) == (2, "")
+        assert "is not served there, but stories" in errors
+
+
+def test_mistakes_are_one_line_before_anything_is_asked(tmp_path: Path) -> None:
+    for arguments, said in (
+        (["--rate", "fast"], "rate: 'fast' must be numbers"),
+        (["--rate", "-1"], "rate: -1 must be a number of requests a second above 0"),
+        (["--concurrency", "1.5"], "concurrency: 1.5 must be a whole number"),
+        (["--speculation", "off,deep"], "speculation: 'deep' must be auto, off, or a depth"),
+        (["--body", "[1]"], "body: '[1]' is no object"),
+        (["--body", '{"seed": 1}'], "body: 'seed' is set by the load test itself"),
+        (["--prompts", str(tmp_path / "none.txt")], "it cannot be read"),
+        (["--picture", str(tmp_path / "x.svg")], "must be a .png file"),
+        (["--sla-between-ms", "0"], "sla_between_ms: 0 must be a number of milliseconds above 0"),
+        (["--url", "http://127.0.0.1:9"], "start the server, or name it"),
+    ):
+        status, text, errors = told(*arguments)
+        assert (status, text, errors.count("\n")) == (2, "", 1), arguments
+        assert said in errors

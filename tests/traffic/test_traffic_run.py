@@ -1,0 +1,169 @@
+"""Load tests against a server with known delays: what is sent, when, and what counts as an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from forerun.errors import InvalidRequest
+from forerun.traffic.client import ServerAddress
+from forerun.traffic.figures import ServiceLevel
+from forerun.traffic.measure import TrafficTask, measure_traffic
+from forerun.traffic.plan import ServerLoad
+from forerun.traffic.report import TrafficReport
+from forerun.traffic.run import TrafficBlock
+from traffic.fake import WORDS, FakeServer
+
+pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
+FAST = ServerLoad("rate", 1000.0)
+
+
+def load_test(
+    server: FakeServer, load: ServerLoad = FAST, modes: tuple[str, ...] | None = None, **own: Any
+) -> TrafficReport:
+    """What a load test of this server finds."""
+    requests = {"num_requests": 6, "repeats": 1, "max_tokens": 8} | own.pop("requests", {})
+    address = {"chat": own.pop("chat", False), "api_key": own.pop("api_key", "")}
+    task = TrafficTask((load,), modes, None, requests, own.pop("agreement", ServiceLevel()), own)
+
+    async def run() -> TrafficReport:
+        async with server.running():
+            return await measure_traffic(ServerAddress(server.url, **address), task, lambda what, done: None)
+
+    return asyncio.run(run())
+
+
+def the_block(report: TrafficReport) -> TrafficBlock:
+    (block,) = report.blocks
+    return block
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_times_are_those_of_the_server(chat: bool) -> None:
+    delays = (0.03, 0.0, 0.05, 0.01)
+    server = FakeServer(delays=lambda body: delays)
+    report = load_test(server, chat=chat)
+    for answer in the_block(report).answers:
+        written = server.written_s[answer.index]
+        assert not answer.error
+        assert answer.num_tokens == 2 * len(WORDS)
+        assert answer.due_s <= answer.sent_s <= written[0] <= answer.first_s
+        assert answer.first_s >= answer.sent_s + 0.03
+        assert answer.last_s >= written[-1]
+        assert answer.longest_gap_s >= 0.0499
+        assert answer.between_tokens_s == (answer.last_s - answer.first_s) / 7
+    assert [("messages" in body, "prompt" in body) for body in server.bodies] == [(chat, not chat)] * len(server.bodies)
+
+
+def test_at_a_rate_requests_do_not_wait_for_answers_and_at_once_they_do() -> None:
+    server = FakeServer(delays=lambda body: (0.1, 0.0, 0.0, 0.0))
+    load_test(server)
+    assert server.most_at_once == 6
+    server = FakeServer(delays=lambda body: (0.01, 0.0, 0.0, 0.0))
+    report = load_test(server, ServerLoad("concurrency", 2.0))
+    assert server.most_at_once == 2
+    assert [answer.index for answer in the_block(report).answers] == list(range(6))
+    assert all(answer.due_s <= answer.sent_s for answer in the_block(report).answers)
+
+
+def test_what_a_request_waits_to_be_sent_counts() -> None:
+    """The server stops everything for a while: requests that were due meanwhile are sent late."""
+
+    def stall(body: Mapping[str, Any]) -> tuple[float, ...]:
+        if body["seed"] == 0:
+            time.sleep(0.08)
+        return (0.0,) * len(WORDS)
+
+    answers = the_block(load_test(FakeServer(delays=stall), ServerLoad("rate", 100.0))).answers
+    late = max(answers, key=lambda answer: answer.sent_s - answer.due_s)
+    assert late.sent_s - late.due_s > 0.02
+    assert late.first_token_s > late.sent_s - late.due_s
+    assert late.total_s == late.last_s - late.due_s
+
+
+def test_every_mode_gets_the_same_requests_and_the_field_that_asks_for_it() -> None:
+    server = FakeServer(owner="forerun")
+    report = load_test(server, modes=("off", "auto", "3"), requests={"num_requests": 4, "repeats": 3})
+    assert [block.turn.mode.name for block in report.blocks] == [
+        *("off", "auto", "3"),
+        *("auto", "3", "off"),
+        *("3", "off", "auto"),
+    ]
+    asked: dict[object, list[tuple[object, int]]] = {}
+    for body in server.bodies:
+        asked.setdefault(body["speculation"], []).append((body["prompt"], body["seed"]))
+    assert set(asked) == {False, "auto", 3}
+    for got in asked.values():
+        assert {pair for pair in got if pair[1] < 12} == {pair for pair in asked[False] if pair[1] < 12}
+        assert {seed for _, seed in got} >= set(range(12))
+    assert report.same_answers is True
+
+
+def test_an_answer_that_a_mode_changes_is_found() -> None:
+    def other(body: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("one", "!", "", "") if body["speculation"] == "auto" and body["seed"] == 2 else WORDS
+
+    report = load_test(FakeServer(owner="forerun", words=other), modes=("off", "auto"))
+    assert report.same_answers is False
+    assert [(each.mode, each.request) for each in report.others] == [("auto", 2)]
+
+
+def test_another_server_is_asked_as_it_is() -> None:
+    server = FakeServer()
+    report = load_test(server, top_p=0.5)
+    assert {body.get("speculation") for body in server.bodies} == {None}
+    assert {body["top_p"] for body in server.bodies} == {0.5}
+    assert report.same_answers is None
+    with pytest.raises(InvalidRequest, match="not forerun's"):
+        load_test(FakeServer(), modes=("auto",))
+    with pytest.raises(InvalidRequest, match="set by the load test itself"):
+        load_test(FakeServer(), seed=3)
+
+
+def test_without_a_usage_chunks_are_counted_and_told() -> None:
+    report = load_test(FakeServer(usage=False))
+    assert {answer.num_tokens for answer in the_block(report).answers} == {len(WORDS)}
+    assert not report.figures[0].counted
+
+
+def test_text_with_ends_of_lines_of_other_kinds_is_one_chunk() -> None:
+    def odd(body: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("a\u2028b", "\x85", "c", "d")
+
+    assert {answer.num_tokens for answer in the_block(load_test(FakeServer(words=odd))).answers} == {8}
+
+
+def test_failures_count_and_have_no_times() -> None:
+    server = FakeServer()
+
+    def failing(body: Mapping[str, Any]) -> tuple[float, ...]:
+        server.ending = b"" if body["seed"] == 3 else b'data: {"error": {"message": "broke"}}\n\n'
+        server.ending = b"data: [DONE]\n\n" if body["seed"] not in (3, 4) else server.ending
+        return (0.0,) * len(WORDS)
+
+    server.delays = failing
+    report = load_test(server, ServerLoad("concurrency", 1.0), agreement=ServiceLevel(between_s=100.0))
+    (figures,) = report.figures
+    assert figures.errors == {"the stream ended before its end": 1, "'broke'": 1}
+    assert figures.times.num_answers == 4
+    assert figures.kept == 4 / 6
+    assert figures.holds is False
+
+
+def test_a_server_that_would_refuse_everything_is_told_at_once() -> None:
+    with pytest.raises(InvalidRequest, match=r"first request: status 429: 'not now'"):
+        load_test(FakeServer(status=429))
+    with pytest.raises(InvalidRequest, match=r"status 401: give its key with --api-key"):
+        load_test(FakeServer(key="secret"))
+    assert load_test(FakeServer(key="secret"), api_key="secret").num_answers == 6
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no address", "ftp://x"])
+def test_an_address_without_a_server_is_told(url: str) -> None:
+    task = TrafficTask((FAST,), None, None, {}, ServiceLevel())
+    with pytest.raises(InvalidRequest, match=r"^url: "):
+        asyncio.run(measure_traffic(ServerAddress(url), task, lambda what, done: None))
