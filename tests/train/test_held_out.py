@@ -1,6 +1,5 @@
 """What held-out answers say of a drafter is what an engine that serves it counts."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +12,12 @@ from draft.heads import eagle_of, heads_of
 from forerun.accept.outcome import Outcome
 from forerun.config import Speculation
 from forerun.engine.controller import FixedDepth
-from forerun.fields import Fields
 from forerun.llm import LLM
-from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 from forerun.train.adapter import AdapterStudent
 from forerun.train.base import Student
 from forerun.train.draft_model import DraftModelStudent
-from forerun.train.eagle import EagleStudent, without_architecture
+from forerun.train.eagle import EagleStudent
 from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
 from forerun.train.medusa import MedusaStudent
 from forerun.train.network import trainable
@@ -39,13 +36,11 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
     if kind == "early-exit":
         return AdapterStudent.fresh(target, 3, 1, None, 0)
     if kind == "eagle":
-        fresh, fitted = EagleStudent.fresh(target, None, False, 0), eagle_of(STORIES, folder)
-        weights = load_file(fitted / "model.safetensors")
-        ids = torch.arange(400) + weights.pop("d2t")
-        values = json.loads((fitted / "config.json").read_text())
-        config = config_of(Fields(folder, without_architecture(values)))
-        own = trainable(weights, torch.device("cpu"))
-        return replace(fresh, values=values, config=config, weights=own, vocabulary=ids)
+        weights = load_file(eagle_of(STORIES, folder) / "model.safetensors")
+        ids = (torch.arange(400) + weights.pop("d2t")).tolist()
+        student = EagleStudent.fresh(target, 96, False, 0, ids)
+        assert {n: t.shape for n, t in student.weights.items()} == {n: t.shape for n, t in weights.items()}
+        return replace(student, weights=trainable(weights, torch.device("cpu")))
     student = MedusaStudent.fresh(target, DEPTH - 1, None, kind == "hydra", False)
     fitted = load_file(heads_of(STORIES, folder, DEPTH - 1, kind == "hydra") / "model.safetensors")
     assert student.weights.keys() == fitted.keys()

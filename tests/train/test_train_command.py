@@ -36,7 +36,7 @@ from unchecked import unchecked
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = {
     "draft": ["--layers", "1", "--hidden", "64", "--heads", "4", "--rate", "0.01", "--steps", "40"],
-    "eagle": ["--mlp", "64", "--rate", "0.005", "--steps", "60"],
+    "eagle": ["--mlp", "64", "--draft-vocab", "300", "--rate", "0.005", "--steps", "60"],
     "medusa": ["--heads", "2", "--hydra", "--rate", "0.01", "--steps", "40"],
     "early-exit": ["--exit", "3", "--rate", "0.01", "--checkpoint-every", "4", "--steps", "16"],
 }
@@ -101,7 +101,7 @@ def untrained(kind: str, folder: Path) -> str:
     sizes = {
         "draft": StudentSizes(layers=1, hidden=64, heads=4),
         "medusa": StudentSizes(heads=2, hydra=True),
-        "eagle": StudentSizes(mlp=64),
+        "eagle": StudentSizes(mlp=64, draft_vocab=300),
     }[kind]
     student = make_student(kind, Blueprint.of(str(STORIES)), sizes, 0)
     student.write(student.weights, folder)
@@ -199,6 +199,9 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
         (["draft", "--exit", "2"], "exit: 2 is not for draft"),
         (["draft", "--hidden", "30", "--heads", "4"], "heads: 4 must divide hidden, 30, into parts of an even width"),
         (["draft", "--layers", "0"], "layers: 0"),
+        (["eagle", "--draft-vocab", "0"], "draft_vocab: 0"),
+        (["eagle", "--draft-vocab", "513"], "draft_vocab: 513 must be at most 512"),
+        (["eagle", "--draft-vocab", "9", "--shared-head"], "draft_vocab: the target's head has all tokens"),
         (["draft", "--init", "stdlib-draft"], "--init stdlib-draft has another tokenizer than"),
         (["draft", "--init", str(STORIES), "--layers", "2"], "layers: 2 is not for draft --init"),
         (["draft", "--steps", "2", "--hours", "1"], "hours: --steps says how long"),

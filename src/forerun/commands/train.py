@@ -111,6 +111,9 @@ class StudentOptions:
     shared_head: Annotated[
         bool | None, typer.Option("--shared-head", help="medusa, eagle: with the target's output matrix alone.")
     ] = None
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="eagle: of how many tokens its head is, the most frequent ones; default: all.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

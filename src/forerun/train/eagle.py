@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.draft.spec import DraftSpec
+from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.decoder import rms_norm, rotate
@@ -34,6 +35,7 @@ from forerun.models.weights import Checkpoint
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
 from forerun.train.network import EMBEDDING, HEAD, NORM, SPREAD, trainable
+from forerun.train.settings import check_most
 
 STEPS = 5  # of a draft that training goes through
 DEPTH_WEIGHT = 0.8  # of each step, of the one before it
@@ -59,17 +61,29 @@ class EagleStudent:
         object.__setattr__(self, "rope", rope_tables(self.config).to(self.embedding.device))
 
     @classmethod
-    def fresh(cls, target: Blueprint, mlp: int | None, shared_head: bool, seed: int) -> EagleStudent:
-        """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train."""
+    def fresh(
+        cls,
+        target: Blueprint,
+        mlp: int | None,
+        shared_head: bool,
+        seed: int,
+        vocabulary: int | Sequence[int] | None = None,
+    ) -> EagleStudent:
+        """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train.
+
+        The head has so many of the target's tokens, or these, or all of them. Raises InvalidRequest for more than there
+        are, and for some of them where the head is shared.
+        """
         of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
-        taps = usual_taps(of.layers)
+        taps, ids = usual_taps(of.layers), head_ids(target, shared_head, vocabulary)
+        num_ids = of.vocab_size if ids is None else len(ids)
         values = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,
             "hidden_size": of.hidden,
             "vocab_size": of.vocab_size,
-            "draft_vocab_size": of.vocab_size,
+            "draft_vocab_size": num_ids,
             "intermediate_size": of.intermediate if mlp is None else mlp,
             "num_attention_heads": of.heads,
             "num_key_value_heads": of.kv_heads,
@@ -81,7 +95,7 @@ class EagleStudent:
             "dtype": "bfloat16" if of.dtype in HALF else "float32",
         }
         config = config_of(Fields(Path("the layer's config.json"), without_architecture(values)))
-        tensors = EagleTensors(config, EagleForm(taps), PLACE, of.hidden, of.vocab_size, False, not shared_head)
+        tensors = EagleTensors(config, EagleForm(taps), PLACE, of.hidden, num_ids, False, not shared_head)
         weights = {
             name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
             for name, shape in tensors.shapes().items()
@@ -91,10 +105,18 @@ class EagleStudent:
         embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
         head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
         if not shared_head:
-            weights[HEAD] = head
+            weights[HEAD] = head if ids is None else head[ids]
         weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
         weights = trainable(weights, device)
-        return cls(values, config, weights, embedding.to(device), head.to(device), taps)
+        return cls(
+            values,
+            config,
+            weights,
+            embedding.to(device),
+            head.to(device),
+            taps,
+            None if ids is None else ids.to(device),
+        )
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -161,6 +183,19 @@ class EagleStudent:
     def spec(self, folder: Path) -> str:
         """`eagle:DIR`."""
         return str(DraftSpec("eagle", argument=str(folder)))
+
+
+def head_ids(
+    target: Blueprint, shared_head: bool, vocabulary: int | Sequence[int] | None
+) -> Int[Tensor, " ids"] | None:
+    """The target's ids of the head's tokens: these, the first so many, or None for all of them."""
+    if vocabulary is None:
+        return None
+    if shared_head:
+        raise InvalidRequest("draft_vocab", "the target's head has all tokens: leave --shared-head out, or this one.")
+    ids = torch.arange(vocabulary) if isinstance(vocabulary, int) else torch.tensor(vocabulary)
+    check_most("draft_vocab", len(ids), target.config.vocab_size)
+    return ids
 
 
 def attended(

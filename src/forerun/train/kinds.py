@@ -5,7 +5,7 @@ Every kind is a module that makes a `Student`. This file decides which of the si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from forerun.config import require_whole
@@ -21,7 +21,10 @@ from forerun.train.settings import check_choice
 
 @dataclass(frozen=True, slots=True)
 class StudentSizes:
-    """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said."""
+    """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said.
+
+    `draft_vocab` is how many of the target's tokens it has, or which these are.
+    """
 
     exit: int | None = None
     layers: int | None = None
@@ -31,6 +34,7 @@ class StudentSizes:
     init: str | None = None
     hydra: bool | None = None
     shared_head: bool | None = None
+    draft_vocab: int | Sequence[int] | None = None
 
     def only(self, kind: str, *names: str) -> None:
         """Raise InvalidRequest where something is said that the kind does not have."""
@@ -66,8 +70,8 @@ def medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
 
 def eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     """An EAGLE-3 layer."""
-    sizes.only("eagle", "mlp", "shared_head")
-    return EagleStudent.fresh(target, sizes.mlp, bool(sizes.shared_head), seed)
+    sizes.only("eagle", "mlp", "shared_head", "draft_vocab")
+    return EagleStudent.fresh(target, sizes.mlp, bool(sizes.shared_head), seed, sizes.draft_vocab)
 
 
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]

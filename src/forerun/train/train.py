@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from forerun.train.settings import TrainSettings
 from forerun.train.speed import round_times
 from forerun.train.state import TrainFolder
 from forerun.train.trainer import Trainer
+from forerun.train.vocabulary import draft_vocabulary
 
 FREE = ("checkpoint_every",)  # settings that may change between a run and its continuation
 
@@ -68,9 +69,13 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
     )
     try:
         with without_advice():
+            source = AnswerSource(llm, data, settings, student.taps, cache)
+            if isinstance(task.sizes.draft_vocab, int):
+                ids = draft_vocabulary(source, task.sizes.draft_vocab, folder, report)
+                sizes = replace(task.sizes, draft_vocab=ids)
+                student = make_student(task.kind, target, sizes, settings.seed)
             prompt, params, depth = data.held_out[0], settings.sampling(0), settings.draft_depth
             times = round_times(llm, target, student, prompt, params, depth, report)
-            source = AnswerSource(llm, data, settings, student.taps, cache)
             objective = Objective(settings, llm.engine.runner.decoder.logits, llm.requests.num_ids)
             held_out = source.held_out(report)
             state = Trainer(student, source, objective, settings, folder, held_out, times, report).run()
