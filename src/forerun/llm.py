@@ -26,6 +26,7 @@ from forerun.config import (
     require_whole,
 )
 from forerun.device import Placement
+from forerun.draft.auto import settled_draft
 from forerun.draft.base import MERGED, Drafter
 from forerun.draft.build import plan_drafter
 from forerun.draft.label import draft_label
@@ -121,6 +122,7 @@ class LLM:
             memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
             self.tokenizer: Tokenizer = target.tokenizer()
             self.generation_defaults = generation_defaults(generation_config, target.folder)
+            draft = settled_draft(draft, target)
             drafter = draft_plan(draft, DraftContext(target, self.tokenizer, report))
             self.name, self.draft_name = target.name, draft_label(draft)
             self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.computed_by

@@ -25,8 +25,9 @@ from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
-DRAFTERS = "ngram, suffix, model:DIR, early-exit:LAYERS, medusa:DIR, eagle:DIR, cascade[A,B] or mix[A,B]"
+DRAFTERS = "auto, ngram, suffix, model:DIR, early-exit:LAYERS, medusa:DIR, eagle:DIR, cascade[A,B] or mix[A,B]"
 DRAFTER_BEGINNINGS = (
+    "auto",
     "ngram",
     "suffix",
     "model:",

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.config import Speculation
+from forerun.draft.record import DrafterRecord
 from forerun.errors import FolderTaken
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
@@ -144,6 +145,12 @@ def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
     assert len(log.series("predicted", "speed_up")) == len(looks)
     svg = ElementTree.fromstring((folder / "train.svg").read_text())
     assert len(svg.findall("{*}polyline")) >= 5
+    record = DrafterRecord.read(folder)
+    assert record is not None
+    assert str(record.spec(folder)) == told["draft"]
+    assert record.target == Blueprint.of(str(STORIES)).weights_digest()
+    assert list(record.tokens_per_round) == now["tokens_per_round"]
+    assert record.speed_up == told["predicted"]["speed_up"]  # type: ignore[index]
     assert not list(folder.glob(".*"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from forerun.draft.auto import AUTO_DRAFT, settled
 from forerun.draft.cascade import plan_cascade
 from forerun.draft.mix import plan_mix
 from forerun.draft.model.eagle import plan_eagle
@@ -42,6 +43,7 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
+    AUTO_DRAFT: lambda spec, context: plan(settled(spec, context.target), context),
     "cascade": lambda spec, context: plan_cascade(spec, context, plan),
     "eagle": plan_eagle,
     "early-exit": plan_early_exit,

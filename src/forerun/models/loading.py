@@ -222,11 +222,27 @@ class Blueprint:
         """
         digest = sha256(f"{__version__} {torch.__version__} {self.format} {self.computed_by}".encode())
         digest.update(self.arithmetic().encode())
-        files = {entry.file for entry in Checkpoint(self.folder, self.dtype).stored.values()}
-        for path in sorted([*files, self.folder / "config.json"]):
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                digest.update(f"{path.name} {size}".encode() + file.read(SAMPLE_BYTES))
-                file.seek(max(0, size - SAMPLE_BYTES))
-                digest.update(file.read(SAMPLE_BYTES))
+        for path in sorted([*self.weight_files, self.folder / "config.json"]):
+            digest.update(sample(path))
         return digest.hexdigest()[:16]
+
+    def weights_digest(self) -> str:
+        """16 hex digits that tell these weights from others, the same on every machine and in every version."""
+        digest = sha256()
+        for path in sorted(self.weight_files):
+            digest.update(sample(path))
+        return digest.hexdigest()[:16]
+
+    @property
+    def weight_files(self) -> set[Path]:
+        """The files that are loaded."""
+        return {entry.file for entry in Checkpoint(self.folder, self.dtype).stored.values()}
+
+
+def sample(path: Path) -> bytes:
+    """A file's name, its size, and its first and last MiB."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(SAMPLE_BYTES)
+        file.seek(max(0, size - SAMPLE_BYTES))
+        return f"{path.name} {size}".encode() + first + file.read(SAMPLE_BYTES)

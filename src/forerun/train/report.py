@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.accept.outcome import Stats
+from forerun.draft.record import DrafterRecord
 from forerun.train.data import TrainingData
 from forerun.train.held_out import HeldOutFigures
 from forerun.train.speed import RoundTimes
@@ -44,6 +45,19 @@ class TrainReport:
     def predicted(self, figures: HeldOutFigures) -> tuple[int, float] | None:
         """The depth that pays most and the speed-up there; None where rounds were not timed."""
         return None if self.times is None else self.times.best(figures.tokens_per_round)
+
+    def record(self, target: str, temperature: float) -> DrafterRecord:
+        """What the folder says of its drafter; `target` is the digest of the target's weights."""
+        best, predicted = self.best, self.predicted(self.best)
+        return DrafterRecord.of(
+            self.draft,
+            self.folder,
+            target=target,
+            temperature=temperature,
+            acceptance_at_depth=best.acceptance_at_depth,
+            tokens_per_round=best.tokens_per_round,
+            speed_up=predicted and predicted[1],
+        )
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""

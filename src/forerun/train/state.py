@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.draft.record import RECORD
 from forerun.errors import FolderTaken
 from forerun.train.files import writable, write_whole
 
@@ -94,11 +95,12 @@ class TrainFolder:
             )
 
     def clear(self) -> None:
-        """Remove the state and the log of a training; a drafter is replaced when the next one is there."""
+        """Remove the state, the log and the record of a training; a drafter is replaced when the next one is there."""
         if not self.folder.is_dir():
             raise FolderTaken(f"{self.folder} is a file: name a folder with --out")
         shutil.rmtree(self.state_folder, ignore_errors=True)
-        (self.folder / LOG).unlink(missing_ok=True)
+        for name in (LOG, RECORD):
+            (self.folder / name).unlink(missing_ok=True)
 
     def save(self, state: TrainState) -> None:
         """Replace the state; a kill in between leaves the old one."""

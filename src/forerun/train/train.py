@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from forerun import __version__
+from forerun.draft.record import RECORD, DrafterRecord
 from forerun.engine.advice import without_advice
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
@@ -18,6 +19,7 @@ from forerun.train.answer_cache import AnswerCache, state_bytes
 from forerun.train.answers import MOST_SEQUENCES, AnswerSource
 from forerun.train.base import Student
 from forerun.train.data import PromptReader, TrainingData, read_data
+from forerun.train.files import write_whole
 from forerun.train.kinds import StudentSizes, make_student
 from forerun.train.objective import Objective
 from forerun.train.report import TrainReport
@@ -82,7 +84,11 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
             stats = source.stats
     finally:
         llm.close()
-    return TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
+    found = TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
+    if DrafterRecord.read(task.out) is None:  # else it was over before, and what rounds took then counts
+        record = found.record(target.weights_digest(), settings.temperature)
+        write_whole(task.out / RECORD, lambda part: part.write_text(record.text(), "utf-8"))
+    return found
 
 
 def about_of(target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings) -> Mapping[str, Any]:

@@ -1,0 +1,107 @@
+"""`auto` takes the best drafter that lies beside the target, by what its record says, and by nothing else."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draft.heads import heads_of
+from forerun.draft.auto import settled
+from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.errors import UnknownDrafter
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.sampling.params import SamplingParams
+
+STORIES = Path(__file__).parents[1] / "data" / "stories260k"
+AUTO = DraftSpec("auto")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Blueprint:
+    """A target in a folder with room for others beside it."""
+    shutil.copytree(STORIES, tmp_path / "family" / "target")
+    return Blueprint.of(str(tmp_path / "family" / "target"))
+
+
+def put(folder: Path, of: Blueprint, **values: object) -> Path:
+    """Write a record into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = DrafterRecord("medusa", "", of.weights_digest(), 1.0, (0.5,), (1.5, 1.7), 1.2)
+    (folder / RECORD).write_text(replace(record, **values).text())  # type: ignore[arg-type]
+    return folder
+
+
+def test_the_greatest_predicted_speed_up_wins_inside_the_targets_folder_and_next_to_it(target: Blueprint) -> None:
+    family = target.folder.parent
+    put(family / "a", target, tokens_per_round=(9.0,))
+    best = put(family / "b", target, drafter="early-exit", argument="2:", speed_up=1.3)
+    put(family / "c", target, speed_up=1.25)
+    assert settled(AUTO, target) == DraftSpec("early-exit", argument=f"2:{best}")
+    inside = put(target.folder / "mine", target, drafter="eagle", speed_up=1.4)
+    assert settled(AUTO, target) == DraftSpec("eagle", argument=str(inside))
+    mixed = settled(parse_spec("mix[suffix,auto]"), target)
+    assert mixed.members == (DraftSpec("suffix"), DraftSpec("eagle", argument=str(inside)))
+
+
+def test_what_was_not_timed_is_taken_only_where_nothing_timed_pays(target: Blueprint) -> None:
+    family = target.folder.parent
+    put(family / "timed", target, speed_up=0.9, tokens_per_round=(9.0,))
+    put(family / "few", target, speed_up=None, tokens_per_round=(1.5, 1.6))
+    many = put(family / "many", target, speed_up=None, tokens_per_round=(1.4, 1.8))
+    assert settled(AUTO, target) == DraftSpec("medusa", argument=str(many))
+    pays = put(family / "pays", target, speed_up=1.01)
+    assert settled(AUTO, target) == DraftSpec("medusa", argument=str(pays))
+
+
+@pytest.mark.parametrize(
+    "values", [{"target": "another"}, {"speed_up": 1.0}, {"speed_up": 0.7}, {"tokens_per_round": ()}]
+)
+def test_where_nothing_is_of_use_it_is_suffix(values: dict[str, object], target: Blueprint) -> None:
+    assert settled(AUTO, target) == DraftSpec("suffix")
+    put(target.folder.parent / "a", target, **values)
+    assert settled(AUTO, target) == DraftSpec("suffix")
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"drafter": "medusa"}'])
+def test_a_damaged_record_is_none(damage: str, target: Blueprint) -> None:
+    folder = put(target.folder.parent / "a", target)
+    (folder / RECORD).write_text(damage)
+    assert DrafterRecord.read(folder) is None
+    assert settled(AUTO, target) == DraftSpec("suffix")
+
+
+def test_a_record_is_read_as_it_was_written(target: Blueprint, tmp_path: Path) -> None:
+    folder = tmp_path / "of, [brackets]"
+    draft = str(DraftSpec("early-exit", argument=f"2:{folder}"))
+    found = {"target": "x", "temperature": 0.0, "acceptance_at_depth": (0.5, 0.25), "tokens_per_round": (1.5,)}
+    record = DrafterRecord.of(draft, folder, **found)
+    folder.mkdir()
+    (folder / RECORD).write_text(record.text())
+    assert DrafterRecord.read(folder) == record
+    assert str(record.spec(folder)) == draft
+
+
+def test_other_weights_have_another_digest_and_other_settings_the_same(target: Blueprint, tmp_path: Path) -> None:
+    assert Blueprint.of(str(target.folder), dtype="float32").weights_digest() == target.weights_digest()
+    config = json.loads((target.folder / "config.json").read_text())
+    (target.folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 3}))
+    assert Blueprint.of(str(target.folder)).weights_digest() == target.weights_digest()
+    other = Blueprint.of(str(STORIES.parent / "stories280k"))
+    assert other.weights_digest() != target.weights_digest()
+
+
+def test_an_engine_drafts_with_what_was_chosen_and_says_which(target: Blueprint) -> None:
+    folder = heads_of(STORIES, target.folder.parent / "heads", 3)
+    put(folder, target)
+    params = SamplingParams(seed=4, max_tokens=40)
+    plain = LLM(str(target.folder), dtype="float32").generate("Once upon a time", params)[0]
+    llm = LLM(str(target.folder), "auto", dtype="float32", speculation=3)
+    assert llm.draft_name == f"medusa:{folder}"
+    assert llm.generate("Once upon a time", params)[0].outputs[0].token_ids == plain.outputs[0].token_ids
+    assert llm.stats.num_accepted > 0
+    with pytest.raises(UnknownDrafter, match="without an argument"):
+        LLM(str(target.folder), "auto:x")
