@@ -35,6 +35,10 @@ class ChatOptions:
     tools: Seq[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    def source(self, tokenizer: Tokenizer) -> str:
+        """The text of the template. Raises ChatTemplateError where there is none."""
+        return tokenizer.template(self.chat_template).source("tool_use" if self.tools else "default")
+
     def render(self, tokenizer: Tokenizer, conversation: Conversation) -> str:
         """The prompt of a conversation. Raises InvalidRequest and TokenizerError as the template does."""
         return tokenizer.apply_chat_template(

@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
-from forerun.serve.schema import FIELDS, KNOWN
+from forerun.serve.schema import FIELDS, KNOWN, BodyField
 from serve.servers import Running, drafting, running, specification
 
 OK = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 2}
+RESPONSE = {"input": "Hi", "chat_template": "{{ messages[0].content }}", "max_output_tokens": 2}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", OK),
+    "chat": ("/v1/chat/completions", CHAT),
+    "responses": ("/v1/responses", RESPONSE),
+}
 JSON = {"content-type": "application/json"}
 
 
@@ -38,20 +44,33 @@ def properties(name: str) -> set[str]:
 def test_every_field_of_the_specification_has_a_class() -> None:
     assert properties("CreateCompletionRequest") <= KNOWN["completions"].keys()
     assert properties("CreateChatCompletionRequest") <= KNOWN["chat"].keys()
+    assert properties("CreateResponse") <= KNOWN["responses"].keys()
+
+
+def asked(field: BodyField) -> tuple[str, dict[str, Any]]:
+    """An address that knows a field, and a body for it."""
+    first = next(name for name in BODIES if name in field.endpoints)
+    return BODIES[first]
 
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.kind == "idle"])
 def test_what_cannot_change_the_text_has_no_effect(server: Running, name: str) -> None:
-    path, body = ("/v1/completions", OK) if "completions" in FIELDS[name].endpoints else ("/v1/chat/completions", CHAT)
+    path, body = asked(FIELDS[name])
     with_it, without = server.post(path, **body, seed=1, **{name: "x"}), server.post(path, **body, seed=1)
     assert with_it.status_code == without.status_code == 200
-    assert with_it.json()["choices"] == without.json()["choices"]
+    assert said(with_it.json()) == said(without.json())
+
+
+def said(answer: dict[str, Any]) -> Any:
+    """What an answer says."""
+    texts = [part["text"] for item in answer.get("output", ()) for part in item["content"]]
+    return answer.get("choices", texts)
 
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.kind == "unserved"])
 def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running, name: str) -> None:
     field = FIELDS[name]
-    path, body = ("/v1/completions", OK) if "completions" in field.endpoints else ("/v1/chat/completions", CHAT)
+    path, body = asked(field)
     for harmless in (None, *field.harmless):
         assert server.post(path, **body, **{name: harmless}).status_code == 200
     refused = server.post(path, **body, **{name: {"asks": "for something"}})
@@ -180,7 +199,7 @@ def test_a_conversation_that_cannot_be_served(server: Running, fields: dict[str,
 )
 def test_what_is_no_body(server: Running, content: bytes, status: int, code: str) -> None:
     with server.http() as http:
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
             answer = http.post(path, content=content, headers={"content-type": "application/json"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 

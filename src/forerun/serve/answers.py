@@ -1,8 +1,9 @@
 """Answers: results of the library as OpenAI's objects, whole and in chunks.
 
-This file decides the shape of completions and chat completions. Beside OpenAI's fields there are `seed`, which with the
-same body and `system_fingerprint` gives the same answer again, and `usage.speculation`, the counts of the request's
-guesses.
+This file decides the shape of completions and chat completions; `responses.py` that of responses. Beside OpenAI's
+fields there are `seed`, which with the same body and `system_fingerprint` gives the same answer again,
+`usage.speculation`, the counts of the request's guesses, and `reasoning_content`, what a chat's answer has between the
+tags of its reasoning.
 """
 
 from __future__ import annotations
@@ -11,14 +12,41 @@ import secrets
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from forerun.accept.outcome import Counts
 from forerun.engine.delta import Delta
 from forerun.output import Answers, CompletionOutput, RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.serve.asking import Asked
+from forerun.serve.problems import ApiError
+from forerun.serve.reasoning import ReasoningSplitter, TokenCounter
 from forerun.serve.spelled import OffsetCounter, TokenTexts, chat_entries, completion_lists, prompt_entries
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Writes one body's answer, whole or as the events of a stream."""
+
+    asked: Asked
+    answers: Answers
+    named: bool  # whether events have their type as a name, and the last one says that it is; otherwise [DONE] does
+
+    def whole(self) -> dict[str, Any]:
+        """The answer to a body that is no stream, once all samples are finished."""
+        ...
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The events of a stream for one delta; none where it has nothing to show yet."""
+        ...
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The events behind those of the last delta."""
+        ...
+
+    def failed(self, problem: ApiError) -> dict[str, Any]:
+        """The last event of a stream in which an error was met."""
+        ...
 
 
 @dataclass(slots=True)
@@ -33,6 +61,8 @@ class AnswerWriter:
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, OffsetCounter] = field(default_factory=dict)  # by choice
     begun: set[int] = field(default_factory=set)
+    splitters: dict[int, ReasoningSplitter] = field(default_factory=dict)  # by choice
+    named = False
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -72,7 +102,10 @@ class AnswerWriter:
         choice: dict[str, Any] = {"index": index, "finish_reason": sample.finish_reason}
         choice["stop_reason"] = sample.stop_reason
         if self.chat:
-            choice["message"] = {"role": "assistant", "content": sample.text, "refusal": None}
+            parts = ReasoningSplitter(self.asked.reasoning).whole(sample.text)
+            choice["message"] = {"role": "assistant", "content": parts["content"], "refusal": None}
+            if self.asked.reasoning is not None and self.asked.include_reasoning:
+                choice["message"]["reasoning_content"] = parts["reasoning"] or None
         else:
             choice |= {"text": sample.text, **self.of_prompt(result)}
         return choice | self.details(index, sample.logprobs, sample.token_ids)
@@ -105,30 +138,46 @@ class AnswerWriter:
         """The chunks of a stream for one delta; none where it has nothing to show yet."""
         index = self.index_of(delta)
         found = []
+        shown = self.shown(index, delta)
         if self.chat and index not in self.begun:
             self.begun.add(index)
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             found.append(self.chunk([first | {"logprobs": None}]))
         details = self.details(index, delta.logprobs, delta.token_ids)
-        if not (delta.text or delta.finish_reason or details["logprobs"] or details.get("token_ids")):
+        if not (any(shown.values()) or delta.finish_reason or details["logprobs"] or details.get("token_ids")):
             return found
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
-        if self.chat:
-            choice["delta"] = {"content": delta.text} if delta.text or not delta.finish_reason else {}
-        else:
-            choice["text"] = delta.text
+        choice |= {"delta": shown} if self.chat else shown
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         return [*found, self.chunk([choice | details])]
+
+    def shown(self, index: int, delta: Delta) -> dict[str, str]:
+        """The text that a delta adds to a choice, by the fields that it belongs to."""
+        if not self.chat:
+            return {"text": delta.text}
+        splitter = self.splitters.setdefault(index, ReasoningSplitter(self.asked.reasoning))
+        parts = splitter.feed(delta.text) + (splitter.close() if delta.finish_reason else [])
+        texts = {kind: "".join(text for each, text in parts if each == kind) for kind, _ in parts}
+        found = {}
+        if "reasoning" in texts and self.asked.include_reasoning:
+            found["reasoning_content"] = texts["reasoning"]
+        if "content" in texts or not (found or delta.finish_reason):
+            found["content"] = texts.get("content", "")
+        return found
 
     def chunk(self, choices: Seq[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """One chunk; it has a usage, or null for it, where a usage was asked for."""
         own = self.head(chunk=True) | {"choices": list(choices)}
         return own | {"usage": usage} if self.asked.include_usage else own
 
-    def last_chunk(self) -> dict[str, Any]:
-        """The chunk of the usage."""
-        return self.chunk([], self.usage())
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The chunk of the usage, where it was asked for."""
+        return [self.chunk([], self.usage())] if self.asked.include_usage else []
+
+    def failed(self, problem: ApiError) -> dict[str, Any]:
+        """An error in the midst of a stream."""
+        return problem.body
 
     def index_of(self, delta: Delta) -> int:
         """The number of the choice that a delta belongs to."""
@@ -139,12 +188,25 @@ class AnswerWriter:
         """Tokens of the prompts, each counted once, and of all answers; and what became of the guesses."""
         num_prompt = sum(samples[0].num_prompt for _, samples in self.answers.requests)
         num_output = sum(sequence.num_output for sequence in self.answers.sequences)
-        return {
+        own = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "speculation": speculation_object(counts_of(self.answers)),
         }
+        if self.asked.reasoning is not None:
+            own["completion_tokens_details"] = {"reasoning_tokens": num_reasoning(self.asked, self.answers, self.texts)}
+        return own
+
+
+def num_reasoning(asked: Asked, answers: Answers, texts: TokenTexts) -> int:
+    """How many tokens of all samples are reasoning, tags included."""
+    found = 0
+    for sequence in answers.sequences:
+        counter = TokenCounter(asked.reasoning, texts)
+        counter.feed(sequence.tokens[sequence.num_prompt :])
+        found += counter.num_reasoning
+    return found
 
 
 def counts_of(answers: Answers) -> Counts:

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from forerun import __version__
 from forerun.errors import EngineClosed, ForerunError
 from forerun.limits import values_in_json
-from forerun.serve.answers import AnswerWriter
+from forerun.serve.answers import Writer
 from forerun.serve.gate import Visit
 from forerun.serve.metrics import CONTENT_TYPE
 from forerun.serve.problems import ApiError, problem_of
@@ -84,6 +84,10 @@ class HttpRoutes:
         """Answer a conversation."""
         return await self.answer(request, "chat")
 
+    async def responses(self, request: Request) -> Response:
+        """Answer an input of items."""
+        return await self.answer(request, "responses")
+
     async def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """The answer to a body, whole or as a stream whose first chunk is there."""
         visit = self.service.gate.enter(self.tenant(request))
@@ -110,23 +114,24 @@ class HttpRoutes:
                 pass
         return json_response(writer.whole())
 
-    async def events(self, writer: AnswerWriter, deltas: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+    async def events(self, writer: Writer, deltas: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
         """The events of a stream. An error behind the first is an event too, and the last."""
         begun = False
         async with aclosing(deltas):
             try:
                 async for delta in deltas:
                     for chunk in writer.chunks(delta):
-                        yield event(chunk)
+                        yield event(chunk, writer.named)
                         begun = True
             except Exception as error:
                 if not begun:
                     raise
-                yield event(self.told(error).body)
+                yield event(writer.failed(self.told(error)), writer.named)
                 return
-        if writer.asked.include_usage:
-            yield event(writer.last_chunk())
-        yield DONE
+        for chunk in writer.last_chunks():
+            yield event(chunk, writer.named)
+        if not writer.named:
+            yield DONE
 
     async def models(self, request: Request) -> Response:
         """The one model that is served."""
@@ -255,6 +260,7 @@ def application(service: Service) -> FastAPI:
     table: list[tuple[str, str, Handler, Endpoint | None]] = [
         ("POST", "/v1/completions", routes.completions, "completions"),
         ("POST", "/v1/chat/completions", routes.chat, "chat"),
+        ("POST", "/v1/responses", routes.responses, "responses"),
         ("POST", "/tokenize", routes.tokenize, "tokenize"),
         ("POST", "/detokenize", routes.detokenize, "detokenize"),
         ("GET", "/v1/models", routes.models, None),
@@ -290,9 +296,10 @@ def route_problem(request: Request, error: HTTPException) -> ApiError:
     return ApiError(405, f"{where}: use {allow} here.", code="method_not_allowed", allow=allow)
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + written(body) + b"\n\n"
+def event(body: dict[str, Any], named: bool = False) -> bytes:
+    """One server-sent event, with its type as its name where it has one."""
+    name = b"event: " + body["type"].encode() + b"\n" if named else b""
+    return name + b"data: " + written(body) + b"\n\n"
 
 
 def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from forerun.config import Speculation
@@ -22,13 +22,15 @@ from forerun.near import nearest
 from forerun.request import Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, ApiError, refused
+from forerun.serve.reasoning import ReasoningTags, reasoning_tags
+from forerun.serve.response_input import input_messages, response_logprobs
 from forerun.serve.schema import SAMPLING, TEMPLATE, Endpoint, served_fields
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE
 from forerun.shape import StaticTree
 
 MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
 SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number exactly
-LIMITS = ("max_completion_tokens", "max_tokens")
+LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the latter hides sizes of chunks, not the text
 MOST_CHAT_LOGPROBS = 128
 
@@ -37,7 +39,8 @@ MOST_CHAT_LOGPROBS = 128
 class Asked:
     """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer.
 
-    `limit_field` is the field that says how many tokens an answer may have, if one does.
+    `limit_field` is the field that says how many tokens an answer may have, if one does. `reasoning` are the tags of a
+    chat's reasoning, which is told if `include_reasoning` says so. `body` is what was sent, for answers that repeat it.
     """
 
     endpoint: Endpoint
@@ -45,9 +48,12 @@ class Asked:
     n: int
     seed: int
     limit_field: str | None = None
+    reasoning: ReasoningTags | None = None
+    include_reasoning: bool = True
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    body: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -81,23 +87,30 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
 
 
 def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, lenient: bool = False) -> Asked:
-    """What a body for completions or chat asks for. Raises InvalidRequest or ApiError, naming the field at fault."""
+    """What a body asks for. Raises InvalidRequest or ApiError, naming the field at fault."""
     given = served_fields(body, endpoint, lenient)
+    if endpoint == "responses":
+        given = {**given, "messages": input_messages(given)}
     stream = switch(given, "stream")
     params = params_of(given, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
         raise refused("prompt_logprobs", "prompt_logprobs: a stream has none; leave out one of both.")
     wish = wish_of(given.get("speculation"))
-    requests = chat_requests if endpoint == "chat" else completion_requests
+    requests, reasoning = (completion_requests if endpoint == "completions" else chat_requests)(
+        given, params, wish, tenant, llm
+    )
     asked = Asked(
         endpoint=endpoint,
-        requests=requests(given, params, wish, tenant, llm),
+        requests=requests,
         n=params.n,
         seed=params.resolve_seed(),
         limit_field=next((name for name in LIMITS if name in given), None),
+        reasoning=reasoning,
+        include_reasoning=switch(given, "include_reasoning", True),
         stream=stream,
         include_usage=usage_wanted(given.get("stream_options"), stream),
         return_token_ids=switch(given, "return_token_ids"),
+        body=body,
     )
     if asked.num_samples > MOST_SAMPLES_AT_ONCE:
         problem = f"{asked.num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
@@ -138,14 +151,15 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
     values["max_tokens"] = limits[0] if limits else own or (MAX_TOKENS if endpoint == "completions" else None)
     if "logit_bias" in given:
         values["logit_bias"] = biases(given["logit_bias"])
-    values["logprobs"] = chat_logprobs(given) if endpoint == "chat" else given.get("logprobs")
+    values["logprobs"] = LOGPROBS[endpoint](given)
     try:
         return replace(defaults, **values)
     except InvalidRequest as error:
-        renamed = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}.get(error.field, error.field)
-        if renamed == error.field or renamed not in given:
-            raise
-        raise refused(renamed, f"{renamed} as {error}") from error
+        renamed = {"max_tokens": LIMITS[:2], "logprobs": ("top_logprobs",)}.get(error.field, ())
+        for name in renamed:
+            if name in given:
+                raise refused(name, f"{name} as {error}") from error
+        raise
 
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
@@ -156,6 +170,13 @@ def chat_logprobs(given: Mapping[str, Any]) -> int | None:
     if top is not None:
         top = whole("top_logprobs", top, f"use a number up to {MOST_CHAT_LOGPROBS}", 0, MOST_CHAT_LOGPROBS)
     return (top or 0) if wanted else None
+
+
+LOGPROBS: Mapping[Endpoint, Callable[[Mapping[str, Any]], Any]] = {
+    "completions": lambda given: given.get("logprobs"),
+    "chat": chat_logprobs,
+    "responses": response_logprobs,
+}
 
 
 def biases(value: object) -> dict[int, Any]:
@@ -174,7 +195,7 @@ def wish_of(value: object) -> Wish:
         if value is not None and not isinstance(value, bool | int | str):
             raise refused("speculation", f"speculation: {shown(value)} is no depth, true, false, or an object.")
         return value
-    names = [field.name for field in fields(Speculation)]
+    names = [each.name for each in fields(Speculation)]
     for name in value:
         if name not in names:
             near = nearest(name, names)
@@ -188,8 +209,8 @@ def wish_of(value: object) -> Wish:
 
 def completion_requests(
     given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM
-) -> Seq[Request]:
-    """One request for each prompt: text, or token ids, or a list of either."""
+) -> tuple[Seq[Request], None]:
+    """One request for each prompt: text, or token ids, or a list of either. None of it is taken for reasoning."""
     prompt = given.get("prompt")
     if prompt is None:
         raise refused("prompt", "prompt: there is none: give text or token ids.", MISSING)
@@ -203,7 +224,8 @@ def completion_requests(
         if not isinstance(each, str | list):
             raise refused("prompt", f"prompt: {shown(each)} is no text and no list of token ids.")
     requests = requests_of(prompts, params, wish, tenant)
-    return requests if switch(given, "add_special_tokens", True) else [without_special(each, llm) for each in requests]
+    special = switch(given, "add_special_tokens", True)
+    return requests if special else [without_special(each, llm) for each in requests], None
 
 
 def without_special(request: Request, llm: LLM) -> Request:
@@ -214,9 +236,23 @@ def without_special(request: Request, llm: LLM) -> Request:
     return replace(request, prompt_token_ids=tuple(ids))
 
 
-def chat_requests(given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM) -> Seq[Request]:
-    """The request for a conversation."""
-    return [Request.of(llm.chat_prompt(messages_of(given), template_of(given)), params, wish, tenant)]
+def chat_requests(
+    given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM
+) -> tuple[Seq[Request], ReasoningTags | None]:
+    """The request for a conversation, and the tags of its answer's reasoning."""
+    messages, options = messages_of(given), template_of(given)
+    try:
+        prompt = llm.chat_prompt(messages, options)
+    except InvalidRequest as error:
+        if error.field != "messages" or "input" not in given:
+            raise
+        raise refused("input", str(error).replace("messages", "input", 1)) from error
+    request = Request.of(prompt, params, wish, tenant)
+    continued = messages[-1].get("content") if options.continue_final_message else None
+    tags = reasoning_tags(options.source(llm.tokenizer), request.prompt or "", continued)
+    if tags is not None and params.skip_special_tokens and tags.hidden(llm.tokenizer):
+        tags = None  # nothing of them is in the text
+    return [request], tags
 
 
 def messages_of(given: Mapping[str, Any]) -> list[Any]:

@@ -16,9 +16,9 @@ from forerun.limits import shown
 from forerun.near import nearest
 from forerun.serve.problems import refused
 
-Endpoint = Literal["completions", "chat", "tokenize", "detokenize"]
+Endpoint = Literal["completions", "chat", "responses", "tokenize", "detokenize"]
 FieldClass = Literal["served", "idle", "unserved"]
-TEXT_ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat")
+TEXT_ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat", "responses")
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +41,9 @@ class BodyField:
 
 COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
 CHAT: tuple[Endpoint, ...] = ("chat",)
+OLDER: tuple[Endpoint, ...] = ("completions", "chat")  # what /v1/responses says otherwise, or does not have
+TALKS: tuple[Endpoint, ...] = ("chat", "responses")
+RESPONSES: tuple[Endpoint, ...] = ("responses",)
 NO_GRAMMAR = "forerun has no structured outputs; leave it out"
 NO_TOOLS = "forerun has no tool calls; leave it out"
 
@@ -76,44 +79,56 @@ SAMPLING = (  # fields that are parameters of the library, with the same names a
     "prompt_logprobs",
     "skip_special_tokens",
 )
+NOT_OF_RESPONSES = ("max_tokens", "n", "prompt_logprobs")
 TEMPLATE = ("chat_template", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents")
 FIELDS: Mapping[str, BodyField] = {
-    **_each("served", *SAMPLING, "model", "logit_bias", "logprobs", "stream", "stream_options"),
-    **_each("served", "speculation", "return_token_ids"),
+    **_each("served", *SAMPLING, "model", "logit_bias", "stream", "stream_options", "speculation"),
+    **_each("served", *NOT_OF_RESPONSES, "logprobs", "return_token_ids", endpoints=OLDER),
     **_each("served", "prompt", endpoints=("completions", "tokenize")),
     **_each("served", "add_special_tokens", endpoints=("completions", "tokenize")),
-    **_each("served", "messages", *TEMPLATE, endpoints=("chat", "tokenize")),
-    **_each("served", "max_completion_tokens", "top_logprobs", endpoints=CHAT),
+    **_each("served", "messages", endpoints=("chat", "tokenize")),
+    **_each("served", *TEMPLATE, endpoints=("chat", "responses", "tokenize")),
+    **_each("served", "max_completion_tokens", endpoints=CHAT),
+    **_each("served", "top_logprobs", "include_reasoning", endpoints=TALKS),
+    **_each("served", "input", "instructions", "max_output_tokens", "include", endpoints=RESPONSES),
     **_each("served", "return_token_strs", endpoints=("tokenize",)),
     **_each("served", "tokens", endpoints=("detokenize",)),
     # OpenAI's
     **_each("idle", "user", "request_id", "cache_salt"),
-    **_each("idle", "metadata", "store", "safety_identifier", "service_tier", "prediction", endpoints=CHAT),
-    **_each("idle", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", endpoints=CHAT),
-    **_each("idle", "parallel_tool_calls", endpoints=CHAT),  # without tools nothing is called
+    **_each("idle", "metadata", "store", "safety_identifier", "service_tier", endpoints=TALKS),
+    **_each("idle", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", endpoints=TALKS),
+    **_each("idle", "parallel_tool_calls", endpoints=TALKS),  # without tools nothing is called
+    **_each("idle", "prediction", endpoints=CHAT),
+    **_each("idle", "max_tool_calls", endpoints=RESPONSES),  # of built-in tools, of which there are none
     "best_of": _not(1, answer="use n and choose by log-probability", only=COMPLETIONS),
-    "echo": _not(False, answer="the prompt is known to who sent it; prompt_logprobs has its log-probabilities"),
+    "echo": _not(False, answer="who sent the prompt knows it; prompt_logprobs has its log-probabilities", only=OLDER),
     "suffix": _not("", only=COMPLETIONS),
-    "response_format": _not({"type": "text"}, answer=NO_GRAMMAR),
-    "tools": _not([], answer=NO_TOOLS, only=CHAT),
-    "tool_choice": _not("none", "auto", answer=NO_TOOLS, only=CHAT),
+    "response_format": _not({"type": "text"}, answer=NO_GRAMMAR, only=OLDER),
+    "tools": _not([], answer=NO_TOOLS, only=TALKS),
+    "tool_choice": _not("none", "auto", answer=NO_TOOLS, only=TALKS),
     "functions": _not([], answer=NO_TOOLS, only=CHAT),
     "function_call": _not("none", "auto", answer=NO_TOOLS, only=CHAT),
     "modalities": _not(["text"], answer='forerun writes text; use ["text"]', only=CHAT),
     "audio": _not(answer="forerun writes text; leave it out", only=CHAT),
-    "moderation": _not(only=CHAT),
+    "moderation": _not(only=TALKS),
+    "background": _not(False, answer="wait for the answer, or read it as a stream", only=RESPONSES),
+    "context_management": _not(answer="shorten the input", only=RESPONSES),
+    "conversation": _not(answer="nothing is kept here: give the whole conversation as input", only=RESPONSES),
+    "previous_response_id": _not(answer="nothing is kept here: give the whole conversation as input", only=RESPONSES),
+    "reasoning": _not({}, answer="say it to the template, in chat_template_kwargs", only=RESPONSES),
+    "text": _not({}, {"format": {"type": "text"}}, answer=NO_GRAMMAR, only=RESPONSES),
+    "truncation": _not("disabled", answer="shorten the input", only=RESPONSES),
     "web_search_options": _not(only=CHAT),
     "verbosity": _not("medium", answer="say it in the prompt", only=CHAT),
     "reasoning_effort": _not(answer="say it to the template, in chat_template_kwargs", only=CHAT),
     # vLLM's
     "allowed_token_ids": _not(answer="give all others a logit_bias"),
-    "include_reasoning": _not(True, answer="reasoning is not told apart; use true", only=CHAT),
     "kv_transfer_params": _not(),
     "length_penalty": _not(1.0, 1, answer="forerun samples; use 1"),
     "logits_processors": _not([], answer="the library takes functions; a server does not"),
     "mm_processor_kwargs": _not(answer="forerun reads text only; leave it out"),
     "priority": _not(0, answer="tenants take turns; use 0"),
-    "return_tokens_as_token_ids": _not(False, answer="use return_token_ids"),
+    "return_tokens_as_token_ids": _not(False, answer="use return_token_ids", only=OLDER),
     "spaces_between_special_tokens": _not(True, answer="use true"),
     "structured_outputs": _not(answer=NO_GRAMMAR),
     "guided_json": _not(answer=NO_GRAMMAR),
@@ -127,14 +142,21 @@ FIELDS: Mapping[str, BodyField] = {
 }
 
 
+OTHERWISE: Mapping[Endpoint, Mapping[str, BodyField]] = {  # names that mean something else here
+    "responses": {"prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES)}
+}
+
+
 def fields_of(endpoint: Endpoint) -> Mapping[str, BodyField]:
     """The fields that an endpoint knows."""
-    return {name: field for name, field in FIELDS.items() if endpoint in field.endpoints}
+    own = {name: field for name, field in FIELDS.items() if endpoint in field.endpoints}
+    return {**own, **OTHERWISE.get(endpoint, {})}
 
 
 KNOWN: Mapping[Endpoint, Mapping[str, BodyField]] = {
     "completions": fields_of("completions"),
     "chat": fields_of("chat"),
+    "responses": fields_of("responses"),
     "tokenize": fields_of("tokenize"),
     "detokenize": fields_of("detokenize"),
 }

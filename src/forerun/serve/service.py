@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -14,18 +14,25 @@ from forerun.engine.delta import Delta
 from forerun.limits import shown
 from forerun.llm import LLM
 from forerun.output import Answers
-from forerun.serve.answers import AnswerWriter
-from forerun.serve.asking import asked_of, parsed_body, require_room
+from forerun.serve.answers import AnswerWriter, Writer
+from forerun.serve.asking import Asked, asked_of, parsed_body, require_room
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.metrics import Metrics
 from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError
+from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
 from forerun.serve.settings import ServeSettings
 from forerun.serve.spelled import TokenTexts
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 T = TypeVar("T")
+MakeWriter = Callable[[Asked, Answers, TokenTexts, str], Writer]
+WRITERS: Mapping[Endpoint, MakeWriter] = {
+    "completions": AnswerWriter,
+    "chat": AnswerWriter,
+    "responses": ResponseWriter,
+}
 log = logging.getLogger(__name__)
 
 
@@ -70,14 +77,14 @@ class Service:
             message = f"the model {shown(name)} is not served here: it is {shown(self.model_name)}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def writer(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> AnswerWriter:
+    async def writer(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Writer:
         """A body, checked and made into sequences, with the writer of its answer; nothing runs yet.
 
         Reading and tokenizing a long body takes time, so it is done in another thread.
         """
         return await asyncio.to_thread(self.prepared, visit, endpoint, raw)
 
-    def prepared(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> AnswerWriter:
+    def prepared(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Writer:
         """The same in this thread."""
         body = parsed_body(raw)
         self.check_model(body.get("model"))
@@ -88,7 +95,7 @@ class Service:
             for request, _ in answers.requests:
                 shown = request.prompt if request.prompt is not None else request.prompt_token_ids
                 log.info("%s %r %r", endpoint, shown, request.sampling_params)
-        return AnswerWriter(asked, answers, self.texts, self.model_name)
+        return WRITERS[endpoint](asked, answers, self.texts, self.model_name)
 
     async def deltas(self, visit: Visit, answers: Answers) -> AsyncGenerator[Delta, None]:
         """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""

@@ -106,7 +106,7 @@ class ChatTemplate:
     def compile(self, name: str = "default") -> jinja2.Template:
         """The template, ready to render. Raises ChatTemplateError where it is missing or does not parse."""
         if name not in self._compiled:
-            source = self._source(name)
+            source = self.source(name)
             try:
                 with metered():
                     self._compiled[name] = Sandbox().template(source)
@@ -118,9 +118,10 @@ class ChatTemplate:
 
     def digest(self) -> str:
         """16 hex digits that tell the template apart from others. Raises ChatTemplateError where there is none."""
-        return hashlib.sha256(self._source("default").encode()).hexdigest()[:16]
+        return hashlib.sha256(self.source("default").encode()).hexdigest()[:16]
 
-    def _source(self, name: str) -> str:
+    def source(self, name: str = "default") -> str:
+        """The text of a template. Raises ChatTemplateError where there is none, or none that can be read."""
         named = self._named()
         source = named.get(name, named.get("default"))
         if source is None:

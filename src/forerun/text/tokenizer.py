@@ -235,10 +235,14 @@ class Tokenizer:
         `chat_template` takes the place of the checkpoint's own. Raises TokenizerError where the checkpoint has no
         template or a broken one, InvalidRequest where it is no conversation or the template refuses it.
         """
-        own = options.pop("chat_template", None)
-        template = self._template if own is None else ChatTemplate(own, "chat_template")
-        text = template.render(conversation, tokens=self._named, tools=tools, **options)
+        text = self.template(options.pop("chat_template", None)).render(
+            conversation, tokens=self._named, tools=tools, **options
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def template(self, own: object = None) -> ChatTemplate:
+        """The checkpoint's chat template, or `own` in its place."""
+        return self._template if own is None else ChatTemplate(own, "chat_template")
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)

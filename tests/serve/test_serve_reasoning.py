@@ -1,0 +1,157 @@
+"""Reasoning is told apart from the answer, however the text is cut into pieces, and only where the template has it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forerun.serve import reasoning
+from forerun.serve.reasoning import ReasoningSplitter, ReasoningTags, TokenCounter, reasoning_tags
+from forerun.serve.spelled import TokenTexts
+from serve.servers import Running, drafting, running
+
+THINK = ReasoningTags("<think>", "</think>")
+OPENED = ReasoningTags("<think>", "</think>", opened=True)
+CASES: list[tuple[ReasoningTags | None, str, str, str]] = [  # tags, text, its reasoning, its content
+    (None, "<think>a</think>b", "", "<think>a</think>b"),
+    (THINK, "<think>\na b \n</think>\n\nc d\n", "a b", "c d\n"),
+    (THINK, " \n<think>a</think></think>b", "a", "</think>b"),
+    (THINK, "<thin> a<think>b</think>", "", "<thin> a<think>b</think>"),
+    (THINK, "<thi", "", "<thi"),
+    (THINK, "<think>a </thi", "a </thi", ""),
+    (THINK, "<think></think>a", "", "a"),
+    (THINK, "", "", ""),
+    (OPENED, "a <</think> <</think>", "a <", "<</think>"),
+    (OPENED, "\n a\n\nb </", "a\n\nb </", ""),
+    (OPENED, "<think>a</think>b", "<think>a", "b"),
+    (OPENED, "a", "a", ""),
+]
+
+
+def joined(tags: ReasoningTags | None, pieces: list[str]) -> tuple[str, str]:
+    splitter = ReasoningSplitter(tags)
+    parts = [part for piece in pieces for part in splitter.feed(piece)] + splitter.close()
+    kinds = [kind for kind, _ in parts]
+    assert kinds == sorted(kinds, reverse=True), "no reasoning behind content"
+    return tuple("".join(text for each, text in parts if each == kind) for kind in ("reasoning", "content"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("tags", "text", "thought", "said"), CASES)
+def test_a_text_in_any_pieces_has_the_same_parts(
+    tags: ReasoningTags | None, text: str, thought: str, said: str
+) -> None:
+    assert ReasoningSplitter(tags).whole(text) == {"reasoning": thought, "content": said}
+    assert joined(tags, list(text)) == (thought, said)
+    for first, second in itertools.combinations(range(len(text) + 1), 2):
+        assert joined(tags, [text[:first], text[first:second], text[second:]]) == (thought, said)
+
+
+def expected(tags: ReasoningTags | None, text: str) -> tuple[str, str]:
+    """The parts of a whole text, by another way."""
+    begun = re.match(r"\s*<think>(.*)", text, re.DOTALL)
+    if tags is None or not (tags.opened or begun):
+        return "", text
+    thought, closed, said = (text if tags.opened or begun is None else begun[1]).partition("</think>")
+    return (thought.strip(), said.lstrip()) if closed else (thought.lstrip(), "")
+
+
+def test_random_texts_in_random_pieces_are_split_as_the_whole_ones_are() -> None:
+    dice = random.Random(7)
+    for _ in range(2000):
+        text = "".join(dice.choices(["<think>", "</think>", "</", "<", "think>", " ", "\n", "x", "é"], k=12))
+        text = dice.choice(["", "<think>", "\n<think>"]) + text
+        tags = dice.choice([None, THINK, OPENED])
+        cuts = sorted(dice.choices(range(len(text) + 1), k=5))
+        pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+        assert joined(tags, pieces) == expected(tags, text)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "continued", "tags"),
+    [
+        ("{{ x }}", "a<think>", None, None),
+        ("...</think>...", "assistant\n", None, THINK),
+        ("...</think>...", "assistant\n<think>\n", None, OPENED),
+        ("...</think>...", "assistant\n<think>\n\n</think>\n\n", None, None),
+        ("...</think>...", "a <think> in the text. assistant\n", None, THINK),
+        ("...</think>...", "<think>so far", "<think>so far", OPENED),
+        ("...</think>...", "<think>so</think> far", "<think>so</think> far", None),
+    ],
+)
+def test_the_template_and_the_prompt_decide(
+    template: str, prompt: str, continued: str | None, tags: ReasoningTags | None
+) -> None:
+    assert reasoning_tags(template, prompt, continued) == tags
+
+
+class Spelled(TokenTexts):
+    """Tokens that are the places of these texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.texts[token].encode()
+
+
+@pytest.mark.parametrize(
+    ("tags", "texts", "counts"),
+    [
+        (None, ["<think>", "a"], (0, 2)),
+        (THINK, ["<think>", "a", "</think>", "b"], (3, 1)),
+        (THINK, ["\n", "<th", "ink>a", "</", "think>b", "c"], (5, 1)),
+        (THINK, ["<th", "e", "</think>"], (0, 3)),
+        (THINK, ["<th"], (0, 0)),
+        (OPENED, ["a", "b</thi", "nk>", "c", "d"], (3, 2)),
+    ],
+)
+def test_tokens_are_counted_as_the_tags_fall(
+    tags: ReasoningTags | None, texts: list[str], counts: tuple[int, int]
+) -> None:
+    whole, stepwise = TokenCounter(tags, Spelled(*texts)), TokenCounter(tags, Spelled(*texts))
+    whole.feed(range(len(texts)))
+    for token in range(len(texts)):
+        stepwise.feed([token])
+    for each in (whole, stepwise):
+        assert (each.num_reasoning, each.num_content) == counts
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A server whose model reasons up to the word "named"."""
+    monkeypatch.setattr(reasoning, "TAGS", (ReasoningTags("Once", "named"),))
+    with drafting() as llm, running(llm) as found:
+        yield found
+
+
+def test_a_chat_has_its_reasoning_apart_whole_and_streamed(server: Running) -> None:
+    body = {"max_tokens": 60, "temperature": 0, "chat_template": "{{ messages[0].content }}{# named #}"}
+    opened: dict[str, Any] = body | {"messages": [{"role": "user", "content": "Once"}]}
+    found = server.post("/v1/chat/completions", **opened).json()
+    raw = server.post("/v1/chat/completions", **opened | {"chat_template": "{{ messages[0].content }}"}).json()
+    text = raw["choices"][0]["message"]["content"]
+    assert "reasoning_content" not in raw["choices"][0]["message"], "the template has no tags"
+    thought, _, said = text.partition("named")
+    assert said
+    assert thought
+    message = found["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (thought.strip(), said.lstrip())
+    num_reasoning = found["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert 1 < num_reasoning < found["usage"]["completion_tokens"]
+    parts: dict[str, str] = {"reasoning_content": "", "content": ""}
+    for chunk in server.client().chat.completions.create(
+        model="stories", messages=opened["messages"], max_tokens=60, temperature=0, stream=True,
+        extra_body={"chat_template": body["chat_template"]},
+    ):  # fmt: skip
+        for choice in chunk.choices:
+            parts["content"] += choice.delta.content or ""
+            parts["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+    assert parts == {name: message[name] for name in parts}
+    without = server.post("/v1/chat/completions", **opened, include_reasoning=False).json()["choices"][0]["message"]
+    assert "reasoning_content" not in without
+    assert without["content"] == message["content"]
