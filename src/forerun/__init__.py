@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from forerun.models.spec import ModelSpec
     from forerun.output import CompletionOutput, RequestMetrics, RequestOutput
     from forerun.request import Request
+    from forerun.sampling.grammar import Grammar
     from forerun.sampling.params import SamplingParams
     from forerun.shape import StaticTree
 
@@ -32,6 +33,7 @@ __all__ = [
     "Delta",
     "EngineOptions",
     "ForerunError",
+    "Grammar",
     "InvalidRequest",
     "ModelSpec",
     "Request",
@@ -53,6 +55,7 @@ _MODULES = {
     "models.spec": ("ModelSpec",),
     "output": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "request": ("Request",),
+    "sampling.grammar": ("Grammar",),
     "sampling.params": ("SamplingParams",),
     "shape": ("StaticTree",),
 }

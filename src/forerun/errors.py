@@ -15,7 +15,8 @@ Each message contains the offending value and says what to do about it. Broken i
     │       └── ChatTemplateError   the chat template is missing, does not parse, or fails
     ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
     │   ├── PromptTooLong           a prompt that leaves no room for a new token
-    │   └── InvalidTree             a static tree that is malformed, or whose file cannot be read
+    │   ├── InvalidTree             a static tree that is malformed, or whose file cannot be read
+    │   └── InvalidGrammar          a grammar that cannot be compiled, or takes too much work
     ├── UnknownKeyword              a keyword that a function does not have; names the likely one
     ├── UnknownSetting              a key of a settings file that no option has; names the likely one
     ├── DraftError
@@ -98,6 +99,13 @@ class InvalidTree(InvalidRequest):
     def __init__(self, problem: str) -> None:
         super().__init__("speculation.tree", problem)
         self.problem = problem
+
+
+class InvalidGrammar(InvalidRequest):
+    """A grammar is malformed, uses what llguidance does not know, or needs more work than its limits allow."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("grammar", problem)
 
 
 class UnknownKeyword(ForerunError, TypeError):

@@ -166,6 +166,21 @@ class DraftTree:
         )
         return HostView(nodes, above, own)
 
+    def seen_paths(self) -> list[tuple[int, Sequence[int]]] | None:
+        """The sequence of every node that is read and the guesses that lead to it, in the order of `read_nodes`.
+
+        None where the host has not seen the guesses.
+        """
+        known, nodes = self.host(), list[tuple[int, Sequence[int]]]()
+        if known.tokens is None:
+            return None
+        for row, (columns, parents, tokens) in enumerate(zip(known.nodes, known.parents, known.tokens, strict=True)):
+            paths: dict[int, tuple[int, ...]] = {}
+            for column, parent, token in zip(columns, parents, tokens, strict=True):
+                paths[column] = (*paths[parent], token) if parent in paths else ()
+            nodes += [(row, path) for path in paths.values()]
+        return nodes
+
     def to(self, device: torch.device) -> DraftTree:
         """The tree on a device, with its host view."""
         if self.known is not None and self.tokens.device == device:

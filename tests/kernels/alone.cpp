@@ -19,7 +19,7 @@ Linear* forerun_linear(int64_t format, int64_t outputs, int64_t inputs, const vo
                        const float* bias);
 void forerun_free_linear(Linear* linear);
 void forerun_choose(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
-                    int64_t count, const int64_t* places, int64_t* chosen, int64_t num_threads);
+                    int64_t count, const uint32_t* masks, const int64_t* places, int64_t* chosen, int64_t num_threads);
 }
 
 static int failures = 0;
@@ -271,8 +271,8 @@ static RowLaw plain_law(uint64_t key, float temperature) {
   return law;
 }
 
-// Greedy draws against plain loops, with biases, bans, and penalties for what the text and a node's path hold. Draws
-// with filters have a hash alone.
+// Greedy draws against plain loops, with biases, bans, penalties for what the text and a node's path hold, and masks.
+// Draws with filters have a hash alone.
 static void check_draws() {
   Hash hash;
   const int32_t fixed[] = {0, 3}, counted[] = {1, 2, 7}, times[] = {2, 0, 1};
@@ -290,8 +290,14 @@ static void check_draws() {
       laws.push_back(law);
     }
     const int64_t places[] = {0, 1, 2, 0, 2, 1, path[0], path[1], path[1]};  // rows, lengths of paths, paths
-    int64_t chosen[3];
-    forerun_choose(laws.data(), 0, logits.data(), count, count, 3, places, chosen, 1);
+    int64_t chosen[3], masked[3];
+    const int64_t words = (count + 31) / 32;
+    std::vector<uint32_t> masks(3 * words);
+    for (int64_t i = 0; i < 3; i++)
+      for (int64_t j = 0; j < count; j++)
+        if (j == 5 || (j / 16 % 3 && number() > 0)) masks[i * words + j / 32] |= uint32_t{1} << (j % 32);
+    forerun_choose(laws.data(), 0, logits.data(), count, count, 3, nullptr, places, chosen, 1);
+    forerun_choose(laws.data(), 0, logits.data(), count, count, 3, masks.data(), places, masked, 1);
     for (int64_t i = 0; i < 3; i++) {
       std::vector<float> shaped(logits.begin() + i * count, logits.begin() + (i + 1) * count);
       shaped[0] = -INFINITY, shaped[3] += 1.5f;
@@ -304,12 +310,17 @@ static void check_draws() {
         if (said[j]) shaped[j] = shaped[j] - 0.5f * said[j] - 0.25f;
       }
       expect(chosen[i] == std::max_element(shaped.begin(), shaped.end()) - shaped.begin(), "greedy draw", count, i);
+      for (int64_t j = 0; j < count; j++)
+        if (!(masks[i * words + j / 32] >> (j % 32) & 1)) shaped[j] = -INFINITY;
+      expect(masked[i] == std::max_element(shaped.begin(), shaped.end()) - shaped.begin(), "masked draw", count, i);
     }
     for (RowLaw& law : laws) law.temperature = 0.7f, law.top_p = 0.9f, law.top_k = law.key == 2 ? 5 : 0;
     laws[2].min_p = -2.0f;
     for (float& each : logits) each += number();
-    forerun_choose(laws.data(), 1e-4f, logits.data(), count, count, 3, places, chosen, 2);
-    hash.add(chosen, sizeof chosen);
+    for (const uint32_t* allowed : std::vector<const uint32_t*>{nullptr, masks.data()}) {
+      forerun_choose(laws.data(), 1e-4f, logits.data(), count, count, 3, allowed, places, chosen, 2);
+      hash.add(chosen, sizeof chosen);
+    }
   }
   printf("draws %016" PRIx64 "\n", hash.value);
 }

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from compiled import LEVELS, compiled_for
 from forerun.kernels.sampling import SamplingKernels
+from forerun.sampling.constraint import Allowed, Constraint, masks_of
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
@@ -43,6 +45,27 @@ class Unsure(SamplingKernels):
 def odd(tokens: Sequence[int], logits: Tensor) -> Tensor:
     """A request's own processor."""
     return logits.index_fill(0, torch.arange(tokens[-1] % 2, len(logits), 2), -math.inf)
+
+
+class RandomMasks(Constraint):
+    """A grammar of no sense: what it allows is drawn by path. Here and there it is everything, one id or none."""
+
+    def __init__(self, seed: int, vocab: int) -> None:
+        self.seed, self.vocab = seed, vocab
+
+    def behind(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens)
+
+    def after(self, behind: tuple[int, ...]) -> Allowed:
+        rng = np.random.default_rng([self.seed, *behind])
+        share = rng.choice([0.0, 1 / self.vocab, 0.1, 0.5, 1.0, -1.0], p=[0.05, 0.2, 0.25, 0.3, 0.1, 0.1])
+        if share < 0:
+            return Allowed()
+        size = 32 * -(
+            -(self.vocab + rng.integers(-40, 40).clip(1 - self.vocab)) // 32
+        )  # a tokenizer's, not the model's
+        bits = np.packbits(rng.random(size) < share, bitorder="little")
+        return Allowed(bits.view(np.uint32))
 
 
 def params_of(rng: random.Random, vocab: int, *, processors: bool = False) -> SamplingParams:
@@ -83,7 +106,9 @@ def rows_of(rng: random.Random, vocab: int, count: int, *, processors: bool = Fa
             rng.randint(1, len(tokens)),
             (vocab // 8,),
         )
-        rows.append(RowSampling(seq_id, params, rng.getrandbits(64), 0, tokens, num_prompt, ends, words))
+        masks = RandomMasks(rng.getrandbits(32), vocab) if rng.random() < 0.4 else None
+        seed = rng.getrandbits(64)
+        rows.append(RowSampling(seq_id, params, seed, 0, tokens, num_prompt, ends, words, constraint=masks))
     return rows
 
 
@@ -109,7 +134,8 @@ def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: s
     logits, nodes = logits_of(shape, 6, vocab, seed % 1000), states(other, at, paths)
     expected = other.children(logits, nodes, 1, survival=False).tokens[:, 0].tolist()
     assert own.row_laws is not None
-    found = used.choose(logits, at, paths, own.row_laws)
+    masks = masks_of(rows, list(zip(at, paths, strict=True)), vocab) if own.row_laws.constrained else None
+    found = used.choose(logits, at, paths, own.row_laws, masks)
     assert all(token in (-1, drawn) for token, drawn in zip(found, expected, strict=True))
     assert list(own.guess(logits, at, paths)) == expected
     drawn = other.draw(logits, nodes).tolist()
@@ -234,9 +260,9 @@ def test_a_processor_is_asked_by_torch_and_its_batch_mates_are_not(
     shape = "forerun.sampling.transforms.Transforms.shape"
     real = Draws(rows_of(random.Random(0), 50, 1), 50).transforms.__class__.shape
 
-    def watched(self: Any, logits: Tensor, at: PathState) -> Tensor:
+    def watched(self: Any, logits: Tensor, at: PathState, **options: bool) -> Tensor:
         seen.extend(self.rows[i].seq_id for i in at.row.tolist())
-        return real(self, logits, at)
+        return real(self, logits, at, **options)
 
     monkeypatch.setattr(shape, watched)
     mates: list[dict[str, Any]] = [{"top_k": 5}, {"logits_processors": [odd]}, {"repetition_penalty": 1.3}]

@@ -21,8 +21,9 @@ from typing import Any
 
 import pytest
 
-from forerun.engine.engine import Engine, Round
+from forerun.engine.engine import Engine
 from forerun.engine.forecast import Forecast
+from forerun.engine.proposal import Round
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
 from forerun.serve.gate import Gate, Visit

@@ -50,9 +50,10 @@ class StopChecker:
     """One sequence's stop state: its decoder, the text held back, and the count of its output tokens.
 
     A sequence ends at its first token after which (in this order) the text contains a stop string, the token is an
-    end-of-sequence or stop id, or the limit is reached. Ids and strings count only from the token with ordinal
-    `min_tokens` on, which for a string is the token that completes it. Of several stop strings the one completed
-    first wins, the longer where two end together: that depends on the text alone, not on where tokens begin.
+    end-of-sequence or stop id, the text completes its grammar, or the limit is reached. Ids and strings count only
+    from the token with ordinal `min_tokens` on, which for a string is the token that completes it. Of several stop
+    strings the one completed first wins, the longer where two end together: that depends on the text alone, not on
+    where tokens begin.
 
     The text of a special end token is not shown. Text that may begin a stop string is held back until that is
     decided. `limit` is the room that the context leaves, in tokens; `prompt` is what the text goes on from. Without
@@ -93,12 +94,20 @@ class StopChecker:
         """Output tokens that the limits still allow."""
         return self._limit - self._num_tokens
 
-    def push(self, tokens: Sequence[int]) -> Stop:
-        """Takes the next tokens of the sequence, up to the one that ends it. After that there is no next."""
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end the sequence."""
+        return self._end_ids
+
+    def push(self, tokens: Sequence[int], completed_by: int | None = None) -> Stop:
+        """Takes the next tokens of the sequence, up to the one that ends it. After that there is no next.
+
+        `completed_by` is how many of them complete the text's grammar, so that nothing may follow.
+        """
         assert not self._finished, "tokens were pushed to a sequence that has ended"
         pieces: list[Piece] = []
         for num_kept, token in enumerate(tokens, start=1):
-            end = self._take(token, pieces)
+            end = self._take(token, pieces, num_kept == completed_by)
             if end.finish_reason is not None:
                 self._finished = True
                 return Stop(num_kept, tuple(pieces), end.finish_reason, end.stop_reason)
@@ -113,7 +122,7 @@ class StopChecker:
         assert not fresh._finished, "a sequence that has ended does not go on"
         return fresh
 
-    def _take(self, token: int, pieces: list[Piece]) -> Stop:
+    def _take(self, token: int, pieces: list[Piece], complete: bool) -> Stop:
         """One token: appends what can be shown to `pieces` and says whether the sequence ends here."""
         ends = token in self._end_ids and self._num_tokens >= self._min_tokens
         self._num_tokens += 1
@@ -122,11 +131,12 @@ class StopChecker:
             pieces += self._cut(match)
             return Stop(1, finish_reason="stop", stop_reason=match.string)
         full = self._num_tokens >= self._limit
-        if ends or full:
+        if ends or complete or full:
             pieces += self._held
             pieces += self._decoder.close() if self._decoder else ()
             self._held = []
-            return Stop(1, finish_reason="stop" if ends else "length", stop_reason=token if ends else None)
+            reason: StopReason = "stop" if ends or complete else "length"
+            return Stop(1, finish_reason=reason, stop_reason=token if ends else None)
         pieces += self._release()
         return GOES_ON
 

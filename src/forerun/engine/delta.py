@@ -13,9 +13,11 @@ from torch import Tensor
 from forerun.accept.commit import Accepted
 from forerun.accept.outcome import RowOutcome
 from forerun.annotations import Float
+from forerun.device import upload_tensor
 from forerun.engine.reading import Part
 from forerun.engine.sequence import Origin, Sequence
 from forerun.kernels.sampling import SamplingKernels
+from forerun.sampling.constraint import constrained, packed
 from forerun.sampling.logprobs import TokenLogprobs, token_logprobs
 
 FinishReason = Literal["stop", "length", "error"]
@@ -71,13 +73,18 @@ def delta_of(
 
     The sequence is not told yet, but for its stop checker, which has seen the run.
     """
-    stop = sequence.stop.push(run.tokens)
+    constraint = sequence.constraint
+    completed_by = None if constraint is None else constraint.completed_by(run.tokens)
+    stop = sequence.stop.push(run.tokens, completed_by)
     tokens = run.tokens[: stop.num_kept]
     origins, num_before = run_origins(run)[: stop.num_kept], len(sequence.origins)
     logprobs: list[TokenLogprobs] = []
     if sequence.params.logprobs is not None:
-        rows = [first + node for node in run.nodes[: len(tokens)]]
-        logprobs = token_logprobs(logits[rows], tokens, sequence.params.logprobs, kernels)
+        own = logits[[first + node for node in run.nodes[: len(tokens)]]]
+        if constraint is not None:
+            allowed = packed([constraint.after(tuple(tokens[:i])) for i in range(len(tokens))], own.shape[1])
+            own = constrained(own, upload_tensor(allowed, own.device))
+        logprobs = token_logprobs(own, tokens, sequence.params.logprobs, kernels)
 
     def origin(ordinal: int) -> Origin:
         return sequence.origins[ordinal] if ordinal < num_before else origins[ordinal - num_before]

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -20,13 +20,15 @@ from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Draft, Drafter
-from forerun.engine.controller import Controller, FixedDepth, Load
+from forerun.engine.constrained import constrained_tree, forced_chains
+from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.delta import Delta, delta_of, score_prompt
 from forerun.engine.inquiry import Inquiry
 from forerun.engine.measured import MeasuredDepth
+from forerun.engine.proposal import Round, propose
 from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, begun_rows, drawn_tokens, resumable
 from forerun.engine.roster import Hear, Roster
-from forerun.engine.scheduler import RowPlan, Scheduler
+from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, Status
 from forerun.errors import ForerunError, ModelError, RequestFailed, RoundFailed
 from forerun.guard import attempt
@@ -41,20 +43,6 @@ from forerun.verify.verify import verify
 MakeDraws = Callable[..., Draws]  # with the signature of Draws itself
 STRIKES = 3  # errors after which a drafter is no longer asked
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round's plan: all rows that are read, and those of them that draw a token, with their randomness."""
-
-    rows: Seq[RowPlan]
-    drawing: Seq[RowPlan]
-    draws: Draws
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens read without being drawn from."""
-        return sum(row.num_chunk for row in self.rows)
 
 
 class Engine:
@@ -283,35 +271,29 @@ class Engine:
 
     def guess(self, plan: Round) -> tuple[Draft, DraftTree]:
         """What the drafter gave, and what of its tree is judged: on the host as long as the drafter works there."""
-        last = [row.sequence.tokens[-1] for row in plan.drawing]
-        if self.drafter is None or self.inquiry is not None or not plan.drawing:
-            return (nothing := Draft.none(last)), nothing.tree
-        seq_ids = [row.sequence.id for row in plan.drawing]
-        load = Load(
-            seq_ids=seq_ids,
-            wishes=[row.sequence.speculation for row in plan.drawing],
-            rooms=[0 if row.num_chunk else row.sequence.room - 1 for row in plan.drawing],
-            num_prompt_tokens=plan.num_prompt_tokens,
-            num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
-        )
-        if self.controller.rests(load):
-            return (nothing := Draft.none(last)), nothing.tree
-        spare = self.runner.cache.spare([r.sequence.id for r in plan.rows], [r.num_certain for r in plan.rows])
-        budgets = self.controller.budgets(load, self.drafter.outlook(seq_ids), spare)
-        if not any(budget.depth for budget in budgets):
-            return (nothing := Draft.none(last)), nothing.tree
-        drafted = self.drafter.propose(plan.draws, budgets)
-        roots = torch.tensor(last, dtype=torch.long) if drafted.tree.tokens.is_cpu else plan.draws.roots_tokens
-        safe = sanitize(drafted.tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
-        draft = replace(drafted, tree=safe)
-        tree = self.controller.admit(draft, load)
-        if draft.resume is not None and not resumable(drafted, tree, self.drafter.taps):
+        nothing = Draft.none([row.sequence.tokens[-1] for row in plan.drawing])
+        if self.inquiry is not None or not plan.drawing:
+            return nothing, nothing.tree
+        drafter, cache = self.drafter, self.runner.cache
+        forced = forced_chains(plan.rows, plan.drawing, cache)
+        proposal = None if drafter is None else propose(drafter, self.controller, cache, plan, forced)
+        if drafter is None or proposal is None:
+            return nothing, constrained_tree(nothing.tree, plan.draws, forced)
+        proposed, vocab = proposal.draft, self.runner.decoder.config.vocab_size
+        roots = nothing.tree.tokens[:, 0] if proposed.tree.tokens.is_cpu else plan.draws.roots_tokens
+        safe = sanitize(proposed.tree, roots, proposal.budgets, vocab, self.kernels)
+        draft = replace(proposed, tree=safe)
+        tree = self.controller.admit(draft, proposal.load)
+        tree = tree if tree is safe else tree.without_law()  # pruned after drawing: it has another law
+        tree = constrained_tree(tree, plan.draws, forced)
+        if draft.resume is not None and not resumable(proposed, tree, drafter.taps):
             draft = replace(draft, resume=None)
-        begun = begun_rows(drafted) if draft.resume is not None else ()
+        begun = begun_rows(proposed) if draft.resume is not None else ()
+        seq_ids = plan.draws.seq_ids
         left = [seq_id for row, seq_id in enumerate(seq_ids) if row not in begun and self.runner.cache.tail(seq_id)]
         if left:
             self.runner.drop(left)  # what a drafter may have read there
-        return draft, tree if tree is safe else tree.without_law()  # pruned after drawing: it has another law
+        return draft, tree
 
     def read(self, plan: Round, draft: Draft) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""

@@ -15,9 +15,11 @@ from hashlib import blake2b
 from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
 from forerun.engine.sequence import Sequence
-from forerun.errors import InvalidRequest, PromptTooLong
+from forerun.errors import InvalidGrammar, InvalidRequest, PromptTooLong
 from forerun.limits import shown
 from forerun.request import Request
+from forerun.sampling.constraint import Constraint
+from forerun.sampling.matcher import Matchers, SpelledTokens
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -40,6 +42,10 @@ class Requests:
     seed: int | None = None
     request_ids: Iterator[int] = field(default_factory=itertools.count)
     seq_ids: Iterator[int] = field(default_factory=itertools.count)
+    matchers: Matchers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.matchers = Matchers(self.spelled_tokens)
 
     @property
     def num_ids(self) -> int:
@@ -58,6 +64,7 @@ class Requests:
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "stop strings need a tokenizer; use stop_token_ids.")
+        matcher = None if params.grammar is None else self.matchers.matcher(params.grammar)
         speculation = Speculation.of(request.speculation, self.default)
         if speculation.drafter is not None and speculation.drafter not in self.arms:
             known = ", ".join(self.arms) or "none"
@@ -66,7 +73,7 @@ class Requests:
             )
         request_id = next(self.request_ids)
         seed = self.seed_of(params, request_id)
-        return [
+        sequences = [
             Sequence(
                 id=next(self.seq_ids),
                 request_id=request_id,
@@ -90,6 +97,10 @@ class Requests:
             )
             for sample in range(params.n)
         ]
+        if matcher is not None:
+            for sequence in sequences:
+                sequence.constraint = Constraint(matcher, sequence.id, len(tokens), sequence.stop.end_ids)
+        return sequences
 
     def seed_of(self, params: SamplingParams, request_id: int) -> int:
         """The seed that was asked for; else one drawn by the system or, where the engine has a seed, by number."""
@@ -131,6 +142,15 @@ class Requests:
         single = [ids[0] for ids in words if len(ids) == 1]
         banned = replace(params, banned_tokens=(*params.banned_tokens, *single))
         return banned, [ids for ids in words if len(ids) > 1]
+
+    def spelled_tokens(self) -> SpelledTokens:
+        """The tokens as grammars read them."""
+        table = None if self.tokenizer is None else self.tokenizer.byte_table()
+        if self.tokenizer is None or table is None:
+            lack = "there is no tokenizer" if self.tokenizer is None else "this tokenizer's tokens are no bytes of text"
+            raise InvalidGrammar(f"grammars are about text, and {lack}: leave it out.")
+        tokenizer, spelled = self.tokenizer, list(table.spelled[: self.num_ids])
+        return SpelledTokens(spelled, tokenizer.special_ids, tokenizer.encode_inside, tokenizer.surface)
 
     def check_length(self, num_tokens: int) -> None:
         """Raise PromptTooLong where a prompt of so many tokens leaves no room for a single new one."""

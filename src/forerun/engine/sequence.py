@@ -13,6 +13,7 @@ from enum import Enum
 from forerun.accept.outcome import LiveGain
 from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
+from forerun.sampling.constraint import Constraint
 from forerun.sampling.draws import RowSampling
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.logprobs import TokenLogprobs
@@ -60,6 +61,7 @@ class Sequence:
     stop: StopChecker
     tenant: str | None = ""  # None: nobody may be drafted with it
     bad_words: Seq[Seq[int]] = ()
+    constraint: Constraint | None = None  # the grammar's
     status: Status = Status.WAITING
     num_read: int = 0
     origins: list[Origin] = field(default_factory=list)
@@ -106,6 +108,8 @@ class Sequence:
         if self.edits is None:
             self.edits = TextEdits.of(self.params, self.tokens, self.num_prompt, self.eos_ids, self.bad_words)
         self.edits = self.edits.at(self.tokens)
+        if self.constraint is not None:
+            self.constraint.follow(self.tokens)
         return RowSampling(
             seq_id=self.id,
             params=self.params,
@@ -116,4 +120,5 @@ class Sequence:
             eos_ids=self.eos_ids,
             bad_words=self.bad_words,
             edits=self.edits,
+            constraint=self.constraint,
         )

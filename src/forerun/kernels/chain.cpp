@@ -52,7 +52,7 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     lengths.assign(rows.size(), level);
     const int64_t count = rows.size();
     const Nodes nodes = {c.laws, c.slack, given, stride, c.num_ids, count, rows.data(), lengths.data(),
-                         first_guesses.data(), c.tokens};
+                         first_guesses.data(), c.tokens, {nullptr, 0}};
     choose_each(nodes, chosen.data(), frame->num_threads);
     std::vector<int64_t> ahead;
     positions.clear(), slots.clear(), starts.clear(), order.clear();

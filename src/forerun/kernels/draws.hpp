@@ -12,8 +12,9 @@ struct Nodes {
   const float* logits;
   int64_t stride, num_ids, count;
   const int64_t *rows, *lengths, *starts, *guesses;
+  Masks masks;
 
-  Law law(int64_t i) const { return {laws[rows[i]], {guesses + starts[i], lengths[i]}, slack}; }
+  Law law(int64_t i) const { return {laws[rows[i]], {guesses + starts[i], lengths[i]}, slack, masks.of(i)}; }
 };
 
 // For each node its first largest score, -1 where undecided.

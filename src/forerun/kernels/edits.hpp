@@ -1,4 +1,5 @@
-// The logits of a node before temperature: bans, biases, minimum length, words and penalties, which touch few ids.
+// The logits of a node before temperature: bans, biases, minimum length, words and penalties, which touch few ids, and
+// the mask of a grammar.
 //
 // All of it is elementwise, with the same operations in the same order as in torch, so the bits are the same too. The
 // logits themselves are never written: the few new values replace lanes as the vocabulary is read.
@@ -88,14 +89,26 @@ inline std::vector<Edit> edits_of(const Law& law, const float* logits, int64_t c
   }
 }
 
-// A node's logits with its edits.
+// -inf for those of sixteen ids from `first`, a multiple of LANES, whose bit is not set. A penalty leaves -inf alone, so
+// that it does not matter that the mask comes after it here.
+inline Floats masked(Floats x, const uint32_t* mask, int64_t first) {
+  const uint32_t allowed = mask[first / 32] >> (first % 32) & 0xFFFF;
+  if (allowed == 0xFFFF) return x;
+  if (allowed == 0) return all(LOWEST);
+  int32_t lanes[LANES];
+  for (int j = 0; j < LANES; j++) lanes[j] = -static_cast<int32_t>(allowed >> j & 1);
+  return choose(load(lanes), x, all(LOWEST));
+}
+
+// A node's logits with its edits and its mask.
 struct Shaped {
   const float* logits;
   int64_t count;
   std::vector<Edit> edits;
+  const uint32_t* mask;
 
   Shaped(const Law& law, const float* logits, int64_t count)
-      : logits(logits), count(count), edits(edits_of(law, logits, count)) {}
+      : logits(logits), count(count), edits(edits_of(law, logits, count)), mask(law.mask) {}
 
   // Calls take(logits, first id) for each sixteen ids from `first`, a multiple of LANES, to `last`; -inf behind it.
   template <typename Take>
@@ -112,7 +125,7 @@ struct Shaped {
         plain = edit == end ? last : std::min<int64_t>(last, edit->id);
         from = lanes;
       }
-      take(load(from), i);
+      take(mask ? masked(load(from), mask, i) : load(from), i);
     }
   }
 };

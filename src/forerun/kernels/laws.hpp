@@ -41,16 +41,27 @@ struct GuessPath {
   int64_t length;
 };
 
-// How a node draws. `slack` is more than noise can differ from torch's.
+// What a grammar allows at each of many nodes: a bit for every id, the lowest first, in words of 32.
+struct Masks {
+  const uint32_t* first;  // null: everything
+  int64_t stride;         // words of a node
+
+  Masks(const uint32_t* first, int64_t vocab) : first(first), stride((vocab + 31) / 32) {}
+  const uint32_t* of(int64_t node) const { return first ? first + node * stride : nullptr; }
+};
+
+// How a node draws. `slack` is more than noise can differ from torch's; `mask` is null where there is no grammar.
 struct Law {
   const RowLaw& row;
   GuessPath path;
   float slack;
+  const uint32_t* mask;
   int64_t position;
   uint64_t key;
 
-  Law(const RowLaw& row, const GuessPath& path, float slack)
-      : row(row), path(path), slack(slack), position(row.root + 1 + path.length), key(absorbed(row.key, position)) {}
+  Law(const RowLaw& row, const GuessPath& path, float slack, const uint32_t* mask)
+      : row(row), path(path), slack(slack), mask(mask), position(row.root + 1 + path.length),
+        key(absorbed(row.key, position)) {}
 
   bool noisy() const { return row.noisy(); }
 

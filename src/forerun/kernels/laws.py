@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 
 SLACK = 2.0**-14  # more than the kernels' noise can differ from torch's
 
@@ -37,18 +37,20 @@ class RowLaws:
     """The laws of a round's rows. Ids from `num_ids` on do not exist.
 
     `kept` owns the memory that `rows` point to. Kernels leave to torch what they cannot be certain of by `slack`, which
-    is more than their noise can differ from torch's.
+    is more than their noise can differ from torch's. Where rows are `constrained` by grammars, a draw needs the masks
+    of its nodes.
     """
 
     rows: Array[CRowLaw]
     kept: Sequence[object]
     num_ids: int
     slack: float
+    constrained: bool = False
 
     @property
     def compiled(self) -> bool:
-        """Whether kernels draw for every row; else torch draws for some, whatever their logits are."""
-        return not any(row.torch_decides for row in self.rows)
+        """Whether kernels draw for every row by themselves; else torch draws for some, or Python makes masks."""
+        return not self.constrained and not any(row.torch_decides for row in self.rows)
 
     def some(self, rows: Sequence[int]) -> RowLaws:
         """Those of some rows, in the order asked for."""
@@ -56,11 +58,22 @@ class RowLaws:
             return self
         return replace(self, rows=(CRowLaw * len(rows))(*(self.rows[row] for row in rows)))
 
-    def of(self, logits: Float[Tensor, "nodes vocab"]) -> tuple[int, float, int, int, int, int]:
-        """What a draw from these logits, which are contiguous, is told first: laws, slack, logits and their numbers."""
+    def of(
+        self, logits: Float[Tensor, "nodes vocab"], masks: Int[Tensor, "nodes words"] | None = None
+    ) -> tuple[int, float, int, int, int, int, int]:
+        """What a draw from these logits is told first: laws, slack, logits, their numbers, and the masks of grammars.
+
+        Logits and masks are contiguous; a mask has a bit for each logit, in int32.
+        """
         count, vocab = logits.shape
+        assert masks is not None or not self.constrained, "a round with grammars draws with masks"
+        if masks is not None:
+            assert masks.shape == (count, -(-vocab // 32)), (
+                f"masks of {tuple(masks.shape)} for {count} x {vocab} logits"
+            )
         num_ids = self.num_ids if self.num_ids < vocab else vocab
-        return addressof(self.rows), self.slack, logits.data_ptr(), vocab, num_ids, count
+        allowed = 0 if masks is None else masks.data_ptr()
+        return addressof(self.rows), self.slack, logits.data_ptr(), vocab, num_ids, count, allowed
 
 
 def places(rows: Sequence[int], paths: Sequence[Sequence[int]]) -> array[int]:

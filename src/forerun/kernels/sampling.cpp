@@ -250,19 +250,20 @@ int64_t forerun_rank(const float* values, int64_t num_rows, int64_t count, const
 
 // `places` holds the rows of all nodes, the lengths of their paths, and these, one behind the other.
 void forerun_choose(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
-                    int64_t count, const int64_t* places, int64_t* chosen, int64_t num_threads) {
+                    int64_t count, const uint32_t* masks, const int64_t* places, int64_t* chosen, int64_t num_threads) {
   const std::vector<int64_t> starts = starts_of(places + count, count);
-  choose_each({laws, slack, logits, stride, num_ids, count, places, places + count, starts.data(), places + 2 * count},
+  choose_each({laws, slack, logits, stride, num_ids, count, places, places + count, starts.data(), places + 2 * count,
+               {masks, stride}},
               chosen, num_threads);
 }
 
 // For each node its `width` best guesses and their survival; returns how many nodes are undecided, and marks them.
 int64_t forerun_offer(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
-                      int64_t count, const int64_t* places, int64_t width, int64_t* tokens, float* survival,
-                      int64_t* undecided, int64_t num_threads) {
+                      int64_t count, const uint32_t* masks, const int64_t* places, int64_t width, int64_t* tokens,
+                      float* survival, int64_t* undecided, int64_t num_threads) {
   const std::vector<int64_t> starts = starts_of(places + count, count);
   const Nodes n = {laws, slack, logits, stride, num_ids, count, places, places + count, starts.data(),
-                   places + 2 * count};
+                   places + 2 * count, {masks, stride}};
   share(n.count, n.count * n.num_ids, 0, num_threads, [&](int64_t i, int64_t) {
     std::vector<float> scores(n.num_ids + LANES);
     undecided[i] = !offer(n.law(i), n.logits + i * n.stride, n.num_ids, width, scores.data(), tokens + i * width,
@@ -276,26 +277,29 @@ int64_t forerun_offer(const RowLaw* laws, float slack, const float* logits, int6
 // drawn; a row that comes to an undecided draw marks it there and has no verdict. Returns how many rows do, and -1 where
 // the tree has another number of nodes than there are logits.
 int64_t forerun_judge(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
-                      int64_t count, const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
-                      int64_t depth, int64_t* drawn, int64_t* verdict, int64_t num_threads) {
+                      int64_t count, const uint32_t* masks, const int64_t* tokens, const int64_t* parents,
+                      int64_t batch, int64_t columns, int64_t depth, int64_t* drawn, int64_t* verdict,
+                      int64_t num_threads) {
+  const Masks allowed(masks, stride);
   std::vector<int64_t> place(batch * columns + 1);  // of each node's logits
   for (int64_t i = 0; i < batch * columns; i++) place[i + 1] = place[i] + (tokens[i] >= 0);
   if (place.back() != count) return -1;
   std::vector<int64_t> undecided(batch);
   share(batch, count * num_ids, num_ids, num_threads, [&](int64_t b, int64_t own_threads) {
-    const int64_t *const own = tokens + b * columns, *const above = parents + b * columns;
+    const int64_t *const guess = tokens + b * columns, *const above = parents + b * columns;
     int64_t *const result = verdict + b * (depth + 3), *const path = result + 2, node = 0, length = 0;
     std::vector<int64_t> guesses;
     path[0] = 0;
     while (true) {
       int64_t& said = drawn[b * columns + node];
-      const float* const own_logits = logits + place[b * columns + node] * stride;
+      const int64_t own = place[b * columns + node];
       if (said == UNKNOWN) {
-        said = choose({laws[b], {guesses.data(), length}, slack}, own_logits, num_ids, own_threads);
+        const Law law(laws[b], {guesses.data(), length}, slack, allowed.of(own));
+        said = choose(law, logits + own * stride, num_ids, own_threads);
         if (said < 0) said = UNDECIDED;
       }
       int64_t next = node + 1;
-      while (next < columns && !(above[next] == node && own[next] == said)) next++;
+      while (next < columns && !(above[next] == node && guess[next] == said)) next++;
       undecided[b] = said == UNDECIDED;
       result[0] = length;
       result[1] = said;

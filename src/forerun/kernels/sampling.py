@@ -46,7 +46,7 @@ class SamplingKernels:
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
         n, p = c_int64, c_void_p
-        drawn_from: list[Any] = [p, c_float, p, n, n, n]
+        drawn_from: list[Any] = [p, c_float, p, n, n, n, p]
         lib.forerun_choose.restype = None
         lib.forerun_rank.restype = c_int64
         lib.forerun_rank.argtypes = [p, n, n, p, n, p, p, n]
@@ -62,10 +62,11 @@ class SamplingKernels:
         rows: Sequence[int],
         paths: Sequence[Sequence[int]],
         laws: RowLaws,
+        masks: Int[Tensor, "nodes words"] | None = None,
     ) -> array[int]:
         """The first largest score of each node, -1 where it is not certain; `offer` says what scores are."""
         at, found = places(rows, paths), zeros(len(rows))
-        self.lib.forerun_choose(*laws.of(logits), address(at), address(found), torch.get_num_threads())
+        self.lib.forerun_choose(*laws.of(logits, masks), address(at), address(found), torch.get_num_threads())
         return found
 
     def offer(
@@ -75,18 +76,19 @@ class SamplingKernels:
         paths: Sequence[Sequence[int]],
         laws: RowLaws,
         width: int,
+        masks: Int[Tensor, "nodes words"] | None = None,
     ) -> OfferedGuesses:
         """Each node's `width` first largest scores, and their share of all, by softmax.
 
         A node is a row and the guesses behind its root. Its scores are its logits by the row's law plus the noise of
-        its position, or without noise where the row is greedy. A share is near the exact one: what may be outside of
-        a nucleus counts as inside.
+        its position, or without noise where the row is greedy; -inf for ids whose bit in its mask is not set. A share
+        is near the exact one: what may be outside of a nucleus counts as inside.
         """
         count = len(rows)
         tokens, undecided, survival = zeros(count * width), zeros(count), array("f", bytes(4 * count * width))
         at, out = places(rows, paths), (address(tokens), address(survival), address(undecided))
         threads = torch.get_num_threads()
-        num_undecided = self.lib.forerun_offer(*laws.of(logits), address(at), width, *out, threads)
+        num_undecided = self.lib.forerun_offer(*laws.of(logits, masks), address(at), width, *out, threads)
         starts = range(0, count * width, width)
         return OfferedGuesses(
             [tokens[start : start + width].tolist() for start in starts],
@@ -102,6 +104,7 @@ class SamplingKernels:
         laws: RowLaws,
         depth: int,
         drawn: array[int],
+        masks: Int[Tensor, "rows words"] | None = None,
     ) -> Int[Tensor, "batch verdict"] | None:
         """Per row the accepted length, the next token, then the path, root first, by the target's own draws.
 
@@ -113,7 +116,7 @@ class SamplingKernels:
         verdict = torch.empty(batch, depth + 3, dtype=torch.int64)
         tree = tokens.data_ptr(), parents.data_ptr(), batch, columns
         out = address(drawn), verdict.data_ptr()
-        undecided = self.lib.forerun_judge(*laws.of(logits), *tree, depth, *out, torch.get_num_threads())
+        undecided = self.lib.forerun_judge(*laws.of(logits, masks), *tree, depth, *out, torch.get_num_threads())
         assert undecided >= 0, f"{len(logits)} rows of logits for a tree of {int((tokens >= 0).sum())} nodes"
         return None if undecided else verdict
 

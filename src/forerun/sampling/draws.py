@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -20,6 +20,8 @@ from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, upload
 from forerun.kernels.laws import RowLaws
 from forerun.kernels.sampling import UNDECIDED, UNKNOWN, SamplingKernels
+from forerun.sampling.children import Children, HostChildren
+from forerun.sampling.constraint import masks_of
 from forerun.sampling.noise import Purpose, absorb, coupled_key, mix, signed, uniform
 from forerun.sampling.row_laws import row_laws
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms
@@ -27,29 +29,6 @@ from forerun.sampling.winners import RoundNoise, first_largest, largest
 from forerun.tree import DraftTree
 
 __all__ = ["Children", "Draws", "HostChildren", "PathState", "RowSampling"]
-
-
-@dataclass(frozen=True, slots=True)
-class Children:
-    """A drafter's guesses after some nodes: distinct tokens in draw order, -1 where there are fewer.
-
-    `survival` is the drafter's own probability that a child is what the target chooses there, given that its parent
-    was reached; 0 where there is none; None where it was not asked for. `law` are the probabilities the children were
-    drawn from, without replacement (rejection modes only; greedy rows choose, so their DraftLaw.row must be -1).
-    """
-
-    tokens: Int[Tensor, "nodes width"]
-    survival: Float[Tensor, "nodes width"] | None = None
-    law: Float[Tensor, "nodes vocab"] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HostChildren:
-    """Children as the host sees them: node by node tokens and survival, and their law on the device."""
-
-    tokens: Sequence[Sequence[int]]
-    survival: Sequence[Sequence[float]] | None = None
-    law: Float[Tensor, "nodes vocab"] | None = None
 
 
 class Draws:
@@ -127,7 +106,8 @@ class Draws:
     def roots(self) -> PathState:
         """The root of every sequence, in batch order."""
         row = torch.arange(len(self.rows), device=self.device)
-        return PathState(row, row.new_empty(len(self.rows), 0), self.root_positions + 1)
+        known = [(i, ()) for i in range(len(self.rows))]
+        return PathState(row, row.new_empty(len(self.rows), 0), self.root_positions + 1, known)
 
     def nodes(self, tree: DraftTree) -> PathState:
         """Every node of `tree` that is read, batch-major, then in node order."""
@@ -138,7 +118,8 @@ class Draws:
         read = tree.read_nodes()
         row = read // nodes
         drawn = tree.path_tokens().flatten(0, 1)[read]
-        return PathState(row, drawn, self.root_positions[row] + 1 + (drawn >= 0).sum(1))
+        known = tree.seen_paths() if self.transforms.constrained else None
+        return PathState(row, drawn, self.root_positions[row] + 1 + (drawn >= 0).sum(1), known)
 
     def advance(self, at: PathState, parents: Int[Tensor, " new"], tokens: Int[Tensor, " new"]) -> PathState:
         """New nodes: `tokens[i]` drawn after node `parents[i]` of `at`. The old states stay as they are."""
@@ -205,7 +186,7 @@ class Draws:
         logits. Logits may be anything, NaN and infinities included; tokens are in range or -1. One guess without its
         `survival` costs the least.
         """
-        shaped, narrowed = self._transformed(logits, at)
+        shaped, narrowed = self._transformed(logits, at, guessing=True)
         law = self._probs(shaped, narrowed, at).nan_to_num(nan=0.0) if self.rejection else None
         purpose = Purpose.DRAFT if self.rejection else Purpose.COUPLED
         same = shaped is narrowed
@@ -231,7 +212,8 @@ class Draws:
         kernels, laws = self.kernels, self._laws_for(logits)
         if kernels is None or laws is None or self.rejection:
             return self.children(logits, self._behind(rows, paths), 1, survival=False).tokens[:, 0].tolist()
-        found = kernels.choose(logits.float().contiguous(), rows, paths, laws)
+        masks = self._masks(rows, paths, logits)
+        found = kernels.choose(logits.float().contiguous(), rows, paths, laws, masks)
         if -1 in found:
             left = [i for i, token in enumerate(found) if token < 0]
             alone, at = self._alone([rows[i] for i in left], [paths[i] for i in left])
@@ -258,7 +240,8 @@ class Draws:
             children = self.children(logits, self._behind(rows, paths), width, survival=survival)
             chances = None if children.survival is None else children.survival.tolist()
             return HostChildren(children.tokens.tolist(), chances, children.law)
-        found = self.kernels.offer(logits.float().contiguous(), rows, paths, laws, width)
+        masks = self._masks(rows, paths, logits)
+        found = self.kernels.offer(logits.float().contiguous(), rows, paths, laws, width, masks)
         if left := found.undecided:
             alone, at = self._alone([rows[i] for i in left], [paths[i] for i in left])
             children = alone.children(logits[left], at, width)
@@ -280,8 +263,10 @@ class Draws:
             return None
         drawn = array("q", [UNKNOWN]) * tree.tokens.numel() if drawn is None else drawn
         tokens, parents, logits = tree.tokens.contiguous(), tree.parents.contiguous(), logits.float().contiguous()
+        nodes = tree.seen_paths() or [] if self.transforms.constrained else []
+        masks = self._masks([row for row, _ in nodes], [path for _, path in nodes], logits)
         while True:
-            verdict = self.kernels.judge(tokens, parents, logits, laws, tree.depth, drawn)
+            verdict = self.kernels.judge(tokens, parents, logits, laws, tree.depth, drawn, masks)
             if verdict is not None:
                 return verdict
             self._draw_undecided(tree, logits, drawn)
@@ -306,11 +291,20 @@ class Draws:
 
     def _behind(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> PathState:
         """The states after these guesses."""
-        row = self._column(rows)
+        row, known = self._column(rows), list(zip(rows, paths, strict=True))
         longest = max(map(len, paths), default=0)
         drawn = [[*path, *[-1] * (longest - len(path))] for path in paths]
         at = [self.root_places[i] + 1 + len(path) for i, path in zip(rows, paths, strict=True)]
-        return PathState(row, upload(drawn, torch.int64, self.device).view(len(rows), longest), self._column(at))
+        state = upload(drawn, torch.int64, self.device).view(len(rows), longest)
+        return PathState(row, state, self._column(at), known)
+
+    def _masks(
+        self, rows: Sequence[int], paths: Sequence[Sequence[int]], logits: Logits
+    ) -> Int[Tensor, "nodes words"] | None:
+        """What grammars allow behind these guesses; None where no row has one."""
+        if not self.transforms.constrained:
+            return None
+        return masks_of(self.rows, list(zip(rows, paths, strict=True)), logits.shape[1])
 
     def _laws_for(self, logits: Logits) -> RowLaws | None:
         """How rows draw from these logits by compiled kernels, which compute in float32."""
@@ -323,9 +317,9 @@ class Draws:
             return None
         return row_laws(self.rows, self._host_keys(Purpose.COUPLED), self.num_ids, self.kernels.slack)
 
-    def _transformed(self, logits: Logits, at: PathState) -> tuple[Logits, Logits]:
+    def _transformed(self, logits: Logits, at: PathState, *, guessing: bool = False) -> tuple[Logits, Logits]:
         """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
-        shaped = self.transforms.shape(logits, at)
+        shaped = self.transforms.shape(logits, at, guessing=guessing)
         return shaped, shaped if self.transforms.all_greedy else self.transforms.narrow(shaped, at)
 
     def _probs(self, shaped: Logits, narrowed: Logits, at: PathState) -> Logits:

@@ -1,11 +1,13 @@
 """Log-probabilities as reported to users: of the raw logits, before any transform (vLLM's default, raw_logprobs).
 
 This file decides which alternatives are reported and how ranks count ties. The chosen token may be unlikely under the
-raw law, because it was drawn from the transformed one.
+raw law, because it was drawn from the transformed one. A grammar counts, as in vLLM: its caller gives the logits with
+-inf for what it forbids, so the law is that of the allowed tokens alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +25,7 @@ class TokenLogprobs:
     """Natural log-probabilities of one token and of the likeliest alternatives to it; host numbers.
 
     `rank` is 1 for the likeliest token. `top_ids` fall in probability, ties to the lowest id, as `rank` counts them:
-    a token of rank r stands at r - 1 there, if there are so many.
+    a token of rank r stands at r - 1 there, if there are so many. Impossible tokens are left out.
     """
 
     token_id: int
@@ -41,17 +43,18 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """The log-probability and rank of each row's `chosen` token, and its `top` likeliest tokens; in float32.
 
-    `logits` are the model's own, of real ids alone; `top` is at most their number and may be 0. `kernels` rank faster,
-    not differently.
+    `logits` are the model's own, of real ids alone, those that a grammar forbids at -inf; `top` is at most their number
+    and may be 0. `kernels` rank faster, not differently.
     """
     law = logits.to(torch.float32).log_softmax(1)
     picked = torch.as_tensor(chosen, dtype=torch.int64, device=law.device)
     ranked = kernels.rank(law.contiguous(), picked, top) if kernels is not None and is_cpu(law.device) else None
     ranks, top_ids = (rank_of(law, picked), largest(law, top)) if ranked is None else ranked
-    columns = (picked, law.gather(1, picked[:, None])[:, 0], ranks, top_ids, law.gather(1, top_ids))
+    tops = law.gather(1, top_ids)
+    columns = (picked, law.gather(1, picked[:, None])[:, 0], ranks, top_ids, tops, (tops > -math.inf).sum(1))
     return [
-        TokenLogprobs(token, logprob, rank, tuple(ids), tuple(logprobs))
-        for token, logprob, rank, ids, logprobs in zip(*(column.tolist() for column in columns), strict=True)
+        TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(logprobs[:count]))
+        for token, logprob, rank, ids, logprobs, count in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from forerun.errors import InvalidRequest, UnknownKeyword
 from forerun.limits import FLOAT32, FLOAT32_LEAST, INT64, real, refusal, shown, whole
 from forerun.near import nearest
+from forerun.sampling.grammar import Grammar
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits [vocab]) -> logits [vocab]. Must be a pure function: guessed continuations are asked too."""
@@ -39,10 +40,10 @@ ANSWERS = {  # what to write for fields of vLLM's SamplingParams that are not he
     "best_of": "use n and choose by cumulative_logprob",
     "detokenize": "leave it out; results hold both text and token_ids",
     "extra_args": "leave it out",
-    "guided_decoding": "forerun has no structured outputs; leave it out",
+    "guided_decoding": "use grammar, such as Grammar.json(schema)",
     "output_kind": "use llm.stream for the text as it comes",
     "spaces_between_special_tokens": "leave it out",
-    "structured_outputs": "forerun has no structured outputs; leave it out",
+    "structured_outputs": "use grammar, such as Grammar.json(schema)",
     "truncate_prompt_tokens": "cut the token ids and give them as the prompt",
     "use_beam_search": "forerun samples; use n",
 }
@@ -67,6 +68,10 @@ class SamplingParams:
 
     `bad_words` are not said, known by their tokens inside a text, without a blank in front and with one: the last token
     of such a word is banned wherever the answer so far ends with those before it. Other tokens may spell the same.
+
+    The whole text of an answer matches `grammar`, and ends only where it does, or where `max_tokens`, a stop string or
+    a stop id cuts it short. It ends at once where nothing may follow, whatever `min_tokens` says.
+
     Raises InvalidRequest naming the field, UnknownKeyword for a field that does not exist.
     """
 
@@ -91,6 +96,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    grammar: Grammar | None = None
     skip_special_tokens: bool = True
 
     def __new__(cls, *_: object, **given: object) -> SamplingParams:
@@ -190,6 +196,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), f"use {shown(True)} or {shown(False)}")
         self._list("logits_processors", "callables", callable)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise _invalid("grammar", self.grammar, "use a Grammar, such as Grammar.json(schema)")
 
     def _real(self, name: str, fix: str, least: float, most: float = FLOAT32) -> None:
         self._set(name, real(name, getattr(self, name), fix, least, most))

@@ -18,7 +18,8 @@ def row_laws(rows: Sequence[RowSampling], keys: Sequence[int], num_ids: int, sla
     """How these rows draw. `keys` are those of their noise, of 64 bits, with the position still to be absorbed."""
     kept: list[object] = []
     laws = [row_law(row, key, kept) for row, key in zip(rows, keys, strict=True)]
-    return RowLaws((CRowLaw * len(laws))(*laws), kept, num_ids, slack)
+    constrained = any(row.constraint is not None for row in rows)
+    return RowLaws((CRowLaw * len(laws))(*laws), kept, num_ids, slack, constrained)
 
 
 def row_law(row: RowSampling, key: int, kept: list[object]) -> CRowLaw:

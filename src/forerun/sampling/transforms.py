@@ -1,9 +1,10 @@
 """Transforms: raw logits to transformed logits, per node of every sequence's tree.
 
 This file decides what each sampling parameter does to logits, and in which order (that of vLLM's sampler): banned
-tokens, minimum length, bias, bad words, custom processors, penalties; then, except for greedy rows, temperature, min-p,
-top-k, top-p. Everything is row-wise and elementwise, so a row's result does not depend on the other rows of the batch.
-A transform that no row uses is skipped; one that some row uses keeps other rows unchanged (plus 0, times 1).
+tokens, minimum length, bias, bad words, custom processors, grammar, penalties; then, except for greedy rows,
+temperature, min-p, top-k, top-p. Everything is row-wise and elementwise, so a row's result does not depend on the other
+rows of the batch. A transform that no row uses is skipped; one that some row uses keeps other rows unchanged (plus 0,
+times 1).
 
 No transform makes NaN or infinity of finite logits, whatever parameters `SamplingParams` accepts: sums and products
 are limited to the largest float32 number, and only banned or filtered tokens are -inf. A row whose logits are too large
@@ -28,6 +29,7 @@ from forerun.device import is_cpu, upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.guard import no_interrupt
 from forerun.limits import INT64
+from forerun.sampling.constraint import Constraint, constrained, masks_of
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.params import SamplingParams
 
@@ -39,6 +41,7 @@ class RowSampling:
     `tokens` is all committed text, prompt and output, the root last; it is the sequence's own list, read only.
     `bad_words` are words of two tokens or more that must not be completed; those of one token are banned tokens.
     `seed` is the resolved one (64 bits). `edits` are those of the text or of its beginning, if somebody keeps them.
+    `constraint` is the grammar's, and follows this text or its beginning.
     """
 
     seq_id: int
@@ -50,6 +53,7 @@ class RowSampling:
     eos_ids: tuple[int, ...] = ()
     bad_words: Sequence[Sequence[int]] = ()
     edits: TextEdits | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,18 @@ class PathState:
     """Packed nodes: the places in sequences at which a law is computed. Never changed; `Draws.advance` makes new ones.
 
     `row` is the sequence's place in the batch, `drawn` the guessed tokens from below the root down to the node
-    (-1 after its end), `position` the absolute position of the token that is drawn after the node.
+    (-1 after its end), `position` the absolute position of the token that is drawn after the node. `known` is each
+    node's row and guesses where the host has them.
     """
 
     row: Int[Tensor, " nodes"]
     drawn: Int[Tensor, "nodes depth"]
     position: Int[Tensor, " nodes"]
+    known: Sequence[tuple[int, Sequence[int]]] | None = None
+
+    def host(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """Each node's row and guesses; read from the device, which is waited for, where they are not known."""
+        return self.known or list(zip(self.row.tolist(), self.drawn.tolist(), strict=True))
 
 
 Logits = Float[Tensor, "nodes vocab"]
@@ -103,6 +113,11 @@ class Transforms:
         return any(row.params.logits_processors for row in self.rows)
 
     @cached_property
+    def constrained(self) -> bool:
+        """Whether any row has a grammar."""
+        return any(row.constraint is not None for row in self.rows)
+
+    @cached_property
     def _repeating(self) -> bool:
         return any(row.params.repetition_penalty != 1 for row in self.rows)
 
@@ -110,8 +125,11 @@ class Transforms:
     def _counting(self) -> bool:
         return any(row.params.presence_penalty != 0 or row.params.frequency_penalty != 0 for row in self.rows)
 
-    def shape(self, logits: Logits, at: PathState) -> Logits:
-        """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone."""
+    def shape(self, logits: Logits, at: PathState, *, guessing: bool = False) -> Logits:
+        """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone.
+
+        `guessing` leaves grammars out where the host would have to wait for the guesses that a device has drawn.
+        """
         kept = logits
         logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
         if logits is kept and (self.num_ids < self.vocab or self._biased or self._short or self._worded):
@@ -128,6 +146,9 @@ class Transforms:
             self._ban_words(logits, at)
         if self._processed:
             logits = self._process(logits, at)
+        if self.constrained and not (guessing and at.known is None and not is_cpu(self.device)):
+            masks = masks_of(self.rows, at.host(), logits.shape[1])
+            logits = constrained(logits, upload_tensor(masks, self.device))
         if self._repeating:
             logits = self._penalise_repeats(logits, at)
         if self._counting:
@@ -177,7 +198,7 @@ class Transforms:
     def _process(self, logits: Logits, at: PathState) -> Logits:
         """Run each row's processors node by node; user code, so this is the one place that reads tensors here."""
         done = list(logits.unbind(0))
-        for node, (index, drawn) in enumerate(zip(at.row.tolist(), at.drawn.tolist(), strict=True)):
+        for node, (index, drawn) in enumerate(at.host()):
             row = self.rows[index]
             if row.params.logits_processors:
                 text = [*row.tokens, *(token for token in drawn if token >= 0)]

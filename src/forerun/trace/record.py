@@ -16,8 +16,8 @@ from forerun.accept.outcome import RowOutcome
 from forerun.draft.base import Draft
 from forerun.engine.delta import Delta, run_origins
 from forerun.engine.engine import Engine
-from forerun.engine.engine import Round as Plan
 from forerun.engine.measured import MeasuredDepth
+from forerun.engine.proposal import Round as Plan
 from forerun.engine.reading import Reading
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest

@@ -1,0 +1,93 @@
+"""Constrained drafts: what the grammars of a round change of its guesses.
+
+This file decides which tokens are drafted because a grammar leaves no choice, which need no drafter and are always
+accepted, and removes guesses that a grammar forbids, which never are. A sequence with forced tokens is drafted with
+them alone: its next round drafts what comes behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+
+from forerun.cache.paged import PagedCache
+from forerun.device import upload
+from forerun.engine.scheduler import RowPlan
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree, HostView
+
+
+def forced_chains(rows: Seq[RowPlan], drawing: Seq[RowPlan], cache: PagedCache) -> list[list[int]]:
+    """For each drawing row the tokens that its grammar forces next, within its room; none where memory is short."""
+    chains = [forced_chain(row) for row in drawing]
+    needed = {row.sequence.id: len(chain) for row, chain in zip(drawing, chains, strict=True)}
+    counts = [row.num_certain + needed.get(row.sequence.id, 0) for row in rows]
+    if any(chains) and not cache.can_reserve([row.sequence.id for row in rows], counts):
+        return [[] for _ in drawing]
+    return chains
+
+
+def forced_chain(row: RowPlan) -> list[int]:
+    """What the grammar of a row forces next; a request without speculation is drafted with nothing."""
+    sequence = row.sequence
+    if sequence.constraint is None or row.num_chunk or not sequence.speculation.depth:
+        return []
+    return sequence.constraint.forced(sequence.room - 1)
+
+
+def guessing_room(row: RowPlan, forced: Seq[int]) -> int:
+    """How deep a drafter may guess for a row: as far as all guesses could still be said."""
+    slow = row.sequence.constraint is not None and row.sequence.constraint.slow
+    return 0 if row.num_chunk or forced or slow else row.sequence.room - 1
+
+
+def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> DraftTree:
+    """The tree without guesses that grammars forbid, and with the chains that they force behind bare roots.
+
+    A row that changes has no law any more: its tokens were not drawn from it. Guesses that a device has drawn and the
+    host has not seen are waited for.
+    """
+    if all(row.constraint is None for row in draws.rows):
+        return tree
+    unseen = tree.known is not None and tree.known.tokens is None
+    seen = (replace(tree, known=None) if unseen else tree).host()
+    assert seen.tokens is not None, "they were looked up"
+    rows = [list(zip(*own, strict=True)) for own in zip(seen.nodes, seen.parents, seen.tokens, strict=True)]
+    kept = [permitted(own, draws, row) for row, own in enumerate(rows)]
+    for own, chain in zip(kept, forced, strict=True):
+        own += [(column, column - 1, token) for column, token in enumerate(chain, 1)]
+    changed = [row for row, (old, new) in enumerate(zip(rows, kept, strict=True)) if old != new]
+    depth = max([tree.depth, *map(len, forced)])
+    return rebuilt(tree, kept, changed, depth) if changed or unseen else tree
+
+
+def permitted(nodes: Seq[tuple[int, int, int]], draws: Draws, row: int) -> list[tuple[int, int, int]]:
+    """The nodes of a row, each with its column, parent and token, that its grammar allows."""
+    constraint = draws.rows[row].constraint
+    if constraint is None:
+        return list(nodes)
+    start = constraint.behind(draws.rows[row].tokens)
+    paths, kept = {nodes[0][0]: start}, [nodes[0]]
+    for column, parent, token in nodes[1:]:
+        if parent in paths and constraint.after(paths[parent]).permits(token):
+            paths[column] = (*paths[parent], token)
+            kept.append((column, parent, token))
+    return kept
+
+
+def rebuilt(tree: DraftTree, rows: Seq[Seq[tuple[int, int, int]]], changed: Seq[int], depth: int) -> DraftTree:
+    """A tree of these nodes, in the columns they had; `changed` rows lose their laws."""
+    columns = max(tree.tokens.shape[1], *(1 + max(column for column, _, _ in own) for own in rows))
+    tokens, parents = (torch.full((len(rows), columns), -1, dtype=torch.long) for _ in range(2))
+    for row, own in enumerate(rows):
+        places = [column for column, _, _ in own]
+        tokens[row, places] = torch.tensor([token for _, _, token in own])
+        parents[row, places] = torch.tensor([parent for _, parent, _ in own])
+    q = tree.q
+    if q is not None:
+        laws = torch.nn.functional.pad(q.row, (0, columns - q.row.shape[1]), value=-1)
+        q = replace(q, row=laws.index_fill(0, upload(changed, torch.long, laws.device), -1))
+    known = HostView(*([[node[i] for node in own] for own in rows] for i in range(3)))
+    return replace(tree, tokens=tokens, parents=parents, depth=depth, q=q, known=known)

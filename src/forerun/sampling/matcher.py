@@ -1,0 +1,185 @@
+"""Matchers: what a compiled grammar allows after a text, by llguidance.
+
+This is the only file that imports llguidance. It decides how a tokenizer is described to it, which grammars are refused
+and with which limits: every mask is computed within a fixed amount of work, so that no grammar can hold up a batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import InvalidGrammar, MissingPackage
+from forerun.sampling.grammar import Grammar
+
+KEPT_GRAMMARS = 64  # compiled ones that are kept: servers are asked with the same few again and again
+SHOWN_CHARACTERS = 300  # of what llguidance says
+BLANKS = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}  # between parts of JSON; a model could go on with them for ever
+DEAD_END = "NoExtension"  # what llguidance calls it where nothing can follow and the text is not whole
+Mask = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+@dataclass(frozen=True, slots=True)
+class SpelledTokens:
+    """A vocabulary as grammars read it.
+
+    `spelled` is what each id adds to a text, in bytes; None for ids that add nothing and may not be drawn. `special`
+    ids are no text either, but a Lark grammar can name them. `encode` gives the ids of text inside other text.
+    """
+
+    spelled: Sequence[bytes | None]
+    special: frozenset[int]
+    encode: Callable[[str], Sequence[int]]
+    names: Callable[[int], str | None]
+
+
+class Matcher:
+    """A grammar and the place of a text in it.
+
+    The place is moved forward by `read` and back by `rewind`; whichever way a text was reached, the same is allowed
+    behind it. Every method raises InvalidGrammar where the grammar needs more work there than its limits allow; after
+    that the matcher is of no use.
+    """
+
+    def __init__(self, inner: Any, end: int) -> None:
+        self._inner, self._end = inner, end
+
+    def fork(self) -> Matcher:
+        """A matcher at the same place, independent of this one."""
+        return Matcher(self._inner.deep_copy(), self._end)
+
+    def read(self, tokens: Sequence[int]) -> int:
+        """Move behind as many of these tokens as the grammar allows there; how many that are."""
+        count: int = self._inner.try_consume_tokens(list(tokens))
+        self._check()
+        return count
+
+    def rewind(self, count: int) -> None:
+        """Move back by so many tokens."""
+        self._inner.rollback(count)
+        self._check()
+
+    def mask(self) -> Mask:
+        """A bit for every id, the lowest first, set where the id may come next; a copy. No id ends the text."""
+        bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint32).copy()
+        if not self._inner.get_error().startswith(DEAD_END):
+            self._check()
+        bits[self._end // 32] &= ~bit(self._end)
+        return bits
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the text so far is whole."""
+        return bool(self._inner.is_accepting())
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as far as there is no choice."""
+        tokens: list[int] = self._inner.compute_ff_tokens()
+        self._check()
+        return tokens
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            raise InvalidGrammar(
+                f"llguidance gives up on it behind this text: {brief(self._inner.get_error())} Use a simpler grammar."
+            )
+
+
+class Matchers:
+    """Compiles grammars for one vocabulary, which `texts` gives when it is first needed, in any thread.
+
+    The last ones are kept. Raises MissingPackage without llguidance.
+    """
+
+    def __init__(self, texts: Callable[[], SpelledTokens]) -> None:
+        self._make_texts = texts
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, Matcher] = OrderedDict()
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of a text, to be forked and not moved, since others have it too.
+
+        Raises InvalidGrammar, with the reason, for a grammar that cannot be served.
+        """
+        with self._lock:
+            found = self._kept.get(grammar) or self._compiled(grammar)
+            self._kept[grammar] = found
+            self._kept.move_to_end(grammar)
+            while len(self._kept) > KEPT_GRAMMARS:
+                self._kept.popitem(last=False)
+            return found
+
+    def _compiled(self, grammar: Grammar) -> Matcher:
+        guidance, tokenizer = self._guidance, self._tokenizer
+        sources = {
+            "json": lambda text: guidance.LLMatcher.grammar_from_json_schema(
+                text, overrides=BLANKS if grammar.whitespace else {"whitespace_flexible": False}
+            ),
+            "regex": guidance.LLMatcher.grammar_from_regex,
+            "lark": guidance.LLMatcher.grammar_from_lark,
+        }
+        try:
+            source = sources[grammar.kind](grammar.text)
+        except ValueError as error:
+            raise InvalidGrammar(f"llguidance refuses it: {brief(str(error))}") from error
+        limits = guidance.LLParserLimits(verbose_errors=False)
+        inner = guidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+        if inner.is_error():
+            raise InvalidGrammar(f"llguidance refuses it: {brief(inner.get_error())}")
+        matcher = Matcher(inner, len(self._texts.spelled))
+        if not matcher.fork().mask().any():
+            raise InvalidGrammar("it allows no text at all, or none but the empty one: allow at least one character.")
+        return matcher
+
+    @cached_property
+    def _texts(self) -> SpelledTokens:
+        return self._make_texts()
+
+    @cached_property
+    def _guidance(self) -> Any:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise MissingPackage("grammar: it needs the package llguidance: pip install 'forerun[grammar]'") from error
+        return llguidance
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The vocabulary, with one id more, which stands for the end: which ids end a text is the request's matter."""
+        return self._guidance.LLTokenizer(self._guidance.TokenizerWrapper(_Vocabulary(self._texts)))
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer, in its words."""
+
+    def __init__(self, texts: SpelledTokens) -> None:
+        nothing = {i for i, spelled in enumerate(texts.spelled) if not spelled}
+        self.eos_token_id = len(texts.spelled)
+        self.bos_token_id = None
+        self.tokens = [
+            (texts.names(i) or "").encode() if i in texts.special else spelled or b""
+            for i, spelled in enumerate(texts.spelled)
+        ] + [b"<end of the grammar>"]
+        self.special_token_ids = sorted(texts.special | nothing | {self.eos_token_id})
+        self._encode = texts.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._encode(text))
+
+
+def bit(token: int) -> np.uint32:
+    """An id's bit in its word of a mask."""
+    return np.uint32(1 << (token % 32))
+
+
+def brief(problem: str) -> str:
+    """The first lines of a message, in one line."""
+    text = " ".join(problem.split("<state>")[0].split("<non-verbose")[0].split())
+    text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    return text if text.endswith((".", "…")) else f"{text}."

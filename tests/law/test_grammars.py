@@ -1,0 +1,242 @@
+"""Grammars and speculation: the answer is what plain decoding says under the same grammar; the law is the masked one.
+
+With every drafter, chains and trees, in batches beside rows without a grammar; under every rule of verification; with
+preemption; and what is forced is drafted without a drafter. Every answer that is whole matches its grammar.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from itertools import cycle, islice
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from drafters import DRAFTERS, SMALL, TARGET, as_draft, built, story
+from equality import Asked, decode, decode_plain
+from fuzz import Bench
+from hostile import HOSTILE, Hostile
+from sampler import chi_square, drafted, emitted, judged_round, transitions
+from torch import Tensor
+
+from forerun.config import Speculation, Verification
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM
+from forerun.output import RequestOutput
+from forerun.sampling.constraint import Allowed, Constraint
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.grammar import Grammar
+from forerun.sampling.params import SamplingParams
+from unchecked import unchecked
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+STORY = r"(Once|One day),? (a|the) ([a-z]{1,8} ){2,4}(was|went)[^.\n]{0,20}\."
+GRAMMARS = (
+    Grammar.json(SCHEMA, whitespace=False),
+    None,
+    Grammar.regex(STORY),
+    Grammar.choice(["Lily", "Lily and Tom", "Tom", "the dog said yes"]),
+    Grammar.json(SCHEMA),
+)
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
+TEMPERATURES = (1.0, 0.0, 1.0, 0.8)
+BATCHES = ((Speculation(3), 1), (Speculation(4, 2, 9), 1), (Speculation(4), 8), (Speculation(4, 3, 9), 8), (True, 8))
+LENGTH = 40
+
+
+def asked(batch: int, length: int = LENGTH) -> list[SamplingParams]:
+    """Grammars, temperatures and seeds, one for each row."""
+    return [
+        SamplingParams(temperature=t, seed=seed, max_tokens=length, grammar=grammar, logprobs=2)
+        for seed, grammar, t in zip(range(batch), cycle(GRAMMARS), cycle(TEMPERATURES), strict=False)
+    ]
+
+
+def answers(llm: LLM, batch: int, speculation: bool | Speculation, length: int = LENGTH) -> list[RequestOutput]:
+    with unchecked():
+        return llm.generate(list(islice(cycle(PROMPTS), batch)), asked(batch, length), speculation=speculation)
+
+
+def compared(results: Sequence[RequestOutput]) -> list[object]:
+    return [(o.token_ids, o.finish_reason, o.logprobs) for result in results for o in result.outputs]
+
+
+@cache
+def plain() -> list[RequestOutput]:
+    return answers(LLM(str(TARGET), dtype="float32"), 10, False)
+
+
+def matches(grammar: Grammar | None, text: str) -> bool:
+    """By implementations that llguidance is no part of."""
+    if grammar is None:
+        return True
+    if grammar.kind == "json":
+        return jsonschema.Draft202012Validator(json.loads(grammar.text)).is_valid(json.loads(text))
+    pattern = grammar.text.removeprefix("start: ")
+    return re.fullmatch(pattern, text) is not None if grammar.kind == "regex" else f'"{text}"' in pattern.split(" | ")
+
+
+def test_whole_answers_match_their_grammar() -> None:
+    whole = 0
+    long = answers(LLM(str(TARGET), "ngram", dtype="float32"), 20, True, 120)
+    for params, result in zip(asked(20, 120), long, strict=True):
+        (output,) = result.outputs
+        if output.finish_reason == "stop":
+            assert matches(params.grammar, output.text), output.text
+            whole += params.grammar is not None
+    assert whole >= 12
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_output_is_that_of_plain_decoding(name: str) -> None:
+    """Log-probabilities too, which are those of the allowed tokens."""
+    llm = LLM(str(TARGET), as_draft(name), dtype="float32")
+    for speculation, batch in BATCHES:
+        assert compared(answers(llm, batch, speculation)) == compared(plain()[:batch]), (speculation, batch)
+    assert llm.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("name", ["ngram", "model:stories280k", "medusa", "cascade-of-2"])
+@pytest.mark.sampled(4)
+def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: Verification) -> None:
+    llm = LLM(str(TARGET), as_draft(name), dtype="float32", verification=verification)
+    params = [SamplingParams(temperature=0, max_tokens=LENGTH, grammar=grammar) for grammar in GRAMMARS]
+    expected = llm.generate(list(PROMPTS), params, speculation=False)
+    for speculation in (Speculation(4), Speculation(4, 3, 9)):
+        found = llm.generate(list(PROMPTS), params, speculation=speculation)
+        assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in expected]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_drafter_changes_the_output(name: str) -> None:
+    texts = [[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in plain()]
+    llm = LLM(str(TARGET), Hostile(HOSTILE[name], texts), dtype="float32")
+    for speculation in (Speculation(4), Speculation(3, 3, 9)):
+        assert compared(answers(llm, 5, speculation)) == compared(plain()[:5])
+
+
+CROWD = [
+    Asked(story(length, seed), params)
+    for (seed, length), params in zip(enumerate((40, 1, 9, 30, 3, 22, 12, 5)), asked(8), strict=True)
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["suffix", "model:stories280k"])
+def test_chunks_and_preemption_change_nothing(name: str) -> None:
+    bench = Bench.of(TARGET, SMALL)
+    expected = decode_plain(bench, CROWD)
+    for wish in (Speculation(3), Speculation(3, 2, 8)):
+        got = decode(
+            bench, CROWD, wish, lambda target: built(name, target, "float32", 256), num_tokens=192, chunk_tokens=29
+        )
+        assert got.answers == expected
+        assert got.num_preempted > 0
+
+
+def test_forced_tokens_are_drafted_without_a_drafter_and_all_accepted() -> None:
+    llm = LLM(str(TARGET), dtype="float32")
+    form = Grammar.regex(r'\{"the name of the boy": "(Tom|Tim)", "the name of the dog": "(Max|Spot)"\}')
+    params = SamplingParams(temperature=1.0, seed=1, grammar=form)
+    drafted_, plain_ = (llm.generate("x", params, speculation=s)[0] for s in (True, False))
+    assert drafted_.outputs[0].token_ids == plain_.outputs[0].token_ids
+    assert json.loads(drafted_.outputs[0].text)["the name of the boy"] in ("Tom", "Tim")
+    assert plain_.metrics.num_rounds == len(plain_.outputs[0].token_ids)
+    assert drafted_.metrics.num_rounds < plain_.metrics.num_rounds / 2
+    assert drafted_.metrics.num_accepted == drafted_.metrics.num_drafted > 0
+    assert plain_.metrics.num_drafted == 0
+
+
+def test_an_answer_ends_with_the_token_that_completes_it_whatever_else_was_asked_for() -> None:
+    llm = LLM(str(TARGET), "ngram", dtype="float32")
+    whole = Grammar.choice(["Tom went."])
+    for own in ({}, {"min_tokens": 30}, {"ignore_eos": True}, {"n": 3}, {"banned_tokens": [2]}):
+        result = llm.generate("x", SamplingParams(grammar=whole, **own))[0]  # type: ignore[arg-type]
+        assert [(o.text, o.finish_reason, o.stop_reason) for o in result.outputs] == [("Tom went.", "stop", None)] * (
+            own.get("n", 1)
+        )
+    for own, text, reason in (({"max_tokens": 2}, None, "length"), ({"stop": "we"}, "Tom ", "stop")):
+        output = llm.generate("x", SamplingParams(grammar=whole, **own))[0].outputs[0]  # type: ignore[arg-type]
+        assert output.finish_reason == reason
+        assert output.text == (text or output.text)
+        assert "Tom went.".startswith(output.text)
+    open_ended = SamplingParams(grammar=Grammar.regex("[a-z ]*"), min_tokens=20, max_tokens=200, seed=0)
+    assert len(llm.generate("x", open_ended)[0].outputs[0].token_ids) >= 20
+
+
+def test_where_bans_leave_nothing_that_the_grammar_allows_the_request_fails_alone() -> None:
+    llm = LLM(str(TARGET), "ngram", dtype="float32")
+    t = llm.tokenizer.encode_inside("T")[0]
+    every_t = [i for i in range(512) if (llm.tokenizer.decode([i]) or " ").startswith("T")]
+    assert t in every_t
+    streams = [
+        llm.stream("x", SamplingParams(grammar=Grammar.choice(["Tom", "Tim"]), banned_tokens=every_t)),
+        llm.stream("x", SamplingParams(max_tokens=20, seed=1)),
+    ]
+    with pytest.raises(InvalidRequest, match="no token is left to draw"):
+        list(streams[0])
+    assert sum(len(delta.token_ids) for delta in streams[1]) > 0
+
+
+VOCAB, COUNT, ROOT = 6, 20_000, 1
+
+
+class Table(Constraint):
+    """What may follow a token, by a table: a grammar whose law can be written down."""
+
+    def __init__(self, allowed: Tensor) -> None:
+        self.ends, words = frozenset[int](), np.packbits(allowed.numpy(), axis=1, bitorder="little")
+        self.places = [Allowed(np.frombuffer(row.tobytes().ljust(4, b"\0"), np.uint32)) for row in words]
+
+    def behind(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens[-1:])
+
+    def after(self, behind: tuple[int, ...]) -> Allowed:
+        return self.places[behind[-1]]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "token", "block"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int) -> None:
+    """Transitions of whole rounds against the softmax of the allowed logits, for a drafter that errs."""
+    generator = torch.Generator().manual_seed(3)
+    target, model = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
+    allowed = torch.rand(VOCAB, VOCAB, generator=generator) < 0.5
+    allowed[torch.arange(VOCAB), (torch.arange(VOCAB) + 1) % VOCAB] = True
+    params, table = SamplingParams(), Table(allowed)
+    rows = [RowSampling(i, params, 77 * COUNT + i, 0, [0, ROOT], 2, constraint=table) for i in range(COUNT)]
+    with unchecked():
+        draws = Draws(rows, VOCAB, rejection=rule != "coupled")
+        tree = drafted(draws, model, 3, width)
+        text = emitted(tree, judged_round(draws, tree, target, rule))
+    law = target.masked_fill(~allowed, -torch.inf).double().softmax(1)
+    assert (text >= 0).sum() > 1.5 * COUNT
+    for position in range(3):
+        counts = transitions(text, ROOT, position, VOCAB)
+        assert not counts[~allowed].any()
+        assert chi_square(counts, law * counts.sum(1, keepdim=True)) > 1e-4
+    wrong = target.double().softmax(1)
+    before = transitions(text, ROOT, 0, VOCAB)[ROOT]
+    assert (before - wrong[ROOT] * COUNT).abs().max() > 10 * COUNT**0.5, "the mask matters here"
+
+
+def test_deltas_of_a_stream_join_to_the_answer() -> None:
+    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32")
+    for params, result in itertools.islice(zip(asked(5), plain(), strict=False), 5):
+        deltas = list(llm.stream(PROMPTS[params.seed or 0], params, speculation=Speculation(4)))
+        assert "".join(delta.text for delta in deltas) == result.outputs[0].text

@@ -1,0 +1,246 @@
+"""Grammars as values, and what they allow: against languages that are written down, in whatever order it is asked."""
+
+import builtins
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import forerun.sampling.constraint as module
+from forerun.config import Speculation
+from forerun.engine.request import Requests
+from forerun.errors import InvalidGrammar, InvalidRequest, MissingPackage, RequestFailed, UnknownKeyword
+from forerun.request import Request
+from forerun.sampling.constraint import Constraint
+from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
+from forerun.sampling.matcher import KEPT_GRAMMARS
+from forerun.sampling.params import SamplingParams
+from forerun.text.tokenizer import Tokenizer
+
+STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories260k")
+VOCAB, EOS = 512, 2
+SPELLED = STORIES.byte_table().spelled  # type: ignore[union-attr]
+TEXTS = ["yes", "no", "yesterday", "a boy and a dog", "a boy\nand", 'say "hi"', "äöü", "no no"]
+
+
+def requests(tokenizer: Tokenizer | None = STORIES) -> Requests:
+    return Requests(tokenizer, VOCAB, 256, eos_ids=(EOS,), default=Speculation())
+
+
+MADE = requests()
+
+
+def constraint(grammar: Grammar, made: Requests = MADE, **params: Any) -> Constraint:
+    (sequence,) = made.sequences(Request.of([1, 403], SamplingParams(grammar=grammar, **params)))
+    sequence.sampling()
+    assert sequence.constraint is not None
+    return sequence.constraint
+
+
+def ids_at(own: Constraint, path: tuple[int, ...]) -> set[int] | None:
+    """The ids that are allowed behind a path; None where it does not matter."""
+    place = own.after(path)
+    return None if place.mask is None else {token for token in range(VOCAB) if place.permits(token)}
+
+
+def text_of(path: tuple[int, ...]) -> bytes:
+    return b"".join(SPELLED[token] or b"" for token in path)
+
+
+@pytest.mark.parametrize("grammar", [Grammar.choice(TEXTS), Grammar.regex("|".join(TEXTS))], ids=["choice", "regex"])
+def test_allowed_is_what_goes_on_in_the_language_and_the_end_where_a_text_is_whole(grammar: Grammar) -> None:
+    """Everywhere that a random walk gets; and every text can be said as the tokenizer spells it."""
+    own, rng, whole = constraint(grammar), random.Random(1), [text.encode() for text in TEXTS]
+    met = set()
+    for _ in range(60):
+        path: tuple[int, ...] = ()
+        while (ids := ids_at(own, path)) is not None:
+            said = text_of(path)
+            going_on = {
+                token
+                for token in range(VOCAB)
+                if SPELLED[token]
+                and token not in STORIES.special_ids
+                and any(text.startswith(said + (SPELLED[token] or b"")) for text in whole)
+            }
+            assert ids - {EOS} <= going_on
+            assert ids - {EOS}, "a place where only the end can follow is complete"
+            assert (EOS in ids) == (said in whole)
+            path = (*path, rng.choice(sorted(ids)))
+        assert path[-1] == EOS or own.after(path).complete
+        met.add(text_of(tuple(token for token in path if token != EOS)))
+    assert met <= set(whole)
+    assert len(met) > 5
+    for text in TEXTS:
+        spelled = STORIES.encode_inside(text)
+        for i, token in enumerate(spelled):
+            assert own.after(tuple(spelled[:i])).permits(token), (text, i)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blueish"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([Grammar.json(SCHEMA), Grammar.regex(r"(a|the)( \w{2,5})*\.")]))
+def test_the_order_in_which_places_are_asked_for_does_not_matter(seed: int, grammar: Grammar) -> None:
+    """Paths that branch, that are forbidden, and texts that go on, or elsewhere: always what a fresh one says."""
+    rng, own, answer = random.Random(seed), constraint(grammar), list[int]()
+    for _ in range(40):
+        path: tuple[int, ...] = ()
+        for _ in range(rng.randrange(6)):
+            ids = ids_at(own, path)
+            lawful = ids and rng.random() < 0.9
+            path = (*path, rng.choice(sorted(ids)) if lawful and ids else rng.randrange(VOCAB))
+        fresh = constraint(grammar)
+        fresh.follow([1, 403, *answer])
+        assert ids_at(own, path) == ids_at(fresh, path)
+        assert own.after(path).complete == fresh.after(path).complete
+        assert own.forced(99) == fresh.forced(99)
+        if rng.random() < 0.5:
+            kept = path[: rng.randrange(len(path) + 1)]
+            if all(own.after(kept[:i]).permits(token) for i, token in enumerate(kept)) and EOS not in kept:
+                answer += kept
+        elif rng.random() < 0.1:
+            answer = []
+        own.follow([1, 403, *answer])
+
+
+def test_forced_tokens_are_those_without_a_choice() -> None:
+    own = constraint(Grammar.json(SCHEMA, whitespace=False))
+    forced = own.forced(99)
+    assert text_of(tuple(forced)).startswith(b'{"name":')
+    for i, token in enumerate(forced):
+        assert ids_at(own, tuple(forced[:i])) == {token}
+    assert own.forced(2) == forced[:2]
+    assert own.forced(0) == []
+    assert constraint(Grammar.regex("[ab]c*")).forced(9) == []
+
+
+def test_the_end_tokens_are_those_of_the_request() -> None:
+    grammar = Grammar.regex("a*b?")
+    a, b = STORIES.encode_inside("a")[0], STORIES.encode_inside("b")[0]
+    assert EOS in (ids_at(constraint(grammar), (a,)) or ())
+    assert EOS not in (ids_at(constraint(grammar, ignore_eos=True), (a,)) or ())
+    stops = ids_at(constraint(grammar, ignore_eos=True, stop_token_ids=[300]), (a,))
+    assert stops is not None
+    assert 300 in stops
+    for behind in ((a, EOS), (a, b), (a, 300), (a, EOS, a)):
+        assert ids_at(constraint(grammar, stop_token_ids=[300]), behind) is None
+    assert constraint(grammar).after((a, b)).complete
+    assert constraint(grammar).completed_by([a, a, b, a]) == 3
+    assert constraint(grammar).completed_by([a, EOS, b]) is None
+
+
+def test_json_may_have_blanks_but_not_for_ever() -> None:
+    own = constraint(Grammar.json({"type": "object"}))
+    brace, line = STORIES.encode_inside("{")[0], STORIES.encode_inside("\n")[0]
+    assert own.after((brace, *[line] * 31)).permits(line)
+    assert not own.after((brace, *[line] * 32)).permits(line)
+    assert not constraint(Grammar.json({"type": "object"}, whitespace=False)).after((brace,)).permits(line)
+
+
+WRONG: list[tuple[Any, str]] = [
+    (lambda: Grammar.json({"type": "obj"}), "Invalid type: obj"),
+    (lambda: Grammar.json({"not": {"type": "string"}}), 'Unimplemented keys: \\["not"\\]'),
+    (lambda: Grammar.json({"enum": []}), "Unsatisfiable schema"),
+    (lambda: Grammar.json({"$ref": "http://example.org/x"}), "example.org"),
+    (lambda: Grammar.regex("("), "unclosed group"),
+    (lambda: Grammar.regex("(?=a)b"), "look-around"),
+    (lambda: Grammar.regex(""), "allows no text at all"),
+    (lambda: Grammar.lark("start: start"), "allows no text at all"),
+    (lambda: Grammar.lark("start: x"), 'unknown name: "x"'),
+    (lambda: Grammar.lark("x: /a/"), "no start rule"),
+    (lambda: Grammar.json("{"), "is no JSON"),
+    (lambda: Grammar.json([1]), "must be an object"),  # type: ignore[arg-type]
+    (lambda: Grammar.json({"a": object()}), "cannot be written as JSON"),
+    (lambda: Grammar.regex(b"a"), "must be a string"),  # type: ignore[arg-type]
+    (lambda: Grammar.regex("a" * (MOST_GRAMMAR_CHARACTERS + 1)), "characters: use at most"),
+    (lambda: Grammar.choice([]), "list of strings"),
+    (lambda: Grammar("ebnf", "a"), "no kind of grammar"),  # type: ignore[arg-type]
+    (lambda: Grammar("json", "true", 1), "whitespace: 1 must be"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("make", "why"), WRONG)
+def test_what_is_no_grammar_is_refused_with_the_reason(make: Any, why: str) -> None:
+    with pytest.raises(InvalidGrammar, match=f"^grammar: .*{why}"):
+        constraint(make())
+
+
+def test_where_grammars_cannot_be_served_the_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidGrammar, match="there is no tokenizer"):
+        constraint(Grammar.regex("a"), requests(None))
+    with pytest.raises(InvalidRequest, match=r"^grammar: 'a' cannot be served; use a Grammar, such as"):
+        SamplingParams(grammar="a")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"structured_outputs: .* use grammar"):
+        SamplingParams(structured_outputs={})  # type: ignore[call-arg]
+    with pytest.raises(UnknownKeyword):
+        SamplingParams(grammer=None)  # type: ignore[call-arg]
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("llguidance"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingPackage, match=r"pip install 'forerun\[grammar\]'"):
+        constraint(Grammar.regex("a"), requests())
+
+
+def test_a_grammar_that_takes_too_much_work_fails_its_sequence_by_name_and_can_be_asked_again() -> None:
+    own = constraint(Grammar.lark('start: x\nx: "a" x | "a" x "b" | x x "a" | "a"' + ' | "a" x x' * 300))
+    a = STORIES.encode_inside("a")[0]
+    with pytest.raises(RequestFailed) as failed:
+        own.after((a,) * 9)
+    assert failed.value.seq_id == own.seq_id
+    assert isinstance(failed.value.__cause__, InvalidGrammar)
+    assert "Use a simpler grammar" in str(failed.value.__cause__)
+    assert own.after(()).permits(a)
+
+
+def test_a_grammar_that_takes_too_much_time_gets_no_guesses_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, clock, a = constraint(Grammar.regex("a*")), iter(range(10**6)), STORIES.encode_inside("a")[0]
+    assert not own.slow
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock) * 0.2)
+    own.after(())
+    assert own.slow
+    with pytest.raises(RequestFailed) as failed:
+        [own.after((a,) * count) for count in range(1, 100)]
+    assert "200 ms for each token" in str(failed.value.__cause__)
+
+
+def test_compiled_grammars_are_kept_and_shared_by_threads() -> None:
+    made, grammar = requests(), Grammar.json(SCHEMA)
+    first = made.matchers.matcher(grammar)
+    assert made.matchers.matcher(Grammar.json(json.dumps(SCHEMA))) is first
+    found: list[set[int] | None] = []
+
+    def ask() -> None:
+        own = constraint(grammar, made)
+        found.append(ids_at(own, tuple(own.forced(3))))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(ids == found[0] for ids in found)
+    for i in range(KEPT_GRAMMARS):
+        made.matchers.matcher(Grammar.regex(f"a{{{i + 1}}}"))
+    assert made.matchers.matcher(grammar) is not first
