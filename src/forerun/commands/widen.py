@@ -14,6 +14,7 @@ from forerun.options import ModelOption, OutputOptions, with_options
 
 EXAMPLES = """
 forerun widen --model stdlib --parameters 0.1B --folder stdlib-100M
+forerun widen --model ./target --draft eagle:./my-layer --parameters 1B --folder target-1B
 forerun widen --model stdlib --experts 16 --active 2 --folder stdlib-experts
 forerun widen --model stdlib-draft --hidden 256 --layers 8 --folder stdlib-draft-wide
 """
@@ -40,6 +41,10 @@ class ShapeOptions:
     spread: Annotated[
         bool, typer.Option("--spread/--at-end", help="Where layers that compute nothing go: between the others.")
     ] = True
+    draft: Annotated[
+        list[str] | None,
+        typer.Option("--draft", "-d", help="A drafter on the model's states, to be widened into the same folder."),
+    ] = None
     seed: Annotated[int, typer.Option(help="Seed of the weights that have no effect.")] = 0
 
     def sizes(self) -> dict[str, int | None]:
@@ -52,13 +57,15 @@ class ShapeOptions:
 def widen(shape: ShapeOptions, output: OutputOptions) -> None:
     """Write a larger checkpoint that computes the same function.
 
-    It shows speculation at the cost of a real model where none is at hand.
+    It shows speculation at the cost of a real model where none is at hand. Trained drafters that read the model's
+    states are widened with it, and guess the same.
     """
     result = Result.of(output)
     with importing():
         from rich.console import Console
 
         from forerun.commands.widening import Widened, wider_of
+        from forerun.draft.model.widen import widen_drafter
         from forerun.models.loading import Blueprint
         from forerun.models.widen import widen as write_widened
         from forerun.progress import LoadingBar
@@ -66,7 +73,8 @@ def widen(shape: ShapeOptions, output: OutputOptions) -> None:
     wider = wider_of(source, shape.parameters, shape.sizes(), shape.spread)
     with LoadingBar(Console(stderr=True)) as bar:
         folder = write_widened(shape.model, shape.folder, wider, bar, shape.seed)
-    made = Widened(source, wider.shape(source), folder)
+        drafts = [str(widen_drafter(each, shape.model, folder, wider, shape.seed)) for each in shape.draft or ()]
+    made = Widened(source, wider.shape(source), folder, drafts)
     if not result.as_json:
         Console(highlight=False).print(made.card())
     result.tell(made.as_object())

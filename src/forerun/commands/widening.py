@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,12 @@ def read_amount(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """Both shapes, and where the larger checkpoint is."""
+    """Both shapes, where the larger checkpoint is, and the drafters that were widened with it."""
 
     source: ModelConfig
     wide: ModelConfig
     folder: Path
+    drafts: Sequence[str] = ()
 
     @property
     def check(self) -> Mapping[str, Any]:
@@ -66,12 +67,14 @@ class Widened:
         found, allowed, largest = (self.check[key] for key in ("largest_difference", "tolerance", "largest_logit"))
         table.add_row("logits", f"differ by at most {found:.2g} ({allowed:.2g} allowed, the largest is {largest:.3g})")
         table.add_row("folder", Text(str(self.folder)))
+        for draft in self.drafts:
+            table.add_row("drafter", Text(f"--draft {draft}"))
         return table
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
         shapes = {"from": shape_object(self.source), "to": shape_object(self.wide)}
-        return {**shapes, "check": dict(self.check), "folder": str(self.folder)}
+        return {**shapes, "check": dict(self.check), "folder": str(self.folder), "drafts": list(self.drafts)}
 
 
 def shape_object(config: ModelConfig) -> dict[str, int]:

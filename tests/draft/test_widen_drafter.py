@@ -1,0 +1,134 @@
+"""A drafter widened with its target guesses what it guessed before, kind by kind, for every way of growing."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from draft.adapters import adapter_of, strange_adapter
+from draft.heads import PROMPTS, eagle_of, heads_of
+from forerun.config import Speculation
+from forerun.draft.auto import settled
+from forerun.draft.model import widen as module
+from forerun.draft.model.widen import WideDrafter, widen_drafter, widened_tap
+from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.spec import parse_spec
+from forerun.errors import InvalidRequest
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.widen import Plan, Wider, widen
+from forerun.sampling.params import SamplingParams
+
+STORIES = Path(__file__).parents[1] / "data" / "stories260k"  # 64 wide, 5 layers
+WAYS = {
+    "exact": Wider(256, 7),
+    "at the end": Wider(256, 7, spread=False),
+    "by no power of 4": Wider(128, 5, heads=8),
+}
+MAKERS: dict[str, Callable[[Path], str]] = {
+    "medusa": lambda folder: f"medusa:{heads_of(STORIES, folder, 3)}",
+    "hydra": lambda folder: f"medusa:{heads_of(STORIES, folder, 3, hydra=True)}",
+    "eagle": lambda folder: f"eagle:{eagle_of(STORIES, folder)}",
+    "early-exit": lambda folder: f"early-exit:2:{adapter_of(STORIES, folder, 2, range(3, 5))}",
+    "early-exit, another family": lambda folder: f"early-exit:3:{strange_adapter(folder, 3)}",
+}
+SHORT = {("medusa", "exact"), ("hydra", "by no power of 4"), ("eagle", "exact"), ("early-exit", "at the end")}
+PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
+
+
+def counts(model: Path, draft: str, shape: Speculation) -> tuple[list[list[int]], int, list[int]]:
+    """Answers, how much was drafted, and how much of it was accepted at each depth."""
+    llm = LLM(str(model), draft, dtype="float32", speculation=shape)
+    answers = [r.outputs[0].token_ids for params in PARAMS for r in llm.generate(list(PROMPTS[:3]), params)]
+    return answers, llm.stats.num_drafted, list(llm.stats.accepted_at_depth)
+
+
+@pytest.fixture(scope="module")
+def wide_targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    place = tmp_path_factory.mktemp("wide")
+
+    def make(way: str) -> Path:
+        return widen(str(STORIES), place / way.replace(" ", "-"), WAYS[way])
+
+    return make
+
+
+CASES = [
+    pytest.param(kind, way, marks=[] if (kind, way) in SHORT else pytest.mark.full) for kind in MAKERS for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_the_guesses_are_those_of_the_source(
+    kind: str, way: str, wide_targets: Callable[[str], Path], tmp_path: Path
+) -> None:
+    draft, wide = MAKERS[kind](tmp_path / "narrow"), wide_targets(way)
+    spec = widen_drafter(draft, str(STORIES), wide, WAYS[way])
+    assert widen_drafter(draft, str(STORIES), wide, WAYS[way]) == spec
+    shape = Speculation(3, 2, 6)
+    narrow_counts, wide_counts = counts(STORIES, draft, shape), counts(wide, str(spec), shape)
+    assert wide_counts == narrow_counts
+    assert sum(wide_counts[2]) > 0
+    made = Blueprint.of(str(wide)).config.hidden
+    tensors = load_file(wide / spec.name / "model.safetensors")
+    assert max(max(tensor.shape) for tensor in tensors.values()) >= made
+    shutil.rmtree(wide / spec.name)
+
+
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit"])
+def test_a_wrong_widening_guesses_otherwise(
+    kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind is caught where what it adds to a stream leaks into the channels that must stay 0."""
+    draft, wide = MAKERS[kind](tmp_path / "narrow"), wide_targets("exact")
+    plain_make = module.KINDS[spec_name(draft)]
+
+    def leaking(folder: str, plan: Plan) -> WideDrafter:
+        return replace(plain_make(folder, plan), writers=())
+
+    monkeypatch.setattr(module, "KINDS", {**module.KINDS, spec_name(draft): leaking})
+    spec = widen_drafter(draft, str(STORIES), wide, WAYS["exact"])
+    shape = Speculation(3)
+    assert counts(wide, str(spec), shape)[1:] != counts(STORIES, draft, shape)[1:]
+    shutil.rmtree(wide / spec.name)
+
+
+def test_a_record_goes_along_without_times_and_auto_finds_it(
+    wide_targets: Callable[[str], Path], tmp_path: Path
+) -> None:
+    draft, wide = MAKERS["early-exit"](tmp_path / "narrow"), wide_targets("exact")
+    own = Blueprint.of(str(STORIES)).weights_digest()
+    record = DrafterRecord("early-exit", "2:", own, 1.0, (0.6,), (1.6, 1.9), 1.3)
+    (tmp_path / "narrow" / RECORD).write_text(record.text())
+    spec = widen_drafter(draft, str(STORIES), wide, WAYS["exact"])
+    target = Blueprint.of(str(wide))
+    real = widened_tap(Plan.of(str(STORIES), WAYS["exact"], 0), 2)
+    assert str(spec) == f"early-exit:{real}:{wide / 'early-exit'}"
+    expected = replace(record, argument=f"{real}:", target=target.weights_digest(), speed_up=None)
+    assert DrafterRecord.read(wide / "early-exit") == expected
+    assert settled(parse_spec("auto"), target) == spec
+    shutil.rmtree(wide / "early-exit")
+
+
+def test_what_cannot_be_widened_is_refused(wide_targets: Callable[[str], Path], tmp_path: Path) -> None:
+    wide, way = wide_targets("exact"), WAYS["exact"]
+    for draft in ("suffix", f"model:{STORIES}", "medusa"):
+        with pytest.raises(InvalidRequest, match="reads no states of the target: widen one of eagle"):
+            widen_drafter(draft, str(STORIES), wide, way)
+    with pytest.raises(InvalidRequest, match="no weights of its own"):
+        widen_drafter("early-exit:2", str(STORIES), wide, way)
+    draft = MAKERS["medusa"](tmp_path / "narrow")
+    with pytest.raises(InvalidRequest, match="leave it as it is"):
+        widen_drafter(draft, str(STORIES), wide, replace(way, vocab_size=600))
+    (wide / "medusa").mkdir()
+    with pytest.raises(InvalidRequest, match="exists and is not this drafter"):
+        widen_drafter(draft, str(STORIES), wide, way)
+    (wide / "medusa").rmdir()
+
+
+def spec_name(draft: str) -> str:
+    """The drafter's name."""
+    return parse_spec(draft).name
