@@ -21,6 +21,7 @@ LARGEST_UNIT = 1e12
 OUTLIER = 4.0  # times what was expected: a busy machine, not a price
 LEVEL_SHARE = 0.05  # of a round's surprise that the level takes; less than sizes take, whose errors it would hide
 LATEST = 12  # passes of a size that count
+LONG_UNSEEN = 64  # passes of other sizes, behind which what is known of a size counts as one pass
 NO_TIME_S = 1e-9
 SHORT_BITS = 11  # texts of fewer than 2,048 tokens together are priced together; then each doubling for itself
 CLEAR, CHANGED = 3, 1.5  # so many rounds in a row that take so many times more, or less, are a change
@@ -166,6 +167,7 @@ class Level:
 
     factor: float = 1.0
     recent: list[float] = field(default_factory=list)
+    num_jumps: int = 0  # times that it changed at once
 
     def record(self, surprise: float) -> bool:
         """Learn from what was taken over what was expected at this level; whether that is near what is usual now."""
@@ -173,6 +175,7 @@ class Level:
         ratios = [each / self.factor for each in self.recent]
         if len(ratios) == CLEAR and (min(ratios) > CHANGED or max(ratios) < 1 / CHANGED):
             self.factor = sorted(self.recent)[CLEAR // 2]
+            self.num_jumps += 1
         elif 1 / CHANGED <= surprise <= CHANGED:
             self.factor *= surprise**LEVEL_SHARE
         return 1 / CHANGED <= self.recent[-1] / self.factor <= CHANGED
@@ -180,20 +183,30 @@ class Level:
 
 @dataclass(slots=True)
 class Size:
-    """Seconds of passes of a size at the usual level; `odd` is the last one's if that was far from it."""
+    """Seconds of passes of a size at the usual level; `odd_s` are the last ones' that were far from it.
+
+    `num_jumps` is how often the level had changed at once when this size was last seen.
+    """
 
     usual_s: float
+    num_jumps: int
     num_seen: int = 1
-    odd_s: float = 0.0
+    odd_s: list[float] = field(default_factory=list)
+    last: int = 0  # pass of this size, counting those of all sizes
 
-    def record(self, taken_s: float, is_usual: bool) -> None:
-        """Learn from a pass. What is far from usual counts if it comes twice."""
-        if not is_usual and not self.odd_s / CHANGED < taken_s < self.odd_s * CHANGED:
-            self.odd_s = taken_s
-            return
+    def record(self, taken_s: float, is_usual: bool, number: int) -> None:
+        """Learn from a pass. What is far from usual counts if it comes CLEAR times; what is old counts little."""
+        if number - self.last > LONG_UNSEEN:
+            self.num_seen = 1
+        self.last = number
+        if not is_usual:
+            alike = [each for each in self.odd_s if each / CHANGED < taken_s < each * CHANGED]
+            self.odd_s = [*alike, taken_s]
+            if len(self.odd_s) < CLEAR:
+                return
         self.num_seen = min(self.num_seen + 1, LATEST) if is_usual else 1
         self.usual_s += (taken_s - self.usual_s) / self.num_seen
-        self.odd_s = 0.0
+        self.odd_s = []
 
 
 @dataclass(slots=True)
@@ -207,6 +220,8 @@ class PassCost:
     line: LinearCost = field(default_factory=LinearCost)
     level: Level = field(default_factory=Level)
     sizes: dict[int, Size] = field(default_factory=dict)
+    num_jumps: int = 0  # of the level, when the line began
+    num_passes: int = 0
 
     @property
     def known(self) -> bool:
@@ -216,25 +231,40 @@ class PassCost:
     def expect(self, num_tokens: int) -> float:
         """Seconds with so many tokens; 0 as long as nothing was seen."""
         own = self.sizes.get(size_class(num_tokens))
-        return self.level.factor * (own.usual_s if own else self.line.expect(num_tokens))
+        if own is None or (own.num_jumps != self.level.num_jumps and self.line_holds(num_tokens)):
+            return self.level.factor * self.line.expect(num_tokens)
+        return self.level.factor * own.usual_s
+
+    def line_holds(self, num_tokens: int) -> bool:
+        """Whether the line says something of this size, going by what was seen since the level changed."""
+        return self.num_jumps == self.level.num_jumps and self.line.knows(num_tokens)
 
     def record(self, num_tokens: int, taken_s: float) -> bool:
-        """Learn from a round; whether it took much less than was expected."""
+        """Learn from a round; whether it took much less than was expected.
+
+        What changes the level may change what sizes cost beside each other: each is learned anew.
+        """
+        self.num_passes += 1
         size, expected_s = size_class(num_tokens), self.expect(num_tokens)
         own = self.sizes.get(size)
+        if own is not None and own.num_jumps != self.level.num_jumps:
+            own = None
         is_usual = own is None or self.level.record(taken_s / max(NO_TIME_S, expected_s))
         at_level_s = taken_s / self.level.factor
-        if own is None:
-            self.sizes[size] = Size(at_level_s)
+        if own is None or own.num_jumps != self.level.num_jumps:
+            self.sizes[size] = Size(at_level_s, self.level.num_jumps, last=self.num_passes)
         else:
-            own.record(at_level_s, is_usual)
+            own.record(at_level_s, is_usual, self.num_passes)
+        if self.num_jumps != self.level.num_jumps:
+            self.line, self.num_jumps = LinearCost(), self.level.num_jumps
         if is_usual:
             self.line.record(num_tokens, at_level_s)
         return taken_s * CHANGED < expected_s
 
     def copy(self) -> PassCost:
         """The same beliefs, held lightly: what is measured soon outweighs them. The level is the same one."""
-        return PassCost(replace(self.line), self.level, {size: Size(own.usual_s) for size, own in self.sizes.items()})
+        sizes = {size: Size(own.usual_s, own.num_jumps) for size, own in self.sizes.items()}
+        return PassCost(replace(self.line), self.level, sizes, self.num_jumps)
 
 
 class Kind(NamedTuple):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -13,8 +14,9 @@ from forerun.config import Speculation
 from forerun.draft.base import MERGED, Budget, Outlook
 from forerun.economy import Kind, PassCosts
 from forerun.engine.arms import LONGEST, RETRY, TRIES, Arm, Arms, Rest
+from forerun.engine.choices import Drafts
 from forerun.engine.controller import Load, slots_of
-from forerun.engine.measured import Drafts, MeasuredDepth
+from forerun.engine.measured import MeasuredDepth
 
 
 def used() -> Rest:
@@ -163,26 +165,34 @@ def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:
         assert share_of_best(world, list(rounds(MeasuredDepth(), world, count, batch))) >= 0.93
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (World([0.8], [0.005]), World([0.1], [0.005], compute_bound)),
-        (World([0.05], [0.02], compute_bound), World([0.9], [0.02])),
-        (World([0.8], [0.005]), World([0.8], [0.005], lambda n: 0.2 + 0.1 * n)),
-        (World([0.8], [0.005]), World([0.8], [0.05])),
-        (World([0.8], [0.005]), World([0.8], [0.01], lambda n: 0.2)),
-        (World([0.9, 0.3], [0.005, 0.01], merged=0.9), World([0.1, 0.8], [0.005, 0.01], merged=0.8)),
-    ],
-    ids=["guesses fail", "guesses come right", "passes get dear", "drafts get dear", "a busy machine", "arms change"],
-)
-def test_it_follows_changes(before: World, after: World, batch: int) -> None:
-    """A change in the middle of the texts: near the best within 200 rounds, and soon as good as ever."""
-    controller = calibrated(before, batch)
-    assert share_of_best(before, list(rounds(controller, before, 1500, batch))) >= 0.97
-    then = list(rounds(controller, after, 1500, batch, seed=10))
-    assert share_of_best(after, then[200:]) >= 0.94
-    assert share_of_best(after, then[800:]) >= 0.97
+CHANGES = {
+    "guesses fail": (World([0.8], [0.005]), World([0.1], [0.005], compute_bound)),
+    "guesses come right": (World([0.05], [0.02], compute_bound), World([0.9], [0.02])),
+    "passes get dear": (World([0.8], [0.005]), World([0.8], [0.005], lambda n: 0.2 + 0.1 * n)),
+    "drafts get dear": (World([0.8], [0.005]), World([0.8], [0.05])),
+    "a busy machine": (World([0.8], [0.005]), World([0.8], [0.01], lambda n: 0.2)),
+    "arms change": (
+        World([0.9, 0.3], [0.005, 0.01], merged=0.9),
+        World([0.1, 0.8], [0.005, 0.01], merged=0.8),
+    ),
+    "experts": (World([0.7], [0.005]), World([0.6], [0.01], of_experts)),
+    "other shapes of cost": (World([0.6], [0.01], of_experts), World([0.75], [0.01], in_blocks)),
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("batch", "count", "num_texts"), [(1, 5000, 3), (8, 3000, 1)])
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_follows_changes(name: str, batch: int, count: int, num_texts: int) -> None:
+    """There and back: in every regime near the best, its first rounds among them. Chance decides much at batch 1."""
+    before, after = CHANGES[name]
+    shares: list[list[float]] = [[], [], []]
+    for seed in range(num_texts):
+        controller = calibrated(before, batch)
+        for turn, world in enumerate((before, after, before)):
+            played = list(rounds(controller, world, count, batch, seed=3 * seed + turn))
+            shares[turn].append(share_of_best(world, played))
+    assert min(map(statistics.mean, shares)) >= 0.97, f"shares by regime: {shares}"
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -25,12 +25,15 @@ TRIES = 6  # rounds in which every arm is tried at first
 FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # guesses of a row for which an arm is tried: at first, and later
 RETRY = 24  # rounds out of use after which one is tried again
 SHORTEST, LONGEST = 6, 256  # the same behind a trial, by what it cost
-VAIN = 2  # times that this is doubled, while trials show nothing new
+VAIN = 1  # times that this is doubled, while trials show nothing new
 BEHIND = 16  # unread tokens of one sequence above which a member's time is that of its text
+AGAIN = 2  # rounds in which it is tried again where something has changed
 MANY_ROWS = 3  # that count for a round each
 SOON = 2  # the same behind a trial that went well
 SAMPLED = 8.0  # guesses at each depth that what a calibration counted weighs as
 CHANGED_GUESSES = 1.0  # the same where something has changed
+SURPRISED, SURPRISING = 0.9, 3.0  # what counts of earlier rounds, and how many deviations are no chance
+SCATTER = 2.5  # variance of accepted guesses over their number, in chains of such depths as pay
 COVER_SHARE = 0.05  # of a round, in what is known of how many rows an arm can draft
 LONG_AGO = 8.0  # guesses that all counts together weigh as behind a long rest
 NO_COST_S = 2e-5  # of drafting, below which it does not matter by how much it changes
@@ -92,8 +95,9 @@ class Rest:
         return self.new or self.rested >= (SOON if self.hopeful else self.patience)
 
     def wake(self) -> None:
-        """Something has changed: the next trial is soon."""
+        """Something has changed: it is tried again as if it were new, in fewer rounds."""
         self.patience, self.vain = min(RETRY, self.patience), 0
+        self.num_rounds = min(self.num_rounds, TRIES - AGAIN)
 
     def count(self, num_rows: int, patience: int | None, hopeful: bool = False) -> None:
         """Learn from a round in which it drafted so many rows.
@@ -111,6 +115,23 @@ class Rest:
 
 
 @dataclass(slots=True)
+class Surprise:
+    """Whether far more or far fewer guesses are accepted of late than was expected of them."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def record(self, num_accepted: int, expected: float) -> bool:
+        """Learn from a round; True where chance does not explain what was accepted, once for each time."""
+        self.accepted = SURPRISED * self.accepted + num_accepted
+        self.expected = SURPRISED * self.expected + expected
+        far = (self.accepted - self.expected) ** 2 > SURPRISING**2 * SCATTER * (1 + max(self.accepted, self.expected))
+        if far:
+            self.accepted = self.expected = 0.0
+        return far
+
+
+@dataclass(slots=True)
 class Arm:
     """The measurements of an arm. Counts fade with its own rounds; an arm that is not used keeps its measurements."""
 
@@ -123,6 +144,7 @@ class Arm:
     drafts: dict[int, LinearCost] = field(default_factory=dict)  # seconds by depth, for so many rows
     level: Level = field(default_factory=Level)
     reading_s: float = 0.0  # for a token of unread text
+    surprise: Surprise = field(default_factory=Surprise)
     covered: float = 1.0  # of the rounds, in how many it has anything to draft
 
     @property

@@ -9,33 +9,32 @@ with a fixed depth is drafted so far, and only the arm is chosen.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
-from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
-from forerun.economy import NO_TIME_S, Kind, PassCost, PassCosts, damped
+from forerun.draft.base import Budget, Draft, Outlook
+from forerun.economy import Kind, PassCosts, damped
 from forerun.engine.advice import Advice
 from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
+from forerun.engine.choices import Choice, Drafts, Ways, best_of, fallbacks, sets, tokens_of
 from forerun.engine.controller import FixedDepth, Load, fitting
 from forerun.engine.forecast import forecast
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
-MANY = 5  # members, above which sets of some of them are not looked at
 HYSTERESIS = 1.015  # how many times as good a round must be for the ways of the last one to be left
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 WORSE = 0.75  # of what rounds were worth: something has changed
+HOPEFUL_GUESSES = 3.0  # that what is known of an arm weighs as behind a trial that was better than was thought
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
+OTHER_DEPTH = -2  # on trial: what is drafted, half or twice as deep; -1 is drafting nothing
+AWAKE = 64  # rounds behind a change before which another one is not seen as new
 HOLD = 8  # rounds for which a plan is held at most
-
-Ways = Mapping[int, Way]
-Choice = Sequence[tuple[Way, int] | None]  # a way and its depth, for every row
 
 
 @dataclass(slots=True)
@@ -44,37 +43,6 @@ class Planned:
 
     choice: Choice
     tokens_per_s: float
-
-
-@dataclass(slots=True)
-class Drafts:
-    """The drafts of a round that is being planned: how deep each row is, what they give and what they take."""
-
-    arms: Arms
-    depths: list[int]
-    num_tokens: int  # in the target's pass
-    gain: float
-    deepest: dict[int, int] = field(default_factory=dict)  # by member
-    num_rows: dict[int, int] = field(default_factory=dict)
-    num_unread: dict[int, int] = field(default_factory=dict)
-
-    def deepen(self, row: int, way: Way, depth: int, gain: float) -> None:
-        """Draft a row so far, which adds so many accepted guesses."""
-        before, self.depths[row] = self.depths[row], depth
-        self.num_tokens += way.nodes(depth) - way.nodes(before)
-        self.gain += gain
-        for member in way.members:
-            self.deepest[member] = max(depth, self.deepest.get(member, 0))
-            if before == 0:
-                self.num_rows[member] = self.num_rows.get(member, 0) + 1
-                self.num_unread[member] = self.num_unread.get(member, 0) + way.num_unread.get(member, 0)
-
-    def tokens_per_s(self, passes: PassCost) -> float:
-        """Tokens that the round gives, over the time that it takes."""
-        taken_s = passes.expect(self.num_tokens)
-        for member, depth in self.deepest.items():
-            taken_s += self.arms.arms[member].cost_s(depth, self.num_rows[member], self.num_unread[member])
-        return self.gain / max(NO_TIME_S, taken_s)
 
 
 @dataclass
@@ -87,7 +55,10 @@ class MeasuredDepth:
     plain: Rest = field(default_factory=Rest)
     taken: dict[int, tuple[Way, int] | None] = field(default_factory=dict)  # by sequence, in the last round planned
     possible: frozenset[int] = frozenset()  # arms of that round
-    tried: int | None = None  # the arm that is on trial in it; -1 for drafting nothing
+    tried: int | None = None  # the arm that is on trial in it; -1 for drafting nothing, OTHER_DEPTH
+    other_depth: Rest = field(default_factory=lambda: Rest(num_rounds=TRIES))
+    deeper: bool = False  # whether the last depth that was tried was twice what is drafted, not half of it
+    awake: int = AWAKE  # rounds since something changed
     patience: int = 0  # rounds that the next trial of it has to wait
     pending: bool = False  # whether that round's outcome is still to come
     wanted: Sequence[Sequence[Budget]] = ()
@@ -167,15 +138,23 @@ class MeasuredDepth:
     def begin(self) -> None:
         """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
         self.taken, self.pending, self.held, self.usual, self.plain = {}, False, HOLD, 0.0, Rest(num_rounds=TRIES)
+        self.other_depth = Rest(num_rounds=TRIES)
         self.arms.begin()
 
     def watch(self, tokens_per_s: float) -> None:
         """Try everything soon where rounds are worth much less than they were."""
+        self.awake += 1
         if tokens_per_s < WORSE * self.usual:
             self.usual = tokens_per_s
+            self.wake()
+        self.usual += (tokens_per_s - self.usual) / 8
+
+    def wake(self) -> None:
+        """Something has changed: try everything soon, unless that was done a short while ago."""
+        if self.awake >= AWAKE:
+            self.awake, self.held = 0, HOLD
             self.plain.wake()
             self.arms.wake()
-        self.usual += (tokens_per_s - self.usual) / 8
 
     def reason(self) -> str:
         """What was chosen for the last round and why, for one row; empty where there was nothing to choose."""
@@ -211,7 +190,7 @@ class MeasuredDepth:
     def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways], num_prompt_tokens: int = 0) -> Planned:
         """The choice for these rows."""
         best = max(self.plans(rows, num_prompt_tokens), key=lambda planned: planned.tokens_per_s)
-        self.tried = self.trial(rows)
+        self.tried = self.trial(rows, best.choice)
         if self.tried is not None:
             choice = self.on_trial(best.choice, rows, self.tried)
             dearer = best.tokens_per_s / self.tokens_per_s(choice, num_prompt_tokens) - 1
@@ -279,15 +258,19 @@ class MeasuredDepth:
                 return None
         return Planned(choice, self.tokens_per_s(choice, num_prompt_tokens))
 
-    def trial(self, rows: Sequence[Ways]) -> int | None:
-        """An arm that is due for a trial; -1 for drafting nothing, where some row is free to."""
+    def trial(self, rows: Sequence[Ways], best: Choice) -> int | None:
+        """An arm that is due for a trial; -1 for drafting nothing, where some row is free to; or OTHER_DEPTH."""
         if self.plain.due and any(way.free for own in rows for way in own.values()):
             return -1
-        return next((arm for arm in sorted(self.possible) if self.arms.arms[arm].rest.due), None)
+        due = next((arm for arm in sorted(self.possible) if self.arms.arms[arm].rest.due), None)
+        return OTHER_DEPTH if due is None and self.other_depth.due and any(best) else due
 
     def on_trial(self, best: Choice, rows: Sequence[Ways], arm: int) -> Choice:
         """The best choice, but for the rows that try the arm: one of them, or at first all that are free to."""
         choice = list(best)
+        if arm == OTHER_DEPTH:
+            self.deeper = not self.deeper
+            return [each and self.otherwise(*each) for each in choice]
         for row, own in enumerate(rows):
             if arm == -1:
                 choice[row] = None if all(way.free for way in own.values()) else choice[row]
@@ -298,6 +281,11 @@ class MeasuredDepth:
                 if not new:
                     break
         return choice
+
+    def otherwise(self, way: Way, depth: int) -> tuple[Way, int]:
+        """The same way, twice or half as deep where the row is free to."""
+        other = min(2 * depth, way.budget.depth) if self.deeper else max(1, depth // 2)
+        return (way, other) if way.free else (way, depth)
 
     def record(self, outcome: Outcome) -> None:
         """Learn from the round of the last choice."""
@@ -334,12 +322,20 @@ class MeasuredDepth:
         """Learn how many guesses were accepted, and who was in use; `cheap`: the pass took less than was thought."""
         for arm in self.possible:
             learned, own = self.arms.arms[arm], [(row, way) for row, way in taken if way.budget.arm == arm]
+            expected = sum(sum(way.survival[: row.num_drafted]) for row, way in own)
+            accepted = sum(row.accepted for row, _ in own)
             if own:
                 learned.count(own)
-            expected = sum(sum(way.survival[: row.num_drafted]) for row, way in own)
-            hopeful = arm == self.tried and sum(row.accepted for row, _ in own) > expected + 1
+                if learned.surprise.record(accepted, expected):
+                    self.wake()
+            hopeful = arm == self.tried and accepted > expected + 1
             learned.rest.count(len(own), self.patience if arm == self.tried else None, hopeful)
+            if hopeful and not learned.rest.new:
+                learned.rest.wake()
+                learned.acceptance.limit(HOPEFUL_GUESSES)
         if self.possible:
+            tried = self.tried == OTHER_DEPTH
+            self.other_depth.count(1 if tried else 0, self.patience if tried else None, cheap and tried)
             tried = self.tried == -1
             self.plain.count(0 if taken else 1, self.patience if tried else None, cheap and tried)
 
@@ -353,36 +349,8 @@ class MeasuredDepth:
         self.arms.time(taken, outcome, self.planning_s)
         if outcome.num_prompt_tokens:
             return False
-        kind = self.kind(len(outcome.rows), [way for way, _ in taken])
-        return self.costs.record(kind, outcome.num_tokens, outcome.pass_s + outcome.verdict_s)
-
-
-def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:
-    """The sets of members that are looked at, small ones first, none at all before them."""
-    sizes = range(len(members) + 1) if len(members) <= MANY else (0, 1, len(members))
-    return (frozenset(chosen) for size in sizes for chosen in itertools.combinations(members, size))
-
-
-def tokens_of(choice: Choice) -> float:
-    """What a round of this choice gives."""
-    return float(len(choice)) + sum(sum(each[0].survival[: each[1]]) for each in choice if each is not None)
-
-
-def best_of(own: Ways, among: frozenset[int] | range, merging: bool) -> Way | None:
-    """The way with the most gain among those that these members can draft, the first of several; None if none.
-
-    A row that must be drafted has a way in every set.
-    """
-    possible = [way for way in own.values() if merging or len(way.members) == 1]
-    inside = [way for way in possible if way.members <= frozenset(among)]
-    forced = [way for way in possible or own.values() if not way.free]
-    return max(inside or forced, key=lambda way: way.gain, default=None)
-
-
-def fallbacks(taken: tuple[Way, int] | None, own: Ways) -> list[Budget]:
-    """The budget that was chosen; behind a merged one, which takes the most room, that of its best member."""
-    if taken is None:
-        return [NO_DRAFT]
-    way, depth = taken
-    single = best_of(own, way.members, merging=False) if len(way.members) > 1 else None
-    return [way.to(depth)] + ([single.to(min(depth, single.budget.depth))] if single else [])
+        kind, before = self.kind(len(outcome.rows), [way for way, _ in taken]), self.costs.level.num_jumps
+        cheap = self.costs.record(kind, outcome.num_tokens, outcome.pass_s + outcome.verdict_s)
+        if self.costs.level.num_jumps != before:
+            self.wake()
+        return cheap
