@@ -8,7 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.fields import Fields
 from forerun.llm import LLM
+from forerun.models.block import MASKED, BlockDecoder, plan_block_drafter
+from forerun.models.block_layout import BlockTensors
+from forerun.models.config import ModelConfig
 from forerun.models.eagle import plan_layer
 from forerun.models.eagle_layer import EagleDecoder
 from forerun.models.loading import Blueprint
@@ -119,6 +123,95 @@ def first_eagle_of(source: Path, folder: Path, bias: bool = True, **keys: object
     config = EAGLE_CONFIG | {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "bias": bias}
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": target.config.vocab_size} | keys))
     return folder
+
+
+def block_of(source: Path, folder: Path, num_ids: int = 0, **keys: object) -> Path:
+    """A block drafter of random layers that is right now and then: what stands on their states is fitted.
+
+    This is the Markov head or the selector, or with `num_ids` a head of its own over the most frequent tokens.
+    """
+    target, dice = Blueprint.of(str(source), dtype="float32"), torch.Generator().manual_seed(1)
+    config = BLOCK_CONFIG | {"hidden_size": target.config.hidden, "vocab_size": target.config.vocab_size} | keys
+    said = torch.tensor([token for text in texts(source) for token in text])
+    ids = torch.arange(target.config.vocab_size)
+    tensors = {"norm.weight": torch.full((target.config.hidden,), 0.2)}
+    if num_ids:
+        ids = torch.bincount(said, minlength=len(ids)).argsort(descending=True, stable=True)[:num_ids].sort().values
+        config["draft_vocab_size"] = num_ids
+        tensors["d2t"] = ids - torch.arange(num_ids)
+        tensors["lm_head.weight"] = torch.zeros(num_ids, target.config.hidden)
+    tensors = written_block(folder, config, tensors, target.config, dice)
+    states, before, after = seen_blocks(source, folder, target)
+    sought = 20 * (after[:, None] == ids).float()
+    for name, features in (
+        ("lm_head.weight", lambda: states),
+        ("markov_head.markov_w2.weight", lambda: tensors["markov_head.markov_w1.weight"][before]),
+        ("candidate_selector.successor_codebook", lambda: paired(tensors, states, before)),
+    ):
+        if name in tensors:
+            tensors[name] = torch.linalg.lstsq(features(), sought).solution.T
+            break
+    written_block(folder, config, tensors, target.config, dice)
+    return folder
+
+
+def paired(tensors: dict[str, Tensor], states: Tensor, before: Tensor) -> Tensor:
+    """What a selector multiplies with the successors' codebook."""
+    projected = states @ tensors["candidate_selector.hidden_projection.weight"].T
+    return tensors["candidate_selector.predecessor_codebook"][before] * projected
+
+
+def seen_blocks(source: Path, folder: Path, target: Blueprint) -> tuple[Tensor, Tensor, Tensor]:
+    """The states behind the guessing places of blocks in the target's texts, and the tokens before and after them."""
+    planned, host = plan_block_drafter(str(folder), target), target.load(4096)
+    block, (runner, _) = planned.tensors.config, planned.load(4096, 512, host.decoder)
+    assert isinstance(runner.decoder, BlockDecoder)
+    found, before, after = [], [], []
+    for seq_id, text in enumerate(texts(source)):
+        taps = host.read([Read(seq_id, text)], taps=block.taps).taps
+        assert taps is not None
+        for root in range(3, len(text) - block.block_size, 3):
+            runner.read([Read(seq_id, text[root - 3 : root])], inputs=runner.decoder.fuse(taps[root - 3 : root]))
+            runner.keep([seq_id], [range(3)])
+            places = [text[root], *[MASKED] * (block.block_size - 1)]
+            states = runner.decoder.states(runner.read([Read(seq_id, places)]).hidden)[block.first :]
+            runner.drop([seq_id])
+            found.append(states)
+            before += text[root : root + len(states)]
+            after += text[root + 1 : root + 1 + len(states)]
+        host.release([seq_id])
+        runner.release([seq_id])
+    return torch.cat(found), torch.tensor(before), torch.tensor(after)
+
+
+BLOCK_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "dflash_config": {"target_layer_ids": [0, 2, 4], "block_size": 5},
+}
+
+
+def written_block(
+    folder: Path, config: dict[str, object], tensors: dict[str, Tensor], of: ModelConfig, dice: torch.Generator
+) -> dict[str, Tensor]:
+    """Write a folder with these fields; tensors that are not given are random, gains near 1. Gives all of them."""
+    own = BlockTensors.of(Fields(folder, config), of, "the target", tensors)
+    drawn = {}
+    for name, shape in own.shapes().items():
+        noise = torch.randn(shape, generator=dice)
+        drawn[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else noise / shape[-1] ** 0.5
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {name: tensor.contiguous() for name, tensor in (drawn | tensors).items()}
+    save_file(found, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return found
 
 
 EAGLE_CONFIG = {

@@ -15,7 +15,7 @@ import pytest
 from documented import PHRASES, phrase_drafter, similar_place_drafter
 
 from draft.adapters import adapter_of
-from draft.heads import eagle_of, first_eagle_of, heads_of
+from draft.heads import block_of, eagle_of, first_eagle_of, heads_of
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
 from forerun.draft.build import plan_drafter
@@ -32,6 +32,7 @@ VOCAB = 512
 DTYPES = ("float32", "bfloat16", "float16")
 EVERY_DTYPE = [*DTYPES[:2], pytest.param("float16", marks=pytest.mark.full)]
 COPIES = TemporaryDirectory()
+HEADS = {"markov_rank": 32, "enable_confidence_head": True, "causal": True, "sample_from_anchor": True}
 copied = partial(byte_level_copy, SMALL)
 
 DRAFTERS = {
@@ -50,6 +51,8 @@ DRAFTERS = {
     "hydra": f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'hydra', 3, hydra=True)}",
     "eagle": f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'eagle')}",
     "eagle-1": f"eagle:{first_eagle_of(TARGET, Path(COPIES.name) / 'eagle-1')}",
+    "block": f"block:{block_of(TARGET, Path(COPIES.name) / 'block', 400)}",
+    "block:heads": f"block:{block_of(TARGET, Path(COPIES.name) / 'heads', **HEADS)}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",

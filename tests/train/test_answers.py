@@ -12,11 +12,14 @@ from torch import Tensor
 from forerun.cache.paged import PagedCache
 from forerun.config import Speculation
 from forerun.draft.base import Committed
+from forerun.draft.model.block import BlockDrafter
 from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
+from forerun.models.block import BlockDecoder
+from forerun.models.block_layout import CONFIDENCE, MARKOV_W2, SUCCESSORS
 from forerun.models.decoder import Hidden, TokenBatch
 from forerun.models.eagle import EagleDecoder
 from forerun.models.loading import Blueprint
@@ -26,6 +29,7 @@ from forerun.train.adapter import AdapterStudent
 from forerun.train.answer_cache import AnswerCache
 from forerun.train.answers import TRAINED, AnswerSource
 from forerun.train.base import TargetText, TextBatch
+from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent, DraftShape
 from forerun.train.eagle import EagleStudent
 from forerun.train.medusa import MedusaStudent
@@ -282,6 +286,75 @@ def test_eagle_reads_in_training_what_it_reads_when_serving(
         num_guesses += any(close[1:])
     assert final >= set(range(len(text.tokens) - 2))
     assert num_guesses > 10
+
+
+@pytest.mark.parametrize("shape", [BlockShape(1, 48, 5), BlockShape(1, 48, 5, selector_rank=8)])
+def test_a_block_reads_in_training_what_it_reads_when_serving(
+    source: AnswerSource, shape: BlockShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of all text before a root, to the bit, and from them the same block, guess by guess."""
+    student = BlockStudent.fresh(Blueprint.of(str(STORIES)), shape, 0)
+    dice = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name in {MARKOV_W2, SUCCESSORS, CONFIDENCE} & set(student.weights):
+            student.weights[name].copy_(torch.randn(student.weights[name].shape, generator=dice))
+    student.write(student.weights, tmp_path)
+    read: list[Tensor] = []
+    drawn: list[tuple[Tensor, Tensor]] = []
+    plain_fuse, plain_states = BlockDecoder.fuse, BlockDecoder.states
+
+    def fusing(own: BlockDecoder, states: Tensor) -> Tensor:
+        read.append(states.clone())
+        return plain_fuse(own, states)
+
+    def noting(own: BlockDecoder, hidden: Tensor) -> Tensor:
+        drawn.append((torch.cat(read), plain_states(own, hidden)))
+        return drawn[-1][1]
+
+    monkeypatch.setattr(BlockDecoder, "fuse", fusing)
+    monkeypatch.setattr(BlockDecoder, "states", noting)
+    small = source_of(source.data, SETTINGS, student)
+    text = small.of_step(0, quiet)[0]
+    llm, tokens = served(student.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)
+    assert tuple(tokens) == text.tokens
+    batch = TextBatch.of([text, *small.of_step(1, quiet)])
+    states, predicted = student.states(batch, batch.roots)[0], student.predict(batch, None)
+    assert len(drawn) > 5
+    for shown, found in drawn:
+        root = len(shown)
+        assert torch.equal(shown, batch.taps[0, :root])
+        assert torch.allclose(found, states[root - batch.first_root, : len(found)], atol=1e-4)
+    assert isinstance(llm.drafter, BlockDrafter)
+    heads, head = llm.drafter.heads, llm.engine.runner.decoder.head
+    assert heads.after is not None
+    assert heads.confidence is not None
+    for root in range(batch.first_root, len(text.tokens) - 6):
+        own, before = states[root - batch.first_root], torch.tensor(text.tokens[root : root + 5])
+        for depth, logits in enumerate(heads.after(head(own), own, before)):
+            assert torch.allclose(predicted.logits[depth][0, root - batch.first_root], logits, atol=1e-3)
+        told = torch.stack([each[0, root - batch.first_root] for each in predicted.confidence]).sigmoid()
+        assert torch.allclose(told, heads.confidence(own, before), atol=1e-5)
+    llm.close()
+    small.llm.close()
+
+
+def test_a_block_learns_from_some_roots_of_every_answer(source: AnswerSource) -> None:
+    """As many as guess each token about once, others in other steps; the confidence's loss is in the step's."""
+    student = BlockStudent.fresh(Blueprint.of(str(STORIES)), BlockShape(1, 48, 5), 0)
+    small = source_of(source.data, SETTINGS, student)
+    batch = TextBatch.of(small.of_step(0, quiet))
+    small.llm.close()
+    found = [student.predict(batch, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert torch.equal(found[0].roots, found[1].roots)
+    assert not torch.equal(found[0].roots, found[2].roots)
+    for text, own in zip(batch.texts, found[0].roots.tolist(), strict=True):
+        assert len(set(own)) == len(own) == -(-batch.roots.shape[1] // 5)
+        assert len(set(own) & set(text.roots)) == min(len(own), len(text.roots))
+    whole = student.predict(batch, None)
+    for prediction in found:
+        places = prediction.roots - batch.first_root
+        for logits, every in zip(prediction.logits, whole.logits, strict=True):
+            assert torch.allclose(logits, every[torch.arange(len(places))[:, None], places], atol=1e-4)
 
 
 def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(

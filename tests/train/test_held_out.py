@@ -1,5 +1,6 @@
 """What held-out answers say of a drafter is what an engine that serves it counts."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,14 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft.heads import eagle_of, heads_of
+from draft.heads import block_of, eagle_of, heads_of
 from forerun.accept.outcome import Outcome
 from forerun.config import Speculation
 from forerun.engine.controller import FixedDepth
+from forerun.fields import Fields
 from forerun.llm import LLM
+from forerun.models.block_layout import BlockTensors
 from forerun.models.loading import Blueprint
 from forerun.train.adapter import AdapterStudent
 from forerun.train.base import Student
+from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent
 from forerun.train.eagle import EagleStudent
 from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
@@ -27,6 +31,10 @@ from train.material import STORIES, objective_of, quiet, read_prompts, source_of
 
 DEPTH = 4
 DRAFT = STORIES.parent / "stories280k"
+BLOCKS = {
+    "block": {"markov_rank": 32, "enable_confidence_head": True, "block_size": 4, "sample_from_anchor": True},
+    "block, causal, selector": {"selector_rank": 32, "selector_top_k": 200, "block_size": 4, "causal": True},
+}
 
 
 def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
@@ -41,6 +49,12 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
         student = EagleStudent.fresh(target, 96, False, 0, ids)
         assert {n: t.shape for n, t in student.weights.items()} == {n: t.shape for n, t in weights.items()}
         return replace(student, weights=trainable(weights, torch.device("cpu")))
+    if kind in BLOCKS:
+        block = block_of(STORIES, folder, **BLOCKS[kind])  # type: ignore[arg-type]
+        values, weights = json.loads((block / "config.json").read_text()), load_file(block / "model.safetensors")
+        tensors = BlockTensors.of(Fields(folder, values), target.config, target.name, weights)
+        fresh_block = BlockStudent.fresh(target, BlockShape(), 0)
+        return replace(fresh_block, values=values, tensors=tensors, weights=trainable(weights, torch.device("cpu")))
     student = MedusaStudent.fresh(target, DEPTH - 1, None, kind == "hydra", False)
     fitted = load_file(heads_of(STORIES, folder, DEPTH - 1, kind == "hydra") / "model.safetensors")
     assert student.weights.keys() == fitted.keys()
@@ -49,7 +63,7 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", "hydra", "eagle"])
+@pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", "hydra", "eagle", *BLOCKS])
 def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temperature: float, tmp_path: Path) -> None:
     """The very same counts: the rounds of the replay are those of the engine."""
     settings = TrainSettings(
@@ -86,7 +100,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
         assert (*answer.prompt_token_ids, *answer.outputs[0].token_ids) == text.tokens
     llm.close()
     assert figures.acceptance_at_depth == tuple(accepted[j] / offered[j] for j in sorted(offered))
-    assert figures.acceptance_at_depth[0] > (0.05 if kind == "eagle" else 0.1)
+    assert figures.acceptance_at_depth[0] > {"eagle": 0.05, **dict.fromkeys(BLOCKS, 0.03)}.get(kind, 0.1)
     assert figures.tokens_per_round[-1] == 1 + sum(rounds) / len(rounds)
 
 

@@ -36,6 +36,7 @@ from unchecked import unchecked
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = {
+    "block": ["--layers", "1", "--markov-rank", "16", "--rate", "0.005", "--steps", "60"],
     "draft": ["--layers", "1", "--hidden", "64", "--heads", "4", "--rate", "0.01", "--steps", "40"],
     "eagle": ["--mlp", "64", "--draft-vocab", "300", "--rate", "0.005", "--steps", "60"],
     "medusa": ["--heads", "2", "--hydra", "--rate", "0.01", "--steps", "40"],
@@ -103,6 +104,7 @@ def untrained(kind: str, folder: Path) -> str:
         "draft": StudentSizes(layers=1, hidden=64, heads=4),
         "medusa": StudentSizes(heads=2, hydra=True),
         "eagle": StudentSizes(mlp=64, draft_vocab=300),
+        "block": StudentSizes(layers=1, markov_rank=16),
     }[kind]
     student = make_student(kind, Blueprint.of(str(STORIES)), sizes, 0)
     student.write(student.weights, folder)
@@ -111,7 +113,13 @@ def untrained(kind: str, folder: Path) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "margin"),
-    [("draft", 0.04), ("early-exit", 0.08), ("medusa", 0.04), pytest.param("eagle", 0.04, marks=pytest.mark.full)],
+    [
+        ("draft", 0.04),
+        ("early-exit", 0.08),
+        ("medusa", 0.04),
+        pytest.param("eagle", 0.04, marks=pytest.mark.full),
+        ("block", 0.04),
+    ],
 )
 def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
     kind: str, margin: float, trained: Trained, tmp_path: Path
@@ -125,7 +133,9 @@ def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
     assert str(folder) in str(told["draft"])
 
 
-@pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", pytest.param("eagle", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["block", "draft", "early-exit", "medusa", pytest.param("eagle", marks=pytest.mark.full)]
+)
 def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
     folder, told = trained(kind)
     steps = int(KINDS[kind][-1])

@@ -66,6 +66,7 @@ EXAMPLES = """
 forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --steps 2000 --out my-draft
 forerun train early-exit --exit 2 --model stdlib --data prompts.jsonl --hours 1 --out my-adapter
 forerun train medusa --heads 4 --hydra --model ./target --data chats.jsonl --hours 2 --out my-heads
+forerun train block --layers 1 --markov-rank 32 --model ./target --data chats.jsonl --hours 4 --out my-block
 forerun train draft --init ./small --model ./target --data chats.jsonl --temperature 0.6 --hours 12
 """
 
@@ -102,7 +103,7 @@ class StudentOptions:
     TITLE: ClassVar[str] = "Drafter"
 
     exit: Annotated[int | None, typer.Option(help="early-exit: the target's layers that guess.")] = None
-    layers: Annotated[int | None, typer.Option(help="Layers; default: 1, or a quarter of the target's.")] = None
+    layers: Annotated[int | None, typer.Option(help="Layers; default: 1, block: 2, draft: a quarter.")] = None
     hidden: Annotated[int | None, typer.Option(help="draft: width; default: half of the target's.")] = None
     heads: Annotated[int | None, typer.Option(help="draft: heads; medusa: heads, and guesses; default: 4.")] = None
     mlp: Annotated[int | None, typer.Option(help="Neurons per layer.")] = None
@@ -113,6 +114,16 @@ class StudentOptions:
     ] = None
     draft_vocab: Annotated[
         int | None, typer.Option(help="eagle: of how many tokens its head is, the most frequent ones; default: all.")
+    ] = None
+    block: Annotated[int | None, typer.Option(help="block: guesses of a block; default: 8.")] = None
+    markov_rank: Annotated[
+        int | None, typer.Option(help="block: rank of the Markov head, 0 for none; default: a quarter of the width.")
+    ] = None
+    selector_rank: Annotated[
+        int | None, typer.Option(help="block: a candidate selector of this rank, instead of a Markov head.")
+    ] = None
+    confidence: Annotated[
+        bool | None, typer.Option("--confidence/--no-confidence", help="block: with or without a confidence head.")
     ] = None
 
 
@@ -153,13 +164,15 @@ class LearningOptions:
 
 @with_options(EXAMPLES)
 def train(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="What to train: draft, early-exit, medusa or eagle.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="What to train: draft, early-exit, medusa, eagle or block.")
+    ],
     options: TargetOptions,
     student: StudentOptions,
     learning: LearningOptions,
     output: OutputOptions,
 ) -> None:
-    """Train a drafter for a target: a small model of any size, an adapter for early exit, or heads.
+    """Train a drafter for a target: a small model of any size, an adapter for early exit, heads, or a block.
 
     The target answers your prompts, and the drafter learns its law. As it goes, held-out answers show what is accepted
     at each depth, and what that will bring. The folder gets the drafter, train.jsonl and train.svg. What is

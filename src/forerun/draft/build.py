@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from forerun.draft.auto import AUTO_DRAFT, settled
 from forerun.draft.cascade import plan_cascade
 from forerun.draft.mix import plan_mix
+from forerun.draft.model.block import plan_block
 from forerun.draft.model.eagle import plan_eagle
 from forerun.draft.model.early_exit import plan_early_exit
 from forerun.draft.model.medusa import plan_medusa
@@ -44,6 +45,7 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     AUTO_DRAFT: lambda spec, context: plan(settled(spec, context.target), context),
+    "block": plan_block,
     "cascade": lambda spec, context: plan_cascade(spec, context, plan),
     "eagle": plan_eagle,
     "early-exit": plan_early_exit,

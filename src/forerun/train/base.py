@@ -91,12 +91,14 @@ class Predictions:
 
     A drafter whose guess at every depth reads what its first one would read there has logits for depth 1 alone, with
     every place a root (`TextBatch.roots`): those for deeper guesses are the same, further on. `more` are losses of the
-    kind's own, already weighed, which are added.
+    kind's own, already weighed, which are added. `confidence` are, in the places of `logits`, the logits of the kind's
+    own estimates of the chance that a guess is accepted once those before it are: they learn the overlap of the laws.
     """
 
     logits: Sequence[Float[Tensor, "batch roots vocab"]]
     roots: Int[Tensor, "batch roots"]
     more: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
+    confidence: Sequence[Float[Tensor, "batch roots"]] = ()
 
 
 @runtime_checkable

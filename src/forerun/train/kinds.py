@@ -13,6 +13,7 @@ from forerun.errors import InvalidRequest
 from forerun.models.loading import Blueprint
 from forerun.train.adapter import AdapterStudent
 from forerun.train.base import Student
+from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent, DraftShape
 from forerun.train.eagle import EagleStudent
 from forerun.train.medusa import MedusaStudent
@@ -35,6 +36,10 @@ class StudentSizes:
     hydra: bool | None = None
     shared_head: bool | None = None
     draft_vocab: int | Sequence[int] | None = None
+    block: int | None = None
+    markov_rank: int | None = None
+    selector_rank: int | None = None
+    confidence: bool | None = None
 
     def only(self, kind: str, *names: str) -> None:
         """Raise InvalidRequest where something is said that the kind does not have."""
@@ -44,7 +49,7 @@ class StudentSizes:
             if value is not None and each.name not in names:
                 raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes {takes}.")
             if isinstance(value, int) and not isinstance(value, bool):
-                require_whole(each.name, value, 1)
+                require_whole(each.name, value, 0 if each.name.endswith("_rank") else 1)
 
 
 def draft_model(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
@@ -74,8 +79,21 @@ def eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     return EagleStudent.fresh(target, sizes.mlp, bool(sizes.shared_head), seed, sizes.draft_vocab)
 
 
+def block(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """A block drafter: layers, and heads on their states."""
+    own = ("layers", "mlp", "block", "markov_rank", "selector_rank", "confidence")
+    sizes.only("block", *own)
+    return BlockStudent.fresh(target, BlockShape(**{name: getattr(sizes, name) for name in own}), seed)
+
+
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]
-KINDS: Mapping[str, MakeStudent] = {"draft": draft_model, "eagle": eagle, "early-exit": adapter, "medusa": medusa}
+KINDS: Mapping[str, MakeStudent] = {
+    "block": block,
+    "draft": draft_model,
+    "eagle": eagle,
+    "early-exit": adapter,
+    "medusa": medusa,
+}
 
 
 def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

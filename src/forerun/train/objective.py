@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from forerun.annotations import Bool, Float, Int
 from forerun.train.base import Predictions, Student, TextBatch
@@ -107,6 +108,8 @@ class Objective:
         loss = torch.stack(losses).sum() / total
         for more in predictions.more.values():
             loss = loss + more
+        if predictions.confidence:
+            loss = loss + confidence_loss(predictions.confidence, found, weights) / total
         first = found[0]
         overlap = first.laws.overlap.detach()[first.counted.flatten()]
         return loss, StepFigures(float(loss.detach()), float(overlap.mean()), len(overlap))
@@ -120,6 +123,19 @@ class Objective:
         counted = [each.counted for each in found]
         weighed = d_pace(*(deepened(values, self.draft_depth(student)) for values in (overlaps, counted)))
         return gathered(weighed, len(found))
+
+
+def confidence_loss(
+    estimates: Sequence[Float[Tensor, "batch roots"]],
+    found: Sequence[DepthLaws],
+    weights: Sequence[Float[Tensor, "batch roots"]],
+) -> Float[Tensor, ""]:
+    """The sum of cross-entropies between the estimates and the overlaps of the laws, which get no gradient (DSpark)."""
+    losses = []
+    for estimate, each, own in zip(estimates, found, weights, strict=True):
+        overlap = each.laws.overlap.detach().view(own.shape).clamp(max=1.0)
+        losses.append((binary_cross_entropy_with_logits(estimate.float(), overlap, reduction="none") * own).sum())
+    return torch.stack(losses).sum()
 
 
 def d_pace(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MUON_RATE = 20 / 3  # times AdamW's
-TABLES = ("embed", "lm_head")  # matrices whose rows are tokens
+TABLES = ("embed", "lm_head", "markov_w", "codebook")  # matrices whose rows are tokens
 
 
 def build_optimizers(

@@ -7,7 +7,7 @@ the model and gives their logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -40,20 +40,30 @@ class ReadNodes(Protocol):
     def __call__(self, growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None: ...
 
 
-def expand(draws: Draws, budgets: Sequence[Budget], logits: Float[Tensor, "drafted vocab"], read: ReadNodes) -> Draft:
+Confidence = Callable[[Sequence[Growth], Sequence[NodeToExpand]], Sequence[float]]
+
+
+def expand(
+    draws: Draws,
+    budgets: Sequence[Budget],
+    logits: Float[Tensor, "drafted vocab"],
+    read: ReadNodes,
+    confidence: Confidence | None = None,
+) -> Draft:
     """Grow one tree per sequence of `draws`; `logits` are those after the roots of the rows with a budget, in order.
 
     Trees keep within depth, width and nodes, and take at most depth - 1 further passes. Where guesses are judged by
     equality a tree is the likeliest `nodes` paths there are, by survival under the round's noise, none below the price.
     In rejection modes it carries the laws its guesses were drawn from. A width of 1 gives chains, and without a price
-    the draft tells no survival.
+    the draft tells no survival. `confidence` is a drafter's own estimate, for each of these nodes, of the chance that
+    its first child is accepted once it is; without it the law that children are drawn from stands for that.
     """
     growths = [Growth(b, not draws.rejection, [r.tokens[-1]]) for r, b in zip(draws.rows, budgets, strict=True)]
     draws.foresee(max((budget.depth for budget in budgets), default=0))
     laws: list[Tensor] = []
     places = next_places(growths)
     while places:
-        draw_level(draws, growths, places, logits, laws)
+        draw_level(draws, growths, places, logits, laws, confidence)
         places = next_places(growths)
         read_on = read(growths, places) if places else None
         if read_on is None:
@@ -75,12 +85,17 @@ def draw_level(
     places: Sequence[NodeToExpand],
     logits: Float[Tensor, "places vocab"],
     laws: list[Tensor],
+    confidence: Confidence | None,
 ) -> None:
     """Draw the children for these places and add them to their trees."""
     rows = [place.row for place in places]
     paths = [growths[place.row].along(growths[place.row].tokens, place.node) for place in places]
     width = 1 + max(place.ranks[-1] for place in places)
     offer = draws.offer(logits, rows, paths, width, survival=survival_counts(growths))
+    chances = offer.survival
+    if chances is not None and confidence is not None:
+        firsts = confidence(growths, places)
+        chances = [with_first(own, first) for own, first in zip(chances, firsts, strict=True)]
     first_law = sum(map(len, laws))
     if offer.law is not None:
         laws.append(offer.law)
@@ -90,7 +105,13 @@ def draw_level(
             growth.law_row[place.node] = first_law + i
         for rank in place.ranks:
             if (token := offer.tokens[i][rank]) >= 0:
-                growth.add(place.node, rank, token, 1.0 if offer.survival is None else offer.survival[i][rank])
+                growth.add(place.node, rank, token, 1.0 if chances is None else chances[i][rank])
+
+
+def with_first(chances: Sequence[float], first: float) -> list[float]:
+    """The chances of a node's children, the first's set to this; what that leaves the others share as before."""
+    left = (1.0 - first) / (1.0 - chances[0]) if chances[0] < 1.0 else 0.0
+    return [first, *(left * chance for chance in chances[1:])]
 
 
 def in_turn(ranks: Ranks) -> bool:

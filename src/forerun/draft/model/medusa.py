@@ -17,13 +17,10 @@ from torch import Tensor
 
 from forerun.annotations import Float, ProgressCallback
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.expand import NodeToExpand, expand
-from forerun.draft.model.growth import Growth
-from forerun.draft.model.steps import seen_chains
+from forerun.draft.model.ahead import Paths, grow_ahead
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.errors import WrongTarget
-from forerun.models.chains import Start
 from forerun.models.medusa import MedusaHeads, plan_heads
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
@@ -63,38 +60,15 @@ class MedusaDrafter:
         states = {row: self.states[draws.seq_ids[row]] for row in rows}
         roots = {row: draws.rows[row].tokens[-1] for row in rows}
 
-        def ahead(rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor | None:
-            """The logits behind these guesses, all of them equally many; None where there is no such head."""
-            started_s, head = time.perf_counter(), len(paths[0])
-            if head == self.heads.config.num_heads:
-                return None
+        def ahead(rows: Sequence[int], paths: Paths) -> Tensor:
+            started_s = time.perf_counter()
             seen = torch.tensor([[roots[row], *path] for row, path in zip(rows, paths, strict=True)])
-            found = self.heads.logits(head, torch.stack([states[row] for row in rows]), seen.to(draws.device))
+            rows_states = torch.stack([states[row] for row in rows])
+            found = self.heads.logits(len(paths[0]), rows_states, seen.to(draws.device))
             self.pass_s += time.perf_counter() - started_s
             return found
 
-        first = ahead(rows, [()] * len(rows))
-        assert first is not None, "there is a head at least"
-        single = all(granted[row].width == 1 and granted[row].price == 0 for row in rows)
-        if single and draws.on_host and not draws.rejection:
-            starts = [Start(row, draws.seq_ids[row], min(granted[row].depth, granted[row].nodes)) for row in rows]
-            paths: dict[int, list[int]] = {draws.seq_ids[row]: [] for row in rows}
-            place = {draws.seq_ids[row]: row for row in rows}
-
-            def read_on(seq_ids: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
-                for seq_id, token in zip(seq_ids, tokens, strict=True):
-                    paths[seq_id].append(token)
-                return ahead([place[seq_id] for seq_id in seq_ids], [paths[seq_id] for seq_id in seq_ids])
-
-            draft = Draft(seen_chains(draws, starts, first, read_on).tree(draws))
-        else:
-
-            def read_nodes(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None:
-                own = [growths[place.row] for place in places]
-                along = [growth.along(growth.tokens, place.node) for growth, place in zip(own, places, strict=True)]
-                return ahead([place.row for place in places], along)
-
-            draft = expand(draws, granted, first, read_nodes)
+        draft = grow_ahead(draws, granted, ahead)
         return replace(draft, pass_s=self.pass_s)
 
     def granted(self, seq_id: int, budget: Budget) -> Budget:

@@ -1,0 +1,64 @@
+"""Chains and trees of drafters that say, in one computation, what follows any guesses of theirs.
+
+Heads and blocks look several tokens ahead at once: the logits behind some guesses are a function of the row and of the
+guesses, and nothing has to be read into a cache first. This module decides how drafts grow from such a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from forerun.draft.base import Budget, Draft
+from forerun.draft.model.expand import NodeToExpand, expand
+from forerun.draft.model.growth import Growth
+from forerun.draft.model.steps import seen_chains
+from forerun.models.chains import Start
+from forerun.sampling.draws import Draws
+
+Paths = Sequence[Sequence[int]]
+LogitsAhead = Callable[[Sequence[int], Paths], Tensor]  # behind these guesses of these rows, equally many of each
+ConfidenceAhead = Callable[[Sequence[int], Paths], Sequence[float]]  # that the first guess there is accepted
+
+
+def grow_ahead(
+    draws: Draws, budgets: Sequence[Budget], logits: LogitsAhead, confidence: ConfidenceAhead | None = None
+) -> Draft:
+    """A draft within one budget for each row of `draws`; one of them at least is above 0.
+
+    Chains under coupled verification on the host are drawn step by step; everything else grows as trees do.
+    """
+    rows = [row for row, budget in enumerate(budgets) if budget.depth]
+    first = logits(rows, [()] * len(rows))
+    if (
+        draws.on_host
+        and not draws.rejection
+        and all(budgets[row].width == 1 and not budgets[row].price for row in rows)
+    ):
+        starts = [Start(row, draws.seq_ids[row], min(budgets[row].depth, budgets[row].nodes)) for row in rows]
+        row_of = {draws.seq_ids[row]: row for row in rows}
+        paths: dict[int, list[int]] = {row: [] for row in rows}
+
+        def read_on(seq_ids: Sequence[int], tokens: Sequence[int]) -> Tensor:
+            own = [row_of[seq_id] for seq_id in seq_ids]
+            for row, token in zip(own, tokens, strict=True):
+                paths[row].append(token)
+            return logits(own, [paths[row] for row in own])
+
+        return Draft(seen_chains(draws, starts, first, read_on).tree(draws))
+
+    def read_nodes(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor:
+        return logits([place.row for place in places], paths_to(growths, places))
+
+    def sure(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Sequence[float]:
+        assert confidence is not None, "it is asked where the drafter estimates it"
+        return confidence([place.row for place in places], paths_to(growths, places))
+
+    return expand(draws, budgets, first, read_nodes, sure if confidence else None)
+
+
+def paths_to(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Paths:
+    """The guesses that lead to these nodes."""
+    own = [growths[place.row] for place in places]
+    return [growth.along(growth.tokens, place.node) for growth, place in zip(own, places, strict=True)]

@@ -1,0 +1,226 @@
+"""The folder of a block drafter: the fields of its config.json, and the names and shapes of its tensors.
+
+The layout is that of DFlash's authors (z-lab, 2602.06036), with the heads of DSpark (2607.05147) and the candidate
+selector of DFlash 2 as fields that may be absent. All tensors have the target's width and are named without a prefix:
+
+    fc.weight                                   [hidden, taps * hidden]: the target's states, joined, to one
+    hidden_norm.weight, norm.weight             [hidden]: behind fc; behind the last layer
+    layers.N.self_attn.{q,k,v,o}_proj.weight    with q_norm.weight and k_norm.weight where the family has them
+    layers.N.mlp.{gate,up,down}_proj.weight     with input_layernorm.weight and post_attention_layernorm.weight
+    mask_embedding                              [hidden]: what masked places read, without a `mask_token_id`
+    markov_head.markov_w1.weight, markov_w2     [vocab, markov_rank]; [draft_vocab, markov_rank]
+    confidence_head.proj.weight, .bias          [1, hidden + markov_rank, or hidden]; [1]
+    candidate_selector.predecessor_codebook, successor_codebook, hidden_projection.weight
+                                                [vocab, selector_rank] twice; [selector_rank, hidden]
+    embed_tokens.weight, lm_head.weight, d2t    an embedding or a head of its own; the target's unless they are there
+
+config.json describes the layers as those of a model of the family `model_type`: qwen3 has q_norm and k_norm, llama has
+not. The fields of the drafter stand beside that or inside `dflash_config`: `target_layer_ids`, each naming the state
+that a layer of the target leaves, -1 the embedding; `block_size`; `mask_token_id`; `causal`, whether the places of a
+block see those before them alone; `sample_from_anchor`, whether the root's place guesses too; `markov_rank`,
+`enable_confidence_head`, `confidence_head_with_markov`, `selector_rank`, `selector_top_k`. Fields of other drafters
+that would change what is computed are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from forerun.errors import UnsupportedModel
+from forerun.fields import Fields
+from forerun.models.config import ModelConfig, config_of
+from forerun.models.projections import Shapes, layer_tensors
+
+MOST_BLOCK = 64
+USUAL_BLOCK, USUAL_TOP_K = 16, 16  # of checkpoints that do not say
+INSIDE = "dflash_config"
+EMBEDDING, HEAD, OFFSETS, MASK_EMBEDDING = "embed_tokens.weight", "lm_head.weight", "d2t", "mask_embedding"
+IGNORED = ("t2d",)  # says the same as d2t
+MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+PREDECESSORS, SUCCESSORS = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
+SELECTOR = "candidate_selector.hidden_projection.weight"
+NEUTRAL = {  # fields of other drafters' arithmetic, and the values with which they change nothing
+    "markov_head_type": (None, "vanilla"),
+    "output_multiplier": (None, 1),
+    "final_logit_softcapping": (None, 0),
+    "input_embedding_scale": (None, 1),
+    "use_swa": (None, False),
+    "conv_kernel_size": (None, 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """What a block is made of. `layers` are its own; `taps` the target's states that it reads, as `Drafter.taps` says.
+
+    A rank of 0 means that there is no such head. `mask_id` None: masked places read an embedding of their own.
+    """
+
+    layers: ModelConfig
+    taps: tuple[int, ...]
+    block_size: int
+    causal: bool
+    sample_from_anchor: bool
+    mask_id: int | None = None
+    markov_rank: int = 0
+    selector_rank: int = 0
+    top_k: int = USUAL_TOP_K
+    confidence: bool = False
+    confidence_with_markov: bool = False
+
+    @property
+    def most_depth(self) -> int:
+        """Guesses of a block."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def first(self) -> int:
+        """The place of a block whose state gives the first guess."""
+        return 0 if self.sample_from_anchor else 1
+
+    def num_places(self, depth: int) -> int:
+        """Places to be read for so many guesses: where they see each other, what was trained is the whole block."""
+        return depth + self.first if self.causal else self.block_size
+
+    def deepest(self, room: int) -> int:
+        """Guesses for which so many places are enough."""
+        least = 1 + self.first if self.causal else self.block_size
+        return 0 if room < least else min(self.most_depth, room - self.first)
+
+    @property
+    def confidence_width(self) -> int:
+        """What the confidence head reads."""
+        return self.layers.hidden + (self.markov_rank if self.confidence_with_markov else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensors:
+    """Names and shapes of all tensors of a folder but the table of ids, `d2t`."""
+
+    config: BlockConfig
+    target_hidden: int
+    draft_vocab: int
+    own_embedding: bool
+    own_head: bool
+
+    @classmethod
+    def of(cls, fields: Fields, of: ModelConfig, target: str, stored: Collection[str]) -> BlockTensors:
+        """Those of the folder with this config.json, for the target of this name; `stored` are the tensors it has.
+
+        Raises UnsupportedModel.
+        """
+        config = read_block(fields, of, target)
+        draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
+        found = cls(config, of.hidden, draft_vocab, EMBEDDING in stored, HEAD in stored)
+        if config.layers.hidden != of.hidden and not (found.own_embedding and found.own_head):
+            wanted = f"{target} has {of.hidden}, and {EMBEDDING} or {HEAD} is missing: name one that was trained for it"
+            raise fields.refuse("hidden_size", wanted)
+        if draft_vocab != of.vocab_size and not found.own_head:
+            wanted = f"the folder has no {HEAD} of its own, and {target} has {of.vocab_size} ids: correct it"
+            raise fields.refuse("draft_vocab_size", wanted)
+        return found
+
+    def shapes(self) -> Shapes:
+        """Each by its name."""
+        c, hidden = self.config, self.config.layers.hidden
+        vocab = c.layers.vocab_size
+        found: Shapes = {"fc.weight": (hidden, len(c.taps) * self.target_hidden)}
+        found |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+        for layer in range(c.layers.layers):
+            found |= {f"layers.{layer}.{name}": shape for name, shape in layer_tensors(c.layers, layer).items()}
+        if c.mask_id is None:
+            found[MASK_EMBEDDING] = (hidden,)
+        if c.markov_rank:
+            found |= {MARKOV_W1: (vocab, c.markov_rank), MARKOV_W2: (self.draft_vocab, c.markov_rank)}
+        if c.selector_rank:
+            found |= dict.fromkeys((PREDECESSORS, SUCCESSORS), (vocab, c.selector_rank))
+            found[SELECTOR] = (c.selector_rank, hidden)
+        if c.confidence:
+            found |= {CONFIDENCE: (1, c.confidence_width), CONFIDENCE_BIAS: (1,)}
+        if self.own_embedding:
+            found[EMBEDDING] = (vocab, hidden)
+        if self.own_head:
+            found[HEAD] = (self.draft_vocab, hidden)
+        return found
+
+
+def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
+    """The configuration that these fields spell, for the target of this configuration. Raises UnsupportedModel."""
+    inside = read.inside(INSIDE).values
+    given = {key: value for key, value in (dict(read.values) | dict(inside)).items() if key != "architectures"}
+    defaults = {"max_position_embeddings": of.max_positions, "model_type": "qwen3", "vocab_size": of.vocab_size}
+    fields = replace(read, values=defaults | given)
+    for key, neutral in NEUTRAL.items():
+        if given.get(key) not in neutral:
+            raise fields.refuse(key, f"supported is {neutral[1]!r}: use another drafter")
+    if fields.values["vocab_size"] != of.vocab_size:
+        raise fields.refuse("vocab_size", f"{target} has {of.vocab_size}: name a drafter that was trained for it")
+    layers = replace(config_of(fields), tied=False)
+    if layers.experts or layers.sinks:
+        raise fields.refuse(
+            "model_type", "a block drafter's layers are dense, without attention sinks: use another one"
+        )
+    mask_id = None if given.get("mask_token_id") is None else fields.whole("mask_token_id", least=0)
+    if mask_id is not None and mask_id >= of.vocab_size:
+        raise fields.refuse("mask_token_id", f"the target's ids are below {of.vocab_size}: correct it")
+    markov_rank, selector_rank = (fields.whole(key, 0, least=0) for key in ("markov_rank", "selector_rank"))
+    if markov_rank and selector_rank:
+        raise fields.refuse(
+            "selector_rank", "it takes the place of a Markov head: set markov_rank or selector_rank to 0"
+        )
+    confidence = fields.flag("enable_confidence_head")
+    with_markov = confidence and fields.flag("confidence_head_with_markov", bool(markov_rank))
+    if with_markov and not markov_rank:
+        raise fields.refuse("confidence_head_with_markov", "it reads a Markov head's embedding: give a markov_rank")
+    from_anchor = fields.flag("sample_from_anchor")
+    return BlockConfig(
+        layers=layers,
+        taps=read_taps(fields, of.layers),
+        block_size=fields.whole("block_size", USUAL_BLOCK, least=1 if from_anchor else 2, most=MOST_BLOCK),
+        causal=read_causal(fields, layers),
+        sample_from_anchor=from_anchor,
+        mask_id=mask_id,
+        markov_rank=markov_rank,
+        selector_rank=selector_rank,
+        top_k=min(of.vocab_size, fields.whole("selector_top_k", USUAL_TOP_K)),
+        confidence=confidence,
+        confidence_with_markov=with_markov,
+    )
+
+
+def read_causal(fields: Fields, layers: ModelConfig) -> bool:
+    """Whether places see those before them alone; the authors have had two names for it.
+
+    Where neither is given, layers with sliding windows are causal to them and others are not, so a folder with such
+    layers has to say.
+    """
+    key = "causal" if fields.values.get("causal") is not None else "is_causal"
+    if fields.values.get(key) is None and any(layers.windows):
+        raise fields.refuse("causal", "layers with sliding windows need it: set it to true or false")
+    return fields.flag(key)
+
+
+def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The states that it reads, from the numbers of the layers that leave them; the last one's is read normed."""
+    key = "target_layer_ids"
+    found = fields.values.get(key)
+    ids = found if isinstance(found, list) else []
+    known = all(isinstance(each, int) and not isinstance(each, bool) and -1 <= each < num_layers for each in ids)
+    if not ids or not known or len(set(ids)) < len(ids):
+        raise fields.refuse(key, f"it must be a list of different layers, from -1 to {num_layers - 1}")
+    return tuple(-1 if each == num_layers - 1 else each + 1 for each in ids)
+
+
+def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
+    """The inverse."""
+    return [num_layers - 1 if tap == -1 else tap - 1 for tap in taps]
+
+
+def unread(folder: object, name: str) -> UnsupportedModel:
+    """The error for a tensor that no field of the configuration stands for."""
+    return UnsupportedModel(
+        f"{folder}: the tensor {name} is none of a block drafter with these fields: use the config.json that came with "
+        "the weights"
+    )
