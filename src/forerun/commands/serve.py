@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -10,6 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from forerun.commands.interrupt import importing
+from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, with_options
 from forerun.serve.packages import require_packages
 from forerun.serve.settings import ServeSettings
@@ -57,7 +57,11 @@ class ServeOptions:
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Log what is asked; otherwise nothing of it is in the log.")
     ] = False
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log two lines for each request.")] = False
+    log_format: Annotated[str, typer.Option(help="Form of the log's lines: text or json.")] = "text"
+    otlp_traces_endpoint: Annotated[
+        str, typer.Option(help="Send OpenTelemetry traces there, as OTLP over HTTP. Needs forerun[otel].")
+    ] = ""
 
     def settings(self, model: str) -> ServeSettings:
         """What the server is told."""
@@ -74,6 +78,7 @@ class ServeOptions:
             log_prompts=self.log_prompts,
             tls_key=self.tls_key,
             tls_certificate=self.tls_cert,
+            otlp_endpoint=self.otlp_traces_endpoint,
         )
 
 
@@ -91,15 +96,22 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
 
         from forerun.commands.answering import build_llm
         from forerun.serve.keys import ApiKeys
+        from forerun.serve.logs import LOG_FORMATS, log_to_stderr
         from forerun.serve.server import bound_socket
         from forerun.serve.server import serve as serve_until_told
+        from forerun.serve.spans import require_otel
         from forerun.serve.tls import require_certificate
+    log_format = next((form for form in LOG_FORMATS if form == server.log_format), None)
+    if log_format is None:
+        raise InvalidRequest("log_format", f"{server.log_format!r} must be one of {', '.join(LOG_FORMATS)}.")
+    if settings.otlp_endpoint:
+        require_otel()
     if settings.tls_key is not None and settings.tls_certificate is not None:
         require_certificate(settings.tls_key, settings.tls_certificate)
     if settings.api_keys is not None:
         ApiKeys.read(settings.api_keys)  # a mistake in it is told before anything is loaded
     sock = bound_socket(settings)
-    log_to_stderr(server.access_log)
+    log_to_stderr(log_format, server.access_log)
     with sock:
         llm = build_llm(where, Console(stderr=True), server.max_num_seqs)
         scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
@@ -112,16 +124,3 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
             status = serve_until_told(llm, settings, sock, started)
     if status:
         raise typer.Exit(status)
-
-
-def log_to_stderr(access: bool) -> None:
-    """Show what the server has to say, with times."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    levels = {"forerun.serve": logging.INFO, "uvicorn.error": logging.WARNING, "uvicorn.access": logging.INFO}
-    for name, level in levels.items():
-        logger = logging.getLogger(name)
-        logger.setLevel(level)
-        logger.propagate = False
-        if access or name != "uvicorn.access":
-            logger.addHandler(handler)

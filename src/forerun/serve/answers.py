@@ -28,6 +28,7 @@ from forerun.serve.spelled import OffsetCounter, TokenTexts, chat_entries, compl
 class Writer(Protocol):
     """Writes one body's answer, whole or as the events of a stream."""
 
+    id: str
     asked: Asked
     answers: Answers
     named: bool  # whether events have their type as a name, and the last one says that it is; otherwise [DONE] does

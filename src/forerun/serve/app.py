@@ -91,6 +91,7 @@ class HttpRoutes:
     async def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """The answer to a body, whole or as a stream whose first chunk is there."""
         visit = self.service.gate.enter(self.tenant(request))
+        visit.traceparent = request.headers.get("traceparent", "")
         stays = False
         try:
             response = await unless_gone(request.receive, self.reply(visit, endpoint, await self.body(request)))
@@ -104,7 +105,7 @@ class HttpRoutes:
         """The same for a body that was read. An error before the first token is raised, and has a status of its own."""
         writer = await self.service.writer(visit, endpoint, raw)
         del raw  # bodies may be long, and many may wait
-        deltas = self.service.deltas(visit, writer.answers)
+        deltas = self.service.deltas(visit, writer)
         if writer.asked.stream:
             events = self.events(writer, deltas)
             first = await anext(events)  # if this raises, they are at their end

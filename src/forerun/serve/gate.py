@@ -25,6 +25,7 @@ class Visit:
 
     tenant: str
     entered_s: float
+    traceparent: str = ""  # the header of that name: whose trace it belongs to
     turn: asyncio.Future[None] | None = None
     wanted: int = 0
     num_places: int = 0

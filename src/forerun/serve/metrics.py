@@ -7,13 +7,14 @@ are read. Nothing here depends on what a request says.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from forerun.accept.outcome import Counts, Stats
 from forerun.engine.delta import Delta
 from forerun.llm import LLM
 from forerun.output import Answers
@@ -21,6 +22,9 @@ from forerun.serve.gate import Gate, Visit
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+GUESSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+MOST_POSITIONS = 16  # that samples are observed at
 LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
@@ -39,16 +43,20 @@ class EngineReader:
             "spec_decode_num_drafts": ("Drafts that were judged.", num_drafts),
             "spec_decode_num_draft_tokens": ("Guesses that were judged.", stats.num_drafted),
             "spec_decode_num_accepted_tokens": ("Guesses that were accepted.", stats.num_accepted),
+            "spec_decode_num_rounds": ("Rounds of samples, with guesses and without.", stats.num_rounds),
             "generation_tokens": ("Tokens generated.", stats.num_emitted),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"forerun:{name}", text, value=value)
-        by_place = CounterMetricFamily(
-            "forerun:spec_decode_num_accepted_tokens_per_pos", "Guesses accepted, by position.", labels=["position"]
-        )
-        for position, count in enumerate(list(stats.accepted_at_depth)):
-            by_place.add_metric([str(position)], count)
-        yield by_place
+        judged = "spec_decode_num_judged_tokens_per_pos", "Guesses judged, by position.", stats.offered_at_depth
+        accepted = "spec_decode_num_accepted_tokens_per_pos", "Guesses accepted, by position.", stats.accepted_at_depth
+        for name, text, counts in (judged, accepted):
+            by_place = CounterMetricFamily(f"forerun:{name}", text, labels=["position"])
+            for position, count in enumerate(list(counts)):
+                by_place.add_metric([str(position)], count)
+            yield by_place
+        yield from self.by_arm(stats)
+        yield from self.memory()
         num_waiting = self.gate.num_waiting + len(scheduler.waiting)
         yield GaugeMetricFamily("forerun:num_requests_running", "Samples in the batch.", value=len(scheduler.running))
         yield GaugeMetricFamily("forerun:num_requests_waiting", "Requests and samples that wait.", value=num_waiting)
@@ -62,12 +70,44 @@ class EngineReader:
                 expected.add_metric([str(forecast.batch)], forecast.gain)
             yield expected
 
+    def by_arm(self, stats: Stats) -> Iterator[Metric]:
+        """What each arm of a mix was chosen for, and what became of its guesses; nothing for a drafter alone."""
+        kinds = {
+            "rounds": ("Rounds of samples for which the arm was chosen.", "num_rounds"),
+            "draft_tokens": ("Guesses of the arm.", "num_drafted"),
+            "accepted_tokens": ("Guesses of the arm that were accepted.", "num_accepted"),
+        }
+        for name, (text, count) in kinds.items():
+            family = CounterMetricFamily(f"forerun:spec_decode_arm_{name}", text, labels=["arm"])
+            for arm, own in sorted(stats.arms.items()):
+                family.add_metric([self.llm.arms[arm]], getattr(own, count))
+            yield family
+
+    def memory(self) -> Iterator[Metric]:
+        """What the plan gives to whom, and how much of the target's cache is taken."""
+        plan, blocks = self.llm.plan, self.llm.engine.runner.cache.blocks
+        text = "Memory by the plan: weights of all models, the target's cache, and each drafter's."
+        family = GaugeMetricFamily("forerun:memory_bytes", text, labels=["of"])
+        drafters = {f"{name} cache": size for name, size in plan.drafter_cache_bytes.items()}
+        remembered = {f"{name} memory": size for name, size in plan.remembered_bytes.items()}
+        for name, size in {"weights": plan.weights_bytes, "target cache": plan.cache_bytes, **drafters}.items():
+            family.add_metric([name], size)
+        for name, size in remembered.items():
+            family.add_metric([name], size)
+        yield family
+        taken = 1 - blocks.num_free / blocks.num_blocks
+        yield GaugeMetricFamily(
+            "forerun:kv_cache_usage_perc", "Share of the target's cache in use, 0 to 1.", value=taken
+        )
+
 
 @dataclass(slots=True)
 class Watch:
     """The times of one HTTP request: when it came, and when each of its samples last grew."""
 
     entered_s: float
+    queue_s: float | None = None  # seconds until it had a place in the batch
+    first_token_s: float | None = None
     last_s: dict[int, float] = field(default_factory=dict)
 
 
@@ -90,6 +130,26 @@ class Metrics:
             Histogram(f"forerun:{name}", text, buckets=buckets, registry=self.registry)
             for name, (text, buckets) in times.items()
         )
+        self.depth = Histogram(
+            "forerun:spec_decode_num_draft_tokens_per_round",
+            "Guesses that the controller chose for a sample in a round; none is a round of plain decoding.",
+            buckets=GUESSES,
+            registry=self.registry,
+        )
+        self.accepted = Histogram(
+            "forerun:request_acceptance_rate",
+            "Guesses accepted over guesses drafted, by sample.",
+            buckets=SHARES,
+            registry=self.registry,
+        )
+        self.accepted_at = Histogram(
+            "forerun:request_acceptance_rate_per_pos",
+            "Guesses accepted over guesses judged, by sample and position.",
+            ["position"],
+            buckets=SHARES,
+            registry=self.registry,
+        )
+        ProcessCollector(registry=self.registry)
         self.finished = Counter(
             "forerun:request_success", "Samples finished, by reason.", ["finished_reason"], registry=self.registry
         )
@@ -104,20 +164,37 @@ class Metrics:
         """Observe one delta of it."""
         now, last = time.perf_counter(), watch.last_s.get(delta.seq_id)
         if last is None:
-            if not watch.last_s:
-                self.first.observe(now - watch.entered_s)
+            if watch.first_token_s is None:
+                watch.first_token_s = now - watch.entered_s
+                self.first.observe(watch.first_token_s)
             sequence = answers.answers[delta.seq_id].sequence
             if sequence.started_s is not None:
-                self.queue.observe(max(0.0, sequence.started_s - watch.entered_s))
+                waited_s = max(0.0, sequence.started_s - watch.entered_s)
+                watch.queue_s = waited_s if watch.queue_s is None else min(watch.queue_s, waited_s)
+                self.queue.observe(waited_s)
             self.prompts.inc(sequence.num_prompt if delta.sample == 0 else 0)
         elif delta.token_ids:
             for _ in delta.token_ids:
                 self.between.observe((now - last) / len(delta.token_ids))
         watch.last_s[delta.seq_id] = now
+        if delta.outcome is not None:
+            self.depth.observe(delta.outcome.num_drafted)
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
+            self.see_acceptance(answers.answers[delta.seq_id].deltas)
             if answers.num_finished == len(answers.sequences):
                 self.total.observe(now - watch.entered_s)
+
+    def see_acceptance(self, deltas: Sequence[Delta]) -> None:
+        """Observe what became of the guesses of one finished sample."""
+        counts = Counts()
+        for delta in deltas:
+            if delta.outcome is not None:
+                counts.count(delta.outcome)
+        if counts.acceptance_rate is not None:
+            self.accepted.observe(counts.acceptance_rate)
+        for position, share in enumerate(counts.acceptance_at_depth[:MOST_POSITIONS]):
+            self.accepted_at.labels(str(position)).observe(share)
 
     def exposition(self) -> bytes:
         """All of them, as Prometheus reads them."""

@@ -14,15 +14,18 @@ from forerun.engine.delta import Delta
 from forerun.limits import shown
 from forerun.llm import LLM
 from forerun.output import Answers
-from forerun.serve.answers import AnswerWriter, Writer
+from forerun.serve.answers import AnswerWriter, Writer, counts_of
 from forerun.serve.asking import Asked, asked_of, parsed_body, require_room
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
-from forerun.serve.metrics import Metrics
-from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError
+from forerun.serve.logs import RequestLog
+from forerun.serve.metrics import Metrics, Watch
+from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_of
+from forerun.serve.record import FINISHED, LEFT, RecordSink, RequestRecord
 from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
 from forerun.serve.settings import ServeSettings
+from forerun.serve.spans import SpanSink
 from forerun.serve.spelled import TokenTexts
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,6 +59,9 @@ class Service:
         self.texts = TokenTexts(llm.tokenizer)
         self.started = int(time.time())
         self.front = AsyncLLM(llm)
+        self.sinks: list[RecordSink] = [RequestLog()]
+        if settings.otlp_endpoint:
+            self.sinks.append(SpanSink(settings.otlp_endpoint))
 
     @property
     def model_name(self) -> str:
@@ -70,6 +76,9 @@ class Service:
     def close(self) -> None:
         """Stop the engine's thread; whoever is still waiting is told so."""
         self.front.close()
+        sinks, self.sinks = self.sinks, []
+        for sink in sinks:
+            sink.close()
 
     def check_model(self, name: object) -> None:
         """Raise the ApiError for 404 where a body names another model."""
@@ -97,11 +106,11 @@ class Service:
                 log.info("%s %r %r", endpoint, shown, request.sampling_params)
         return WRITERS[endpoint](asked, answers, self.texts, self.model_name)
 
-    async def deltas(self, visit: Visit, answers: Answers) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, visit: Visit, writer: Writer) -> AsyncGenerator[Delta, None]:
         """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""
-        with self.limited(visit, answers):
+        answers, watch = writer.answers, self.metrics.watch(visit)
+        with self.recorded(visit, writer, watch), self.limited(visit, answers):
             await self.gate.place(visit, len(answers.sequences))
-            watch = self.metrics.watch(visit)
             async with aclosing(self.front.follow(answers.sequences)) as deltas:
                 async for delta in deltas:
                     answers.add(delta)
@@ -109,6 +118,37 @@ class Service:
                         self.gate.free(visit)
                     self.metrics.see(watch, delta, answers)
                     yield delta
+
+    @contextmanager
+    def recorded(self, visit: Visit, writer: Writer, watch: Watch) -> Iterator[None]:
+        """Within it a request is answered; its record goes to the log and the traces, however it ends."""
+        outcome = LEFT
+        try:
+            yield
+            outcome = FINISHED
+        except Exception as error:
+            outcome = problem_of(error).code
+            raise
+        finally:
+            answers = writer.answers
+            outcome = FINISHED if answers.num_finished == len(answers.sequences) else outcome
+            record = RequestRecord(
+                id=writer.id,
+                endpoint=writer.asked.endpoint,
+                tenant=visit.tenant,
+                model=self.model_name,
+                outcome=outcome,
+                num_samples=len(answers.sequences),
+                num_prompt_tokens=sum(samples[0].num_prompt for _, samples in answers.requests),
+                num_output_tokens=sum(sequence.num_output for sequence in answers.sequences),
+                queue_s=watch.queue_s,
+                first_token_s=watch.first_token_s,
+                total_s=time.perf_counter() - visit.entered_s,
+                counts=counts_of(answers),
+                traceparent=visit.traceparent,
+            )
+            for sink in self.sinks:
+                sink.take(record)
 
     @contextmanager
     def limited(self, visit: Visit, answers: Answers) -> Iterator[None]:

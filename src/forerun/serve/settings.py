@@ -19,7 +19,8 @@ class ServeSettings:
     At most `max_queue` requests of each key wait beyond those that are being answered. `drain_s` is how long a server
     that was told to end waits for the requests it has. A request that takes longer than `request_s`, waiting included,
     is ended with an error. With `lenient` unknown fields of bodies are warned of and not refused. `api_keys` is a file
-    of keys; without one everybody is answered. Raises InvalidRequest naming the field.
+    of keys; without one everybody is answered. Traces go to `otlp_endpoint`, an OTLP address over HTTP. Raises
+    InvalidRequest naming the field.
     """
 
     host: str = "127.0.0.1"
@@ -34,6 +35,7 @@ class ServeSettings:
     log_prompts: bool = False
     tls_key: Path | None = None
     tls_certificate: Path | None = None
+    otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
         require_whole("max_queue", self.max_queue, 0)

@@ -1,0 +1,166 @@
+"""What an operator sees: metrics, their dashboard, lines of the log, and traces; none has text of a request."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from forerun.errors import MissingPackage
+from forerun.llm import LLM
+from forerun.serve import logs
+from forerun.serve.logs import LogFormat, log_to_stderr
+from serve.servers import ROOT, SMALL, TARGET, Running, drafting, needed, running, until
+
+OK = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 1}
+BOARD = json.loads((ROOT / "contrib" / "grafana.json").read_text(encoding="utf-8"))
+LINE = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+def told(server: Running) -> dict[str, float]:
+    """All metrics by name and labels."""
+    with server.http() as http:
+        text = http.get("/metrics").text
+    return {f"{name}{{{labels}}}" if labels else name: float(value) for name, labels, value in LINE.findall(text)}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    draft = f"mix[ngram,model:{SMALL}]"
+    with LLM(str(TARGET), draft, dtype="float32", speculation=3) as llm, running(llm) as found:
+        for seed in range(3):
+            found.post("/v1/completions", **{**OK, "seed": seed})
+        found.post("/v1/completions", **OK, speculation=False)
+        yield found
+
+
+def test_every_metric_of_the_dashboard_is_told(server: Running) -> None:
+    expressions = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
+    named = {name for each in expressions for name in re.findall(r"\b(?:forerun:|process_)\w+", each)}
+    assert len(named) > 20
+    server.llm.stats.pace.add(2.0, 3.0)
+    found = {name.partition("{")[0] for name in told(server)}
+    assert named - found == {"forerun:forecast_gain"}, "which is known where the depth is chosen"
+    labels = {each for expression in expressions for each in re.findall(r"by \((\w+)\)", expression)} - {"le"}
+    every = " ".join(told(server))
+    assert all(f"{label}=" in every for label in labels)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]]
+    assert len(set(places)) == len(places)
+
+
+def test_guesses_are_counted_by_sample_position_round_and_arm(server: Running) -> None:
+    counts, stats = told(server), server.llm.stats
+    rounds = "forerun:spec_decode_num_draft_tokens_per_round"
+    assert counts[f"{rounds}_count"] == stats.num_rounds == counts["forerun:spec_decode_num_rounds_total"]
+    assert counts[f"{rounds}_sum"] == stats.num_drafted
+    plain = counts[rounds + '_bucket{le="0.0"}']
+    assert 29 <= plain < stats.num_rounds, "the request without speculation has a round for each of its tokens"
+    assert counts["forerun:request_acceptance_rate_count"] == 3, "of samples that were drafted"
+    assert counts['forerun:request_acceptance_rate_per_pos_count{position="0"}'] == 3
+    for position, (judged, accepted) in enumerate(zip(stats.offered_at_depth, stats.accepted_at_depth, strict=True)):
+        label = f'_per_pos_total{{position="{position}"}}'
+        assert counts[f"forerun:spec_decode_num_judged_tokens{label}"] == judged
+        assert counts[f"forerun:spec_decode_num_accepted_tokens{label}"] == accepted
+    for kind, name in (("draft_tokens", "num_drafted"), ("accepted_tokens", "num_accepted")):
+        by_arm = [value for each, value in counts.items() if each.startswith(f"forerun:spec_decode_arm_{kind}_total")]
+        assert len(by_arm) > 1
+        assert sum(by_arm) == getattr(stats, name)
+
+
+def test_memory_is_told_as_it_was_planned_and_the_cache_as_it_is_used(server: Running) -> None:
+    counts, plan = told(server), server.llm.plan
+    of = {name: value for name, value in counts.items() if name.startswith("forerun:memory_bytes")}
+    assert sum(of.values()) == plan.num_bytes
+    assert counts['forerun:memory_bytes{of="weights"}'] == plan.weights_bytes
+    assert len(of) == 3, "weights, and the caches of the target and of the draft model"
+    stream = server.client().completions.create(model="stories", **{**OK, "max_tokens": 400}, stream=True)
+    next(stream)
+    assert 0 < told(server)["forerun:kv_cache_usage_perc"] <= 1
+    stream.close()
+
+
+@pytest.fixture
+def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """What was written to standard error; loggers are as before at the end."""
+    names = [*logs.LEVELS, logs.REQUESTS]
+    before = [(logger, logger.level, logger.propagate, logger.disabled) for logger in map(logging.getLogger, names)]
+    yield lambda: capsys.readouterr().err
+    for logger, level, propagate, disabled in before:
+        logger.handlers.clear()
+        logger.level, logger.propagate, logger.disabled = level, propagate, disabled
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: LogFormat) -> None:
+    log_to_stderr(form, access=True)
+    with drafting() as llm, running(llm) as server:
+        answer = server.post("/v1/completions", **{**OK, "prompt": "Zebrafish", "n": 2}).json()
+        stream = server.client().completions.create(model="stories", **{**OK, "max_tokens": 400}, stream=True)
+        next(stream)
+        stream.close()
+        until(lambda: not server.server.service.gate.visits.total())
+        assert server.post("/v1/completions", **OK, temprature=1).status_code == 400
+    text = written()
+    assert "Zebrafish" not in text
+    if form == "text":
+        assert f"INFO forerun.serve.requests: finished id={answer['id']} endpoint=completions" in text
+        return
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    first, second = (line for line in lines if line["logger"] == "forerun.serve.requests")
+    assert first["id"] == answer["id"]
+    assert (first["outcome"], second["outcome"]) == ("finished", "client_left")
+    usage = answer["usage"]
+    assert (first["num_samples"], first["num_output_tokens"]) == (2, usage["completion_tokens"])
+    assert first["num_drafted"] == usage["speculation"]["num_drafted"]
+    assert 0 <= first["queue_s"] <= first["first_token_s"] <= first["total_s"]
+
+
+def test_without_the_option_there_is_no_line_for_a_request(written: Callable[[], str]) -> None:
+    log_to_stderr("json", access=False)
+    with drafting() as llm, running(llm) as server:
+        server.post("/v1/completions", **OK)
+    assert "requests" not in {json.loads(line)["logger"].rpartition(".")[2] for line in written().splitlines()}
+
+
+def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    in_memory: Any = needed("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    from forerun.serve.spans import SpanSink
+
+    monkeypatch.setattr("forerun.serve.service.SpanSink", lambda endpoint: SpanSink(endpoint, in_memory))
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with drafting() as llm, running(llm, otlp_endpoint="http://127.0.0.1:9/v1/traces") as server:
+        with server.http(headers={"traceparent": caller}) as http:
+            usage = http.post("/v1/completions", json={**OK, "prompt": "Zebrafish"}).json()["usage"]
+        server.post("/v1/completions", **OK)
+        (sink,) = (each for each in server.server.service.sinks if isinstance(each, SpanSink))
+        sink.provider.force_flush()
+        spans = in_memory.get_finished_spans()
+    requests = [span for span in spans if span.name == "llm_request"]
+    first, second = requests
+    assert f"{first.context.trace_id:x}" == caller.split("-")[1].lstrip("0")
+    assert f"{first.parent.span_id:x}" == caller.split("-")[2]
+    assert second.parent is None
+    assert first.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert first.attributes["forerun.num_accepted"] == usage["speculation"]["num_accepted"]
+    parts = [span for span in spans if span.parent and span.parent.span_id == first.context.span_id]
+    assert [span.name for span in parts] == ["queue", "first token", "generation"]
+    assert parts[0].start_time == first.start_time
+    assert parts[-1].end_time == first.end_time
+    assert all(a.end_time == b.start_time for a, b in itertools.pairwise(parts))
+    assert "Zebrafish" not in "".join(span.to_json() for span in spans)
+
+
+def test_traces_without_their_packages_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.serve.spans import SpanSink
+
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'forerun\[otel\]'"):
+        SpanSink("http://127.0.0.1:9")
