@@ -56,3 +56,9 @@ def test_a_package_without_its_data_says_so(elsewhere: Path, tmp_path: Path, mon
 def test_an_unknown_name_is_told_the_known_ones(name: str, elsewhere: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"bundled: stdlib, stdlib-middle, stdlib-draft"):
         find_checkpoint(name)
+
+
+def test_all_that_ships_is_below_45_megabytes() -> None:
+    package = FOLDER.parent
+    shipped = [path for path in package.rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so")]
+    assert sum(path.stat().st_size for path in shipped) < 45e6

@@ -24,6 +24,7 @@ from forerun.errors import FolderTaken
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptIds
 from forerun.train.files import write_folder
@@ -31,6 +32,7 @@ from forerun.train.kinds import StudentSizes, make_student
 from forerun.train.log import TrainLog
 from forerun.train.losses import LOSSES
 from forerun.train.state import TrainFolder, TrainState
+from forerun.train.static_tree import TREE
 from train.material import STORIES, write_prompts
 from unchecked import unchecked
 
@@ -162,6 +164,9 @@ def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
     assert list(record.tokens_per_round) == now["tokens_per_round"]
     assert record.speed_up == told["predicted"]["speed_up"]  # type: ignore[index]
     assert not list(folder.glob(".*"))
+    assert (folder / TREE).exists() == (kind == "medusa")  # the one of these that guesses every depth at once
+    if kind == "medusa":
+        assert StaticTree.load(folder / TREE).depth <= 2
 
 
 def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, prompts: Path) -> None:

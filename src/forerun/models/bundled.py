@@ -1,7 +1,7 @@
 """The checkpoints that ship inside the package, by name.
 
-This file is one explicit table from short names to folders of the package's data. `source.py` finds all other
-checkpoints.
+This file is two explicit tables from short names to folders of the package's data: models, and drafters that read the
+states of the bundled target. `source.py` finds all other checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ BUNDLED = {
     "stdlib-middle": FOLDER / "stdlib" / "middle",
     "stdlib-draft": FOLDER / "stdlib" / "draft",
     "stdlib-draft-1024": FOLDER / "stdlib" / "draft-1024",  # with a tokenizer of its own
+}
+BUNDLED_HEADS = {  # by what --draft takes in the place of a folder
+    "stdlib-early-exit": FOLDER / "stdlib" / "early-exit",
 }
 TARGET, DRAFT = "stdlib", "stdlib-draft"  # the pair that commands run unless told otherwise
 BUNDLED_NAMES = ", ".join(BUNDLED)

@@ -8,14 +8,14 @@ something has to be fetched, so folders and bundled checkpoints work without it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.fields import read_fields
-from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
+from forerun.models.bundled import BUNDLED, BUNDLED_HEADS, BUNDLED_NAMES
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
@@ -34,9 +34,9 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
 
 
 def find_heads(name: str, holds: str | None = None) -> Path:
-    """The folder of heads or layers that draft on a target's states: a folder, or a hub id as owner/name.
+    """The folder of heads that draft on a target's states: a folder, a bundled name, or a hub id as owner/name.
 
-    None are bundled, so a name without an owner that is no folder here is a mistake. `holds` is a key of config.json
+    Another name without an owner that is no folder here is a mistake. `holds` is a key of config.json
     that tells such heads from a model. Raises ModelNotFound for a folder that is not there or is something else.
     """
     wanted = "name the folder that forerun train wrote, or a hub id as owner/name"
@@ -44,8 +44,10 @@ def find_heads(name: str, holds: str | None = None) -> Path:
         there = Path(name).expanduser().exists()
     except (OSError, RuntimeError, ValueError):
         there = False
-    if not there and "/" not in name:
-        near = [each for each in similar(name) if each not in BUNDLED]
+    if not there and name in BUNDLED_HEADS:
+        name = str(BUNDLED_HEADS[name])
+    elif not there and "/" not in name:
+        near = [each for each in similar(name, BUNDLED_HEADS) if each not in BUNDLED]
         hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
         raise ModelNotFound(f"there is no folder {name}: {hint}{wanted}")
     folder = find_checkpoint(name)
@@ -131,7 +133,7 @@ def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
         raise ModelNotFound(f"{name} could not be fetched from the hub ({error}): {wanted}") from error
 
 
-def similar(name: str) -> list[str]:
+def similar(name: str, bundled: Iterable[str] = BUNDLED) -> list[str]:
     """Bundled names and folders beside the missing one that are spelt nearly as it is, the likeliest first."""
     path = Path(name).expanduser()
     try:
@@ -142,7 +144,7 @@ def similar(name: str) -> list[str]:
         ]
     except (OSError, ValueError):
         siblings = []
-    return get_close_matches(str(path), [*BUNDLED, *siblings], n=2, cutoff=0.75)
+    return get_close_matches(str(path), [*bundled, *siblings], n=2, cutoff=0.75)
 
 
 def is_file(path: Path) -> bool:

@@ -86,26 +86,37 @@ def judge_held_out(
             weights += float(own.sum())
         hits = []
         for depth, logits in enumerate(predictions.logits, start=1):
-            if student.vocabulary is not None:
-                whole = logits.new_full((*logits.shape[:-1], objective.num_ids), -torch.inf)
-                logits = whole.index_copy(-1, student.vocabulary, logits)
-            hits.append(guessed(objective, text, logits[0].float(), depth))
+            hits.append(guessed(objective, text, spread(objective, student, logits)[0].float(), depth))
         own_hits = [row.tolist() for row in deepened(hits, deepest)][:deepest]
         replayed.append(ReplayedText([row[0] for row in own_hits], len(text.roots), text.is_cut))
     return figures_of(overlaps / max(1e-9, weights), replayed, deepest)
 
 
+def spread(objective: Objective, student: Student, logits: torch.Tensor) -> torch.Tensor:
+    """Logits over the target's ids, -inf where the student has no such token."""
+    if student.vocabulary is None:
+        return logits
+    whole = logits.new_full((*logits.shape[:-1], objective.num_ids), -torch.inf)
+    return whole.index_copy(-1, student.vocabulary, logits)
+
+
 def guessed(objective: Objective, text: TargetText, logits: torch.Tensor, depth: int) -> torch.Tensor:
     """Whether the guess at this depth, behind each root, is the text's token.  # [1, roots]"""
+    return (ranked(objective, text, logits, depth, 1) == 0)[None]
+
+
+def ranked(objective: Objective, text: TargetText, logits: torch.Tensor, depth: int, width: int) -> torch.Tensor:
+    """Which of `width` guesses at this depth, behind each root, is the text's token; -1 where none is.  # [roots]"""
     count = len(text.roots)
     params = objective.settings.sampling(text.seed)
     row = RowSampling(0, params, text.seed, 0, text.tokens, text.num_prompt)
     draws = Draws([row], logits.shape[1], num_ids=objective.num_ids, device=logits.device)
     position = torch.arange(count, device=logits.device) + text.num_prompt - 1 + depth
     at = PathState(torch.zeros_like(position), position.new_empty(count, 0), position)
-    tokens = draws.children(logits[:count], at, 1, survival=False).tokens[:, 0]
+    tokens = draws.children(logits[:count], at, width, survival=False).tokens
     told = torch.tensor([*text.tokens, *[-2] * depth], device=logits.device)  # nothing is guessed right behind the end
-    return (tokens == told[position])[None]
+    hits = tokens == told[position][:, None]
+    return torch.where(hits.any(-1), hits.int().argmax(-1), -1)
 
 
 def figures_of(overlap: float, texts: Sequence[ReplayedText], depth: int) -> HeldOutFigures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.train.answer_cache import AnswerCache, state_bytes
 from forerun.train.answers import MOST_SEQUENCES, AnswerSource
-from forerun.train.base import Student
+from forerun.train.base import Student, TargetText
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.files import write_whole
 from forerun.train.kinds import StudentSizes, make_student
@@ -25,7 +26,8 @@ from forerun.train.objective import Objective
 from forerun.train.report import TrainReport
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import round_times
-from forerun.train.state import TrainFolder
+from forerun.train.state import TrainFolder, TrainState
+from forerun.train.static_tree import NUM_NODES, TREE, shares_right, worthiest
 from forerun.train.trainer import Trainer
 from forerun.train.vocabulary import draft_vocabulary
 
@@ -82,6 +84,8 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
             held_out = source.held_out(report)
             state = Trainer(student, source, objective, settings, folder, held_out, times, report).run()
             stats = source.stats
+            if student.most_depth is not None:
+                write_tree(task.out, objective, student, state, held_out)
     finally:
         llm.close()
     found = TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
@@ -89,6 +93,17 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
         record = found.record(target.weights_digest(), settings.temperature)
         write_whole(task.out / RECORD, lambda part: part.write_text(record.text(), "utf-8"))
     return found
+
+
+def write_tree(
+    folder: Path, objective: Objective, student: Student, state: TrainState, texts: Sequence[TargetText]
+) -> None:
+    """Put the static tree into the folder that suits the best weights."""
+    with torch.no_grad():
+        for name, tensor in student.weights.items():
+            tensor.copy_(state.best[name])
+    tree = worthiest(shares_right(objective, student, texts), NUM_NODES)
+    write_whole(folder / TREE, lambda part: part.write_text(json.dumps(tree.paths) + "\n", "utf-8"))
 
 
 def about_of(target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings) -> Mapping[str, Any]:

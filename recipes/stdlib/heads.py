@@ -1,0 +1,145 @@
+"""`python -m recipes.stdlib.heads`: train the family's heads, or go on training them, and measure what ships.
+
+The heads draft on the bundled target's states. They are made by `forerun train`, whose very settings are the table
+below, from the training files of the corpus; the target writes the answers that they learn from. Then all drafters of
+the family are measured on held-out files (`judge.py`), and each folder gets its record and its card.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from forerun.models.spec import ModelSpec
+from forerun.progress import LoadingBar
+from forerun.train.kinds import StudentSizes
+from forerun.train.settings import TrainSettings
+from forerun.train.train import TrainTask, train
+from recipes.stdlib.corpus import read_corpus, standard_library
+from recipes.stdlib.judge import DrafterFigures, figures_table, judge_family, write_records
+
+FAMILY = Path(__file__).resolve().parents[2] / "src" / "forerun" / "bundled" / "stdlib"
+SHIPPED = ("config.json", "model.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One of the family's heads: its kind, its sizes, and how long it is trained. `about` is for its card."""
+
+    kind: str
+    sizes: StudentSizes
+    steps: int
+    bfloat16: bool
+    about: str
+
+    @property
+    def settings(self) -> TrainSettings:
+        """How it is trained."""
+        return TrainSettings(steps=self.steps, look_every=200, bfloat16=self.bfloat16)
+
+    @property
+    def command(self) -> str:
+        """The same on the command line; corpus.jsonl has the training files as texts."""
+        given = {name: getattr(self.sizes, name) for name in self.sizes.__dataclass_fields__}
+        options = [f"--{n.replace('_', '-')}{'' if v is True else f' {v}'}" for n, v in given.items() if v is not None]
+        options += [f"--steps {self.steps}", "--look-every 200", *(["--bfloat16"] if self.bfloat16 else [])]
+        return f"forerun train {self.kind} --model stdlib --data corpus.jsonl {' '.join(options)} --threads 1"
+
+
+HEADS: Mapping[str, Head] = {
+    "early-exit": Head(
+        "early-exit",
+        StudentSizes(exit=2, mlp=96),
+        500,
+        False,
+        "An adapter: a layer of 96 neurons that reads the target's states behind its second layer",
+    ),
+}
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="Where trainings are kept, to go on from.")] = Path("build/heads"),
+    out: Annotated[Path, typer.Option(help="The family: the target is there, and the heads go there.")] = FAMILY,
+    only: Annotated[list[str] | None, typer.Option(help="Train only these.")] = None,
+    figures: Annotated[bool, typer.Option("--figures", help="Train nothing, and measure what is there.")] = False,
+) -> None:
+    """Train the heads of the bundled target, and measure all drafters of the family."""
+    work.mkdir(parents=True, exist_ok=True)
+    for name, head in HEADS.items():
+        if not figures and (only is None or name in only):
+            ship(make(head, work / name, corpus_file(work), out / "target"), out / name)
+    found = judge_family(out, [name for name in HEADS if (out / name / "config.json").exists()], work / "figures.json")
+    write_records(found, out)
+    for name, head in HEADS.items():
+        if name in found:
+            write_card(name, head, work / name, out / name, found[name])
+    typer.echo(figures_table(found))
+
+
+def corpus_file(work: Path) -> Path:
+    """The training files of the corpus, a text a line."""
+    path = work / "corpus.jsonl"
+    if not path.exists():
+        texts = (file.text for file in read_corpus(standard_library()) if not file.held_out)
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    return path
+
+
+def make(head: Head, folder: Path, data: Path, target: Path) -> Path:
+    """Train it, or go on; returns the folder."""
+    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+        train(TrainTask(head.kind, ModelSpec(str(target)), [data], folder, head.sizes, threads=1), head.settings, bar)
+    return folder
+
+
+def ship(made: Path, folder: Path) -> None:
+    """Copy what a drafter needs."""
+    folder.mkdir(exist_ok=True)
+    for name in SHIPPED:
+        shutil.copyfile(made / name, folder / name)
+
+
+def write_card(name: str, head: Head, made: Path, folder: Path, figures: DrafterFigures) -> None:
+    """The card of a head, as Markdown."""
+    looks = [json.loads(line) for line in (made / "train.jsonl").read_text("utf-8").splitlines()]
+    minutes = max(look.get("seconds", 0) for look in looks) / 60
+    size = sum((folder / each).stat().st_size for each in SHIPPED) / 1e6
+    rows = "\n".join(
+        f"| {temperature} | {' '.join(f'{rate:.2f}' for rate in each.acceptance_at_depth)} "
+        f"| {each.tokens_per_round[-1]:.2f} |"
+        for temperature, each in figures.by_temperature.items()
+    )
+    (folder / "README.md").write_text(
+        f"""# stdlib-{name}
+
+{head.about}. It drafts for the bundled target `stdlib`, as `--draft {figures.draft}`; {size:.1f} MB.
+
+Made by this command, which `python -m recipes.stdlib.heads` runs; `corpus.jsonl` holds the training files of
+[corpus.tsv](../corpus.tsv), a text a line, and none of the held-out ones. {head.steps} steps of eight answers of the
+target at temperature 1; {minutes:.0f} minutes on one core, while other work ran.
+
+```sh
+{head.command}
+```
+
+On held-out files, drafts {figures.depth} deep behind 24 prompts of 96 tokens, answers of 128 tokens:
+
+| temperature | accepted at depth 1, 2, … | tokens per round |
+|---|---|---|
+{rows}
+
+The figures of all drafters of the family, and what their rounds cost, are in `benchmarks/RESULTS.md`.
+""",
+        "utf-8",
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,176 @@
+"""What the family's drafters are worth: tokens per round on held-out files, and what their rounds cost.
+
+The target goes on from held-out files, drafted to a fixed depth by each drafter in turn, so all of them are judged on
+the same answers. Costs of rounds are those of one sequence, as multiples of a plain round; they hold for a machine that
+does nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from forerun import LLM, SamplingParams
+from forerun.config import Speculation
+from forerun.draft.record import RECORD, DrafterRecord
+from forerun.models.loading import Blueprint
+from forerun.train.speed import Stopwatch
+from recipes.stdlib.corpus import read_corpus, standard_library
+from recipes.stdlib.recipe import tokenize
+
+NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 24, 96, 128
+DEPTH, TIMED_DEPTHS, TURNS = 4, (1, 2, 3, 4), 2
+TEMPERATURES = (0.0, 1.0)
+STUDENTS = ("draft", "middle")
+LEADS = {"early-exit": "2:"}  # of the argument, before the folder
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """P(guess j accepted | those before it were), and tokens per round by depth from 1."""
+
+    acceptance_at_depth: tuple[float, ...]
+    tokens_per_round: tuple[float, ...]
+
+    @classmethod
+    def of(cls, rates: Sequence[float]) -> Acceptance:
+        """From acceptance by depth."""
+        reached, tokens = 1.0, [1.0]
+        for rate in rates:
+            reached *= rate
+            tokens.append(tokens[-1] + reached)
+        return cls(tuple(rates), tuple(tokens[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFigures:
+    """All figures of one drafter. `costs` are of rounds at TIMED_DEPTHS, in plain rounds; empty where not timed."""
+
+    draft: str
+    depth: int
+    by_temperature: Mapping[str, Acceptance]
+    costs: tuple[float, ...] = ()
+
+    @property
+    def speed_up(self) -> float | None:
+        """Predicted at the best of the timed depths, at temperature 1; None where rounds were not timed."""
+        tokens = self.by_temperature["1.0"].tokens_per_round
+        return max((t / cost for t, cost in zip(tokens, self.costs, strict=False)), default=None)
+
+
+def drafts_of(out: Path, heads: Sequence[str]) -> dict[str, str]:
+    """What `--draft` takes for each drafter of the family, by the name of its folder; and for text drafters."""
+    models = {name: f"model:{out / name}" for name in STUDENTS}
+    return {"suffix": "suffix", **models, **{name: f"{name}:{LEADS.get(name, '')}{out / name}" for name in heads}}
+
+
+def judge_family(out: Path, heads: Sequence[str], kept: Path) -> dict[str, DrafterFigures]:
+    """The figures of all of them; those in the file `kept` are not measured again, unless a drafter changed."""
+    known = read_figures(kept)
+    tokens = held_out_tokens(out / "target")
+    for name, draft in drafts_of(out, heads).items():
+        shown = draft.replace(f"{out}/", "stdlib-")
+        if name not in known:
+            rates = {str(t): accepted(out / "target", draft, tokens, t) for t in TEMPERATURES}
+            known[name] = DrafterFigures(shown, DEPTH, rates)
+            kept.write_text(json.dumps({each: asdict(own) for each, own in known.items()}), "utf-8")
+    return known
+
+
+def time_family(out: Path, heads: Sequence[str], kept: Path) -> dict[str, DrafterFigures]:
+    """The same figures with what rounds cost now. Nothing else should run meanwhile."""
+    known = read_figures(kept)
+    prompt = held_out_prompts(held_out_tokens(out / "target"))[0]
+    for name, draft in drafts_of(out, heads).items():
+        if name in known:
+            known[name] = replace(known[name], costs=round_costs(out / "target", draft, prompt))
+    kept.write_text(json.dumps({each: asdict(own) for each, own in known.items()}), "utf-8")
+    return known
+
+
+def read_figures(kept: Path) -> dict[str, DrafterFigures]:
+    """What was measured before."""
+    if not kept.exists():
+        return {}
+    found = {}
+    for name, own in json.loads(kept.read_text("utf-8")).items():
+        rates = {t: Acceptance(*map(tuple, each.values())) for t, each in own["by_temperature"].items()}
+        found[name] = DrafterFigures(own["draft"], own["depth"], rates, tuple(own["costs"]))
+    return found
+
+
+def held_out_tokens(target: Path) -> list[int]:
+    """The held-out files as a stream of tokens."""
+    files = [file for file in read_corpus(standard_library()) if file.held_out]
+    found: list[int] = tokenize(files, Tokenizer.from_file(str(target / "tokenizer.json"))).held_out.tolist()
+    return found
+
+
+def held_out_prompts(tokens: Sequence[int]) -> list[list[int]]:
+    """Prompts from all over the stream, each behind `<s>`."""
+    stride = (len(tokens) - NUM_PROMPT_TOKENS) // NUM_PROMPTS
+    return [[0, *tokens[i * stride : i * stride + NUM_PROMPT_TOKENS]] for i in range(NUM_PROMPTS)]
+
+
+def accepted(target: Path, draft: str, tokens: Sequence[int], temperature: float) -> Acceptance:
+    """What an engine counts."""
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+        for i in range(NUM_PROMPTS)
+    ]
+    llm = LLM(str(target), draft, speculation=Speculation(DEPTH), max_num_seqs=8, max_model_len=512, threads=1)
+    llm.generate(held_out_prompts(tokens), params)
+    rates = llm.stats.acceptance_at_depth
+    llm.close()
+    return Acceptance.of([float(rate) for rate in rates])
+
+
+def round_costs(target: Path, draft: str, prompt: Sequence[int]) -> tuple[float, ...]:
+    """Rounds of one sequence at TIMED_DEPTHS, in plain rounds: of each the shortest median of some turns."""
+    llm = LLM(str(target), draft, speculation=Speculation(DEPTH), max_num_seqs=1, max_model_len=512)
+    watch = Stopwatch(llm, prompt, SamplingParams(seed=0, max_tokens=256, ignore_eos=True))
+    found: dict[int, float] = {}
+    for _ in range(TURNS):
+        for depth in (0, *TIMED_DEPTHS):
+            taken_s = watch.round_s(llm.drafter if depth else None, depth)
+            assert taken_s is not None, "the context has room for rounds"
+            found[depth] = min(taken_s, found.get(depth, taken_s))
+    llm.close()
+    return tuple(found[depth] / found[0] for depth in TIMED_DEPTHS)
+
+
+def write_records(found: Mapping[str, DrafterFigures], out: Path) -> None:
+    """A `drafter.json` into the folder of each drafter that has one."""
+    digest = Blueprint.of(str(out / "target")).weights_digest()
+    for name, own in found.items():
+        if not (out / name / "config.json").exists():
+            continue
+        kind = "model" if name in STUDENTS else name
+        at_one = own.by_temperature["1.0"]
+        record = DrafterRecord(
+            kind, LEADS.get(name, ""), digest, 1.0, at_one.acceptance_at_depth, at_one.tokens_per_round, own.speed_up
+        )
+        (out / name / RECORD).write_text(record.text(), "utf-8")
+
+
+def figures_table(found: Mapping[str, DrafterFigures]) -> str:
+    """All of them as Markdown."""
+    costs = " / ".join(map(str, TIMED_DEPTHS))
+    lines = [
+        f"| drafter | accepted at depth 1-{DEPTH}, temperature 0 | tokens per round | accepted, temperature 1 "
+        f"| tokens per round | cost of a round of depth {costs} | predicted at temperature 1 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for own in found.values():
+        cells = [f"`{own.draft}`"]
+        for each in own.by_temperature.values():
+            rates = " ".join(f"{rate:.2f}" for rate in each.acceptance_at_depth)
+            cells += [rates, f"{each.tokens_per_round[-1]:.2f}" if each.tokens_per_round else "1.00"]
+        cells.append(" / ".join(f"{cost:.2f}" for cost in own.costs) or "not timed")
+        cells.append("" if own.speed_up is None else f"×{own.speed_up:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

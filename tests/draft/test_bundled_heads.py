@@ -1,0 +1,72 @@
+"""The heads that ship draft for the bundled target as well as their records say, and are found by name."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from forerun.config import Speculation
+from forerun.draft.auto import beside
+from forerun.draft.record import DrafterRecord
+from forerun.draft.spec import DraftSpec
+from forerun.errors import ModelNotFound
+from forerun.llm import LLM
+from forerun.models.bundled import BUNDLED_HEADS, FOLDER
+from forerun.models.loading import Blueprint
+from forerun.sampling.params import SamplingParams
+
+DEPTH, TOLERANCE = 4, 0.15
+HELD_OUT = [
+    line.split("\t")[2]
+    for line in (FOLDER / "stdlib" / "corpus.tsv").read_text("utf-8").splitlines()
+    if line.startswith("held-out")
+]
+
+
+def record_of(name: str) -> DrafterRecord:
+    """What lies beside the weights."""
+    record = DrafterRecord.read(BUNDLED_HEADS[name])
+    assert record is not None
+    return record
+
+
+def prompts() -> list[str]:
+    """Beginnings of held-out files, far enough in that code has begun."""
+    library = Path(sysconfig.get_path("stdlib"))
+    found = [library / name for name in HELD_OUT if (library / name).is_file()]
+    texts = [path.read_text("utf-8")[600:900] for path in found[:12]]
+    return [text for text in texts if len(text) > 250][:8]
+
+
+@pytest.mark.parametrize("name", BUNDLED_HEADS)
+def test_a_head_drafts_as_its_record_says_and_changes_no_token(name: str) -> None:
+    record, texts = record_of(name), prompts()
+    if len(texts) < 6:
+        pytest.skip("this Python has none of the held-out files")
+    draft = str(DraftSpec(record.drafter, argument=f"{record.argument}{name}"))
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=64, ignore_eos=True) for i in range(len(texts))]
+    found = []
+    for each in (None, draft):
+        llm = LLM("stdlib", each, speculation=Speculation(DEPTH), max_num_seqs=8, max_model_len=512)
+        found.append([answer.outputs[0].token_ids for answer in llm.generate(texts, params)])
+    assert found[0] == found[1]
+    assert llm.stats.acceptance_at_depth[0] > record.acceptance_at_depth[0] - TOLERANCE
+    assert llm.stats.tokens_per_round > record.tokens_per_round[DEPTH - 1] * (1 - TOLERANCE)
+
+
+def test_every_head_lies_beside_the_target_with_a_record_of_it_and_a_card() -> None:
+    target = Blueprint.of("stdlib")
+    found = dict(beside(target))
+    assert {path.resolve() for path in BUNDLED_HEADS.values()} <= {path.resolve() for path in found}
+    for name, folder in BUNDLED_HEADS.items():
+        card, record = (folder / "README.md").read_text("utf-8"), record_of(name)
+        assert f"--draft {record.drafter}:{record.argument}{name}" in card
+        assert f"forerun train {record.drafter} " in card
+        assert f"| {record.tokens_per_round[-1]:.2f} |" in card
+        assert json.loads((folder / "config.json").read_text("utf-8"))
+
+
+def test_a_name_that_is_nearly_a_heads_is_told_it() -> None:
+    with pytest.raises(ModelNotFound, match=r"did you mean stdlib-early-exit\?"):
+        LLM("stdlib", "early-exit:2:stdlib-earlyexit")

@@ -1,0 +1,81 @@
+"""The static tree of a training: shares by brute force, the worthiest nodes by enumeration, and drafts in its shape."""
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft.heads import heads_of
+from forerun.config import Speculation
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
+from forerun.train.held_out import judge_held_out, ranked
+from forerun.train.settings import TrainSettings
+from forerun.train.static_tree import MOST_CHILDREN, shares_right, worthiest
+from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
+from train.test_held_out import student_of
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_nodes_are_the_worthiest_of_all_that_there_could_be(seed: int) -> None:
+    dice = random.Random(seed)
+    shares = [sorted((dice.random() for _ in range(3)), reverse=True) for _ in range(3)]
+    every = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
+    worth = {path: math.prod(shares[d][rank] for d, rank in enumerate(path)) for path in every}
+    for num_nodes in (1, 4, 9, 30, 100):
+        tree = worthiest(shares, num_nodes)
+        likely = sorted(every, key=lambda path: -worth[path])[:num_nodes]
+        assert sum(worth[tuple(path)] for path in tree.paths) == pytest.approx(sum(worth[path] for path in likely))
+        assert len(tree.paths) == min(num_nodes, len(every))
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
+def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape(
+    temperature: float, tmp_path: Path
+) -> None:
+    settings = TrainSettings(steps=1, max_tokens=32, held_out=6, temperature=temperature, draft_depth=3)
+    target = Blueprint.of(str(STORIES))
+    student = student_of("medusa", target, tmp_path / "heads")
+    source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, student)
+    objective, texts = objective_of(source), source.held_out(quiet)
+    shares = shares_right(objective, student, texts)
+    first = judge_held_out(objective, student, texts, quiet)
+    source.llm.close()
+    assert [len(own) for own in shares] == [MOST_CHILDREN] * 3
+    assert all(0 <= share <= 1 for own in shares for share in own)
+    assert all(sum(own) <= 1 for own in shares)
+    assert shares[0][0] == pytest.approx(first.acceptance_at_depth[0], abs=0.15)
+    folder = heads_of(STORIES, tmp_path / "heads", 3)
+    accepted = []
+    for shape in (StaticTree([[0], [0, 0], [0, 0, 0]]), worthiest(shares, 12)):
+        llm = LLM(str(STORIES), f"medusa:{folder}", speculation=Speculation(tree=shape), max_num_seqs=1)
+        for text in texts:
+            params = SamplingParams(temperature=temperature, seed=text.seed, max_tokens=32, ignore_eos=True)
+            answer = llm.generate([list(text.tokens[: text.num_prompt])], params)[0]
+            assert (*answer.prompt_token_ids, *answer.outputs[0].token_ids) == text.tokens
+        accepted.append(llm.stats.tokens_per_round)
+    assert accepted[1] > 1.1 * accepted[0]
+
+
+def test_a_guess_is_ranked_by_where_it_is_among_those_drawn(tmp_path: Path) -> None:
+    settings = TrainSettings(steps=1, max_tokens=12, held_out=2, temperature=0.0)
+    student = student_of("medusa", Blueprint.of(str(STORIES)), tmp_path / "heads")
+    source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, student)
+    objective, text = objective_of(source), source.held_out(quiet)[0]
+    source.llm.close()
+    logits = torch.zeros(len(text.roots), objective.num_ids)
+    told = torch.tensor(text.tokens[text.num_prompt :])
+    for rank in range(4):
+        logits.zero_()
+        for place, token in enumerate(told.tolist()):
+            others = [t for t in range(3, 10) if t != token][:rank]
+            logits[place, others], logits[place, token] = 5.0, 4.0
+        found = ranked(objective, text, logits, 1, 4)[: len(told)]
+        assert found.tolist() == [rank] * len(told)
+        assert json.dumps(found.tolist())
