@@ -41,7 +41,7 @@ class Request:
 
     `prompt` is text and `prompt_token_ids` are tokens; where both are there the tokens count, and the text is what they
     were made from. `sampling_params` None stands for the model's defaults, `speculation` None for the engine's. Answers
-    to one `tenant` are used to draft for that tenant only.
+    to one `tenant` are used to draft for that tenant only. With `draft_details` every delta tells what was drafted.
     """
 
     prompt: str | None = None
@@ -49,6 +49,7 @@ class Request:
     speculation: Wish = None
     tenant: str = ""
     prompt_token_ids: tuple[int, ...] | None = None
+    draft_details: bool = False
 
     @classmethod
     def of(

@@ -47,9 +47,9 @@ def plain() -> LLM:
     return LLM(str(TARGET), dtype="float32")
 
 
-def drafting(**options: Any) -> LLM:
+def drafting(draft: str = f"model:{SMALL}", **options: Any) -> LLM:
     """A model that drafts, for a server of its own."""
-    return LLM(str(TARGET), f"model:{SMALL}", **{"dtype": "float32", "speculation": 3, "max_num_seqs": 4} | options)
+    return LLM(str(TARGET), draft, **{"dtype": "float32", "speculation": 3, "max_num_seqs": 4} | options)
 
 
 @dataclass(frozen=True)

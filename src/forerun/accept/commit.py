@@ -77,6 +77,7 @@ class Accepted:
     offered: int
     guessed: Mapping[int, int] = field(default_factory=dict)  # by arm of a mix: guesses in the tree
     arms: Sequence[int] = ()  # of a mix's run: who drafted the row, and who guessed each node after the root
+    tree: HostTree | None = None  # of which `nodes` are
 
     @property
     def length(self) -> int:
@@ -104,7 +105,7 @@ def accept(
         nodes = [tree.number[node] for node in path]
         tokens = [tree.tokens[n] for n in nodes[1:]] + [next_token]
         rejected = nodes[-1] in tree.parents
-        run = Accepted(nodes, tokens, tree.num_guesses, length + rejected)
+        run = Accepted(nodes, tokens, tree.num_guesses, length + rejected, tree=tree)
         if tree.arms:
             guessed = Counter(arm for arm, token in zip(tree.arms[1:], tree.tokens[1:], strict=False) if token >= 0)
             run = replace(run, guessed=guessed, arms=[tree.arms[n] for n in nodes])

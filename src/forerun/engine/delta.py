@@ -14,6 +14,7 @@ from forerun.accept.commit import Accepted
 from forerun.accept.outcome import RowOutcome
 from forerun.annotations import Float
 from forerun.device import upload_tensor
+from forerun.engine.draft_details import DraftDetails
 from forerun.engine.reading import Part
 from forerun.engine.sequence import Origin, Sequence
 from forerun.kernels.sampling import SamplingKernels
@@ -36,7 +37,7 @@ class Delta:
     """What one round adds to one sample of a request.
 
     Text may lag behind tokens: half a character, or what may be the beginning of a stop string, is held back.
-    `outcome` counts the round's guesses.
+    `outcome` counts the round's guesses, and `draft` names them where the request asks for it.
     """
 
     request_id: int
@@ -49,6 +50,7 @@ class Delta:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     outcome: RowOutcome | None = None  # what became of the guesses
+    draft: DraftDetails | None = None
     error: Exception | None = None  # what ended the request, where it failed; it is raised to the reader
 
     @classmethod
@@ -100,6 +102,7 @@ def delta_of(
         finish_reason=stop.finish_reason,
         stop_reason=stop.stop_reason,
         outcome=run.outcome(sequence.id, len(tokens)),
+        draft=DraftDetails.of(run, stop.pieces, num_before) if sequence.draft_details else None,
     )
 
 

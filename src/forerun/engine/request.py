@@ -94,6 +94,7 @@ class Requests:
                 ),
                 tenant=request.tenant,
                 bad_words=bad_words,
+                draft_details=request.draft_details,
             )
             for sample in range(params.n)
         ]

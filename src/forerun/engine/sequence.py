@@ -62,6 +62,7 @@ class Sequence:
     tenant: str | None = ""  # None: nobody may be drafted with it
     bad_words: Seq[Seq[int]] = ()
     constraint: Constraint | None = None  # the grammar's
+    draft_details: bool = False  # whether its deltas tell what was drafted
     status: Status = Status.WAITING
     num_read: int = 0
     origins: list[Origin] = field(default_factory=list)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +20,7 @@ from forerun.engine.delta import Delta
 from forerun.output import Answers, CompletionOutput, RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.serve.asking import Asked
+from forerun.serve.drafts import draft_object
 from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningSplitter, TokenCounter
 from forerun.serve.spelled import OffsetCounter, TokenTexts, chat_entries, completion_lists, prompt_entries
@@ -64,6 +66,7 @@ class AnswerWriter:
     begun: set[int] = field(default_factory=set)
     splitters: dict[int, ReasoningSplitter] = field(default_factory=dict)  # by choice
     named = False
+    num_rounds: Counter[int] = field(default_factory=Counter)  # told so far, by choice
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -145,7 +148,11 @@ class AnswerWriter:
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             found.append(self.chunk([first | {"logprobs": None}]))
         details = self.details(index, delta.logprobs, delta.token_ids)
-        if not (any(shown.values()) or delta.finish_reason or details["logprobs"] or details.get("token_ids")):
+        if delta.draft is not None:
+            self.num_rounds[index] += 1
+            details["draft"] = draft_object(delta, self.num_rounds[index], self.asked.arms, self.texts)
+        told = details["logprobs"] or details.get("token_ids") or details.get("draft")
+        if not (any(shown.values()) or delta.finish_reason or told):
             return found
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
         choice |= {"delta": shown} if self.chat else shown

@@ -21,6 +21,7 @@ from forerun.limits import values_in_json
 from forerun.serve.answers import Writer
 from forerun.serve.gate import Visit
 from forerun.serve.metrics import CONTENT_TYPE
+from forerun.serve.page_routes import PageRoutes
 from forerun.serve.problems import ApiError, problem_of
 from forerun.serve.schema import KNOWN, Endpoint
 from forerun.serve.service import ClientGone, Service, unless_gone
@@ -269,6 +270,7 @@ def application(service: Service) -> FastAPI:
         ("GET", "/health", routes.health, None),
         ("GET", "/ready", routes.ready, None),
         ("GET", "/metrics", routes.metrics, None),
+        *(("GET", path, handler, None) for path, handler in PageRoutes.of(service).table()),
     ]
     for method, path, handler, endpoint in table:
         extra = None if endpoint is None else described(endpoint)

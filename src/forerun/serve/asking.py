@@ -40,7 +40,8 @@ class Asked:
     """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer.
 
     `limit_field` is the field that says how many tokens an answer may have, if one does. `reasoning` are the tags of a
-    chat's reasoning, which is told if `include_reasoning` says so. `body` is what was sent, for answers that repeat it.
+    chat's reasoning, which is told if `include_reasoning` says so. `body` is what was sent, for answers that repeat it,
+    and `arms` are the names of what drafts.
     """
 
     endpoint: Endpoint
@@ -53,6 +54,7 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    arms: Seq[str] = ()
     body: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -99,6 +101,10 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     requests, reasoning = (completion_requests if endpoint == "completions" else chat_requests)(
         given, params, wish, tenant, llm
     )
+    if switch(given, "draft_details"):
+        if not stream:
+            raise refused("draft_details", "draft_details: it goes with stream: true alone.")
+        requests = [replace(request, draft_details=True) for request in requests]
     asked = Asked(
         endpoint=endpoint,
         requests=requests,
@@ -110,6 +116,7 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         stream=stream,
         include_usage=usage_wanted(given.get("stream_options"), stream),
         return_token_ids=switch(given, "return_token_ids"),
+        arms=llm.arms,
         body=body,
     )
     if asked.num_samples > MOST_SAMPLES_AT_ONCE:

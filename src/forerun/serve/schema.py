@@ -83,7 +83,7 @@ NOT_OF_RESPONSES = ("max_tokens", "n", "prompt_logprobs")
 TEMPLATE = ("chat_template", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents")
 FIELDS: Mapping[str, BodyField] = {
     **_each("served", *SAMPLING, "model", "logit_bias", "stream", "stream_options", "speculation"),
-    **_each("served", *NOT_OF_RESPONSES, "logprobs", "return_token_ids", endpoints=OLDER),
+    **_each("served", *NOT_OF_RESPONSES, "logprobs", "return_token_ids", "draft_details", endpoints=OLDER),
     **_each("served", "prompt", endpoints=("completions", "tokenize")),
     **_each("served", "add_special_tokens", endpoints=("completions", "tokenize")),
     **_each("served", "messages", endpoints=("chat", "tokenize")),

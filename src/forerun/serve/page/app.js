@@ -1,0 +1,277 @@
+// The page: asks the server with drafting and without, shows both answers, and says whether they are the same.
+
+import { Charts } from "./charts.js";
+import { bodyOf, buildForm, FieldError } from "./fields.js";
+import { Lane, quoted, shown, tellToken } from "./lane.js";
+import { ask, refusal } from "./stream.js";
+
+const EXAMPLES = [
+  ["Code: a class", "class Stack:\n    \"\"\"A last-in, first-out stack.\"\"\"\n\n    def __init__(self):\n        self.items = []\n\n    def push(self, "],
+  ["Code: a parser", "import argparse\nimport sys\n\n\ndef main(argv=None):\n    parser = argparse.ArgumentParser(description="],
+  ["Code: a test", "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = Queue()\n\n    def test_put(self):\n"],
+  ["A tale", "Once upon a time, there was a little"],
+  ["A question, as a message", "How does speculative decoding work? Answer in three sentences.", true],
+];
+const $ = (id) => document.getElementById(id);
+let told = null; // what the server says of itself
+let running = null; // the AbortController of the run under way
+let replaying = 0;
+let lanes, charts;
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  $("theme").value = name;
+  try {
+    localStorage.setItem("forerun-theme", name);
+  } catch {
+    // a browser may keep nothing
+  }
+  charts?.build();
+}
+
+function alert(message) {
+  $("alert").textContent = message;
+  $("alert").hidden = !message;
+}
+
+// Ask what is served; where a key is wanted, ask for that first.
+async function connect() {
+  const key = $("key").value;
+  const response = await fetch("page/settings", key ? { headers: { Authorization: `Bearer ${key}` } } : {});
+  if (response.status === 401) {
+    $("key-card").hidden = false;
+    $("run").disabled = true;
+    if (key) alert("The server does not know this key.");
+    $("key").focus();
+    return;
+  }
+  if (!response.ok) throw await refusal(response);
+  told = await response.json();
+  alert("");
+  $("key-card").hidden = true;
+  $("run").disabled = false;
+  const facts = [["Model", told.model], ["Drafter", told.draft || "none"], ["Context", `${told.max_model_len} tokens`], ["Fingerprint", told.fingerprint]];
+  $("facts").replaceChildren(...facts.map(([name, value]) => {
+    const line = document.createElement("div");
+    line.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value, title: value }));
+    return line;
+  }));
+  $("chat-line").hidden = !told.chat;
+  buildForm(told);
+  if (!$("prompt").value) choose(0);
+}
+
+function choose(number) {
+  const [, text, message] = EXAMPLES[number];
+  $("prompt").value = text;
+  $("chat").checked = Boolean(message && told.chat);
+}
+
+async function run() {
+  if (running || !told) return;
+  stopReplay();
+  alert("");
+  let body;
+  try {
+    if (!$("prompt").value) throw new Error("Prompt: type one first.");
+    body = bodyOf();
+  } catch (error) {
+    alert(error.message);
+    (error instanceof FieldError ? error.control : $("prompt")).focus();
+    error.control?.closest("details")?.setAttribute("open", "");
+    return;
+  }
+  running = new AbortController();
+  const race = document.querySelector("input[name=race]:checked").value;
+  const most = body.max_tokens ?? body.max_completion_tokens ?? 16;
+  lanes.forEach((lane) => lane.clear(most));
+  lanes[1].root.hidden = race === "none";
+  $("run").disabled = true;
+  $("replay").hidden = true;
+  $("stop").disabled = false;
+  verdict("Answering with drafting …", "");
+  if (matchMedia("(max-width: 60rem)").matches) document.querySelector(".results").scrollIntoView();
+  const own = (lane, speculation) => send(lane, { ...body, speculation });
+  try {
+    if (race === "beside") await Promise.all([own(lanes[0], body.speculation), own(lanes[1], false)]);
+    else {
+      await own(lanes[0], body.speculation);
+      if (race === "after") {
+        verdict("Answering without drafting …", "");
+        await own(lanes[1], false);
+      }
+    }
+    conclude(race, body);
+  } catch (error) {
+    running.abort();
+    if (error.name === "AbortError") verdict("Stopped.", "");
+    else {
+      verdict("Not finished.", "bad");
+      alert(error.status === 401 ? "The server does not know this key: reload the page to give another." : error.message);
+    }
+  } finally {
+    running = null;
+    $("run").disabled = false;
+    $("stop").disabled = true;
+    charts.update();
+    charts.describe();
+  }
+}
+
+function send(lane, body) {
+  const chat = $("chat").checked && told.chat;
+  const asked = chat ? { messages: [{ role: "user", content: $("prompt").value }] } : { prompt: $("prompt").value };
+  const form = { ...asked, model: told.model, stream: true, stream_options: { include_usage: true }, draft_details: true, n: 1 };
+  lane.root.classList.add("live");
+  return ask(chat ? "v1/chat/completions" : "v1/completions", { ...body, ...form }, $("key").value, running.signal, (chunk, ms) => {
+    lane.add(chunk, ms);
+    charts.update();
+  }).finally(() => lane.root.classList.remove("live"));
+}
+
+function verdict(text, kind) {
+  $("verdict").textContent = text;
+  $("verdict").className = kind;
+}
+
+// Say whether both answers are the same, and how their speeds compare.
+function conclude(race, body) {
+  const [drafted, plain] = lanes;
+  const seed = `seed ${body.seed}`;
+  if (race === "none") {
+    verdict(`${drafted.ids.length} tokens, ${seed}.`, "");
+    return;
+  }
+  const same = drafted.whole === plain.whole && drafted.ids.length === plain.ids.length && drafted.ids.every((id, i) => id === plain.ids[i]);
+  const ratio = drafted.finalRate && plain.finalRate ? drafted.finalRate / plain.finalRate : undefined;
+  const speed = ratio ? ` ${ratio.toFixed(2)} times as fast from the first token on${race === "beside" ? ", while both shared the machine" : ""}.` : "";
+  if (same) verdict(`The same ${drafted.ids.length} tokens as plain decoding, one by one (${seed}).${speed}`, "good");
+  else if (told.verification !== "coupled") verdict(`Other tokens of the same law, as “${told.verification}” verification promises (${seed}).${speed}`, "");
+  else {
+    const at = drafted.ids.findIndex((id, i) => id !== plain.ids[i]);
+    verdict(`Token ${(at < 0 ? Math.min(drafted.ids.length, plain.ids.length) : at) + 1} differs from plain decoding (${seed}). On a CPU that must not be: please report it.`, "bad");
+  }
+  $("replay").hidden = false;
+}
+
+// Show both answers again from their recorded times, beside each other, however they were measured.
+function replay() {
+  stopReplay();
+  const mine = ++replaying;
+  const end = Math.max(...lanes.map((lane) => lane.lastMs));
+  const started = performance.now();
+  const frame = (now) => {
+    if (mine !== replaying) return;
+    const ms = now - started;
+    lanes.forEach((lane) => lane.showUntil(ms));
+    charts.update(ms);
+    if (ms < end) requestAnimationFrame(frame);
+    else stopReplay();
+  };
+  requestAnimationFrame(frame);
+}
+
+function stopReplay() {
+  replaying++;
+  lanes.forEach((lane) => lane.showUntil(Infinity));
+  charts.update();
+}
+
+// The tip beside a token: its origin, its round, and what became of the guesses.
+function showTip(lane, span) {
+  const found = tellToken(lane, span.tokenNumber);
+  if (!found) return;
+  const make = (tag, className, text) => Object.assign(document.createElement(tag), { className, textContent: text });
+  const list = make("ul", "", "");
+  for (const line of found.lines) {
+    const item = make("li", line.verdict.replace(" ", "-"), "");
+    item.style.paddingInlineStart = `${Math.min(line.depth, 12) * 0.7}rem`;
+    item.append(make("span", "mark", { accepted: "✓", rejected: "✗" }[line.verdict] ?? "·"), make("code", "", quoted(line.text)), make("span", "hint", line.verdict));
+    list.append(item);
+  }
+  const tip = $("tip");
+  tip.replaceChildren(make("p", "", `${quoted(found.text)}: ${found.origin}`), make("p", "hint", found.why), make("p", "", `Round ${found.round}: ${found.drafted}`), list);
+  tip.hidden = false;
+  document.querySelector(".tok.chosen")?.classList.remove("chosen");
+  span.classList.add("chosen");
+  const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  const left = Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8));
+  const below = box.bottom + 6 + tip.offsetHeight < innerHeight || box.top < tip.offsetHeight + 12;
+  tip.style.left = `${left + scrollX}px`;
+  tip.style.top = `${(below ? box.bottom + 6 : box.top - tip.offsetHeight - 6) + scrollY}px`;
+  return found;
+}
+
+function hideTip() {
+  $("tip").hidden = true;
+  document.querySelector(".tok.chosen")?.classList.remove("chosen");
+}
+
+function inspect(lane) {
+  lane.text.addEventListener("pointerover", (event) => event.target.classList.contains("tok") && showTip(lane, event.target));
+  lane.text.addEventListener("click", (event) => event.target.classList.contains("tok") && showTip(lane, event.target));
+  lane.text.addEventListener("blur", hideTip);
+  lane.root.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && !$("tip").contains(event.relatedTarget) && hideTip());
+  lane.text.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
+    if (step === undefined || !lane.spans.length) return;
+    event.preventDefault();
+    const now = lane.spans.findIndex((span) => span.classList.contains("chosen"));
+    const next = lane.spans[Math.max(0, Math.min(lane.spans.length - 1, now + step))];
+    next.scrollIntoView({ block: "nearest" });
+    const found = showTip(lane, next);
+    if (found) $("said").textContent = `${found.text}, ${found.origin}. Round ${found.round}: ${found.drafted}. ${found.lines.map((line) => `${line.text} ${line.verdict}`).join(", ")}`;
+  });
+}
+
+function start() {
+  EXAMPLES.forEach(([name], number) => $("example").append(new Option(name, number)));
+  $("example").prepend(new Option("Examples …", "", true, true));
+  lanes = [new Lane($("lanes"), "Drafted", "drafted"), new Lane($("lanes"), "Plain", "plain")];
+  lanes.forEach(inspect);
+  charts = new Charts(...lanes);
+  let kept = "auto";
+  try {
+    kept = localStorage.getItem("forerun-theme") ?? "auto";
+  } catch {
+    // a browser may keep nothing
+  }
+  theme(["light", "dark"].includes(kept) ? kept : "auto");
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.build());
+  $("theme").addEventListener("change", (event) => theme(event.target.value));
+  $("example").addEventListener("change", (event) => {
+    if (event.target.value !== "") choose(Number(event.target.value));
+    event.target.value = "";
+    $("prompt").focus();
+  });
+  $("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (told) run();
+  });
+  $("key-use").addEventListener("click", begin);
+  $("key").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    begin();
+  });
+  $("stop").addEventListener("click", () => running?.abort());
+  $("replay").addEventListener("click", replay);
+  $("inline").addEventListener("change", (event) => document.body.classList.toggle("show-rejected", event.target.checked));
+  $("tip").addEventListener("pointerleave", hideTip);
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      run();
+    } else if (event.key === "Escape") {
+      if ($("tip").hidden) running?.abort();
+      hideTip();
+    }
+  });
+  begin();
+}
+
+function begin() {
+  connect().catch((error) => alert(error.message));
+}
+
+start();

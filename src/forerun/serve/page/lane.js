@@ -1,0 +1,164 @@
+// A lane: one answer as it comes in, its tokens coloured by origin, its numbers, and the rounds behind them.
+// All text of the model enters the page as text nodes, never as markup.
+
+const ORIGINS = {
+  drafted: "guessed and accepted",
+  recovered: "the target’s own, where the guess was rejected",
+  bonus: "the target’s own, behind an accepted draft",
+  target: "drawn with nothing drafted",
+};
+
+export class Lane {
+  constructor(parent, title, name) {
+    this.title = title;
+    this.root = Object.assign(document.createElement("section"), { className: "card lane" });
+    this.root.id = `lane-${name}`;
+    const heading = Object.assign(document.createElement("h2"), { textContent: title, id: `title-${name}` });
+    this.root.setAttribute("aria-labelledby", heading.id);
+    this.speed = Object.assign(document.createElement("p"), { className: "speed" });
+    this.facts = Object.assign(document.createElement("p"), { className: "hint numbers" });
+    const track = Object.assign(document.createElement("div"), { className: "track" });
+    track.setAttribute("aria-hidden", "true");
+    this.bar = track.appendChild(Object.assign(document.createElement("div"), { className: "bar-fill" }));
+    this.text = Object.assign(document.createElement("div"), { className: "answer", tabIndex: 0 });
+    this.text.setAttribute("role", "group");
+    this.text.setAttribute("aria-label", `${title} answer; arrow keys go through its tokens`);
+    const head = Object.assign(document.createElement("div"), { className: "head" });
+    head.append(heading, this.speed);
+    this.root.append(head, track, this.facts, this.text);
+    parent.append(this.root);
+    this.clear(1);
+  }
+
+  // Forget the answer; `most` tokens fill the bar.
+  clear(most) {
+    Object.assign(this, { most, ids: [], whole: "", rounds: [], roundOf: [], spans: [], marks: [], usage: null, finish: "" });
+    this.text.replaceChildren();
+    this.draw(0, 0);
+  }
+
+  // Add a chunk that came `ms` behind the request.
+  add(chunk, ms) {
+    if (chunk.usage) this.usage = chunk.usage;
+    for (const choice of chunk.choices) {
+      this.finish = choice.finish_reason ?? this.finish;
+      if (choice.draft) this.addRound(choice.draft, ms);
+    }
+  }
+
+  addRound(draft, ms) {
+    const round = { ...draft, ms };
+    this.rounds.push(round);
+    for (const token of draft.tokens) {
+      this.roundOf[this.ids.length] = round;
+      this.ids.push(token.id);
+    }
+    const pieces = document.createDocumentFragment();
+    for (const segment of draft.segments) {
+      if (segment.origin === "recovered") pieces.append(rejectedOf(this.roundOf[segment.token] ?? round));
+      const span = Object.assign(document.createElement("span"), { className: `tok ${segment.origin}`, textContent: segment.text });
+      span.tokenNumber = segment.token;
+      pieces.append(span);
+      this.spans.push(span);
+      this.whole += segment.text;
+    }
+    this.text.append(pieces);
+    this.marks.push({ ms, num: this.ids.length, spans: this.spans.length });
+    this.draw(this.ids.length, ms);
+  }
+
+  // Show the numbers of the first `num` tokens, `ms` behind the request.
+  draw(num, ms) {
+    const rate = this.rate(num, ms);
+    this.speed.textContent = rate ? `${shown(rate)} tokens/s` : num ? "…" : "";
+    this.bar.style.width = `${Math.min(100, (100 * num) / this.most)}%`;
+    const first = this.marks[0]?.ms;
+    const per = this.rounds.length ? this.ids.length / this.rounds.length : 0;
+    const parts = [`${num} tokens`, `${(ms / 1000).toFixed(2)} s`];
+    if (first !== undefined) parts.push(`first after ${first.toFixed(0)} ms`);
+    if (this.rounds.some((round) => round.guesses.length)) parts.push(`${per.toFixed(2)} tokens a round`);
+    this.facts.textContent = num ? parts.join(" · ") : "nothing yet";
+  }
+
+  // Tokens a second since the first token came; undefined before there is a second one.
+  rate(num, ms) {
+    const first = this.marks[0];
+    return first && num > first.num && ms > first.ms ? (1000 * (num - first.num)) / (ms - first.ms) : undefined;
+  }
+
+  get lastMs() {
+    return this.marks.at(-1)?.ms ?? 0;
+  }
+
+  get finalRate() {
+    return this.rate(this.ids.length, this.lastMs);
+  }
+
+  // Show only what had come `ms` behind the request, for a replay; Infinity shows all.
+  showUntil(ms) {
+    let last = { num: 0, spans: 0, ms: 0 };
+    for (const mark of this.marks) if (mark.ms <= ms) last = mark;
+    this.spans.forEach((span, i) => {
+      span.hidden = i >= last.spans;
+      const before = span.previousSibling;
+      if (before?.tagName === "DEL") before.hidden = span.hidden;
+    });
+    this.draw(last.num, Math.min(ms, this.lastMs));
+  }
+}
+
+export function shown(rate) {
+  return rate >= 100 ? rate.toFixed(0) : rate.toFixed(1);
+}
+
+// The path of guesses of a round that was rejected where its recovered token stands, to be shown if wanted.
+function rejectedOf(round) {
+  const found = Object.assign(document.createElement("del"), { className: "rejected" });
+  found.setAttribute("aria-hidden", "true");
+  let at = leafOf(round);
+  for (const next of childrenOf(round, at).slice(0, 1)) {
+    for (at = next; at !== undefined; at = childrenOf(round, at)[0]) found.append(round.guesses[at].text);
+  }
+  return found;
+}
+
+// The last accepted guess of a round; -1 where none was.
+function leafOf(round) {
+  return round.guesses.reduce((leaf, guess, i) => (guess.accepted ? i : leaf), -1);
+}
+
+function childrenOf(round, parent) {
+  return round.guesses.map((_, i) => i).filter((i) => round.guesses[i].parent === parent);
+}
+
+// How many depths of a round had a guess to judge along the path, and how many of those were accepted.
+export function depthsOf(round) {
+  const accepted = round.guesses.filter((guess) => guess.accepted).length;
+  return { accepted, offered: accepted + (childrenOf(round, leafOf(round)).length ? 1 : 0) };
+}
+
+// What is to be told of a token: a heading, and the guesses of its round as lines with their verdicts.
+export function tellToken(lane, number) {
+  const round = lane.roundOf[number];
+  if (!round) return null;
+  const token = round.tokens[number - round.first];
+  const accepted = round.guesses.filter((guess) => guess.accepted).length;
+  const by = round.drafter && round.guesses.length ? `, by ${round.drafter}` : "";
+  const drafted = round.guesses.length ? `${round.guesses.length} guessed${by}, ${accepted} accepted` : "nothing drafted";
+  const lines = [];
+  const walk = (parent, depth, path) => {
+    for (const i of childrenOf(round, parent)) {
+      const guess = round.guesses[i];
+      const verdict = guess.accepted ? "accepted" : path ? "rejected" : "not judged";
+      lines.push({ depth, text: guess.text, verdict });
+      walk(i, depth + 1, guess.accepted);
+    }
+  };
+  walk(-1, 0, true);
+  return { text: token.text, origin: token.origin, why: ORIGINS[token.origin], number, round: round.round, drafted, lines };
+}
+
+// Text in quotes, with what does not print spelled out, so that spaces and ends of lines are seen.
+export function quoted(text) {
+  return `“${text.replace(/\n/g, "↵").replace(/\t/g, "⇥")}”`;
+}

@@ -1,0 +1,117 @@
+"""`draft_details`: what a stream tells of its rounds is what the engine counted, and the answer stays the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forerun.sampling.params import SamplingParams
+from serve.servers import SMALL, TEMPLATE, Running, drafting, plain, running
+
+PROMPT = "Once upon a time"
+BODIES: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 40},
+    {"temperature": 0.9, "seed": 3, "max_tokens": 40, "speculation": {"depth": 3, "width": 2}},
+    {"temperature": 1.2, "seed": 4, "max_tokens": 40, "speculation": {"depth": 4, "drafter": "ngram"}},
+    {"temperature": 0.7, "seed": 5, "max_tokens": 60, "stop": ["little girl", ". She"], "n": 3},
+    {"temperature": 0.7, "seed": 6, "max_tokens": 20, "speculation": False},
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with drafting(draft=f"mix[ngram,model:{SMALL}]") as llm, running(llm) as found:
+        yield found
+
+
+def told(server: Running, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream that tells its drafts."""
+    own = {"stream": True, "stream_options": {"include_usage": True}, "draft_details": True} | body
+    answer = server.post(path, **own)
+    assert answer.status_code == 200, answer.text
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def path_of(guesses: list[dict[str, Any]]) -> list[int]:
+    """The accepted guesses from the text on; each follows the one before it, and there are no others."""
+    path, at = [], -1
+    while at is not None:
+        found = [i for i, guess in enumerate(guesses) if guess["accepted"] and guess["parent"] == at]
+        assert len(found) <= 1
+        at = found[0] if found else None
+        path += found
+    assert len(path) == sum(guess["accepted"] for guess in guesses)
+    return path
+
+
+@pytest.mark.parametrize("number", range(len(BODIES)))
+def test_rounds_add_up_to_the_answer_and_to_the_counts(server: Running, number: int) -> None:
+    body = {"prompt": PROMPT, **BODIES[number]}
+    chunks = told(server, **body)
+    params = SamplingParams(**{name: value for name, value in BODIES[number].items() if name != "speculation"})
+    expected = plain().generate(PROMPT, params, use_tqdm=False)[0]
+    rounds: dict[int, list[dict[str, Any]]] = {sample.index: [] for sample in expected.outputs}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            rounds[choice["index"]].append(choice["draft"])
+            assert "".join(part["text"] for part in choice["draft"]["segments"]) == choice["text"]
+    for sample in expected.outputs:
+        own = rounds[sample.index]
+        assert [each["round"] for each in own] == list(range(1, len(own) + 1))
+        assert [token["id"] for each in own for token in each["tokens"]] == list(sample.token_ids)
+        assert "".join(part["text"] for each in own for part in each["segments"]) == sample.text
+        said = [token for each in own for token in each["tokens"]]
+        for each in own:
+            assert each["first"] == sum(len(earlier["tokens"]) for earlier in own[: each["round"] - 1])
+            check_origins(each, last=each is own[-1])
+            for part in each["segments"]:
+                assert part["token"] < each["first"] + len(each["tokens"])
+                assert said[part["token"]]["origin"] == part["origin"]
+    usage, every = chunks[-1]["usage"]["speculation"], [each for own in rounds.values() for each in own]
+    assert usage["num_rounds"] == len(every)
+    assert usage["num_drafted"] == sum(len(each["guesses"]) for each in every)
+    assert usage["num_accepted"] == sum(guess["accepted"] for each in every for guess in each["guesses"])
+    drafters = {each["drafter"] for each in every if each["guesses"]}
+    assert drafters <= set(server.llm.arms)
+    assert (drafters == {"ngram"}) or number != 2
+    assert bool(drafters) is (number != 4)
+
+
+def check_origins(each: dict[str, Any], last: bool) -> None:
+    """The tokens of a round are its accepted guesses and one more, whose origin says why; an end may cut them."""
+    guesses = each["guesses"]
+    path = path_of(guesses)
+    ids, origins = [guesses[i]["id"] for i in path], ["drafted"] * len(path)
+    leaf = path[-1] if path else -1
+    refused = any(guess["parent"] == leaf for guess in guesses)
+    origins.append(("recovered" if refused else "bonus") if guesses else "target")
+    tokens = each["tokens"]
+    assert [token["origin"] for token in tokens] == origins[: len(tokens)]
+    assert [token["id"] for token in tokens[: len(ids)]] == ids[: len(tokens)]
+    assert len(tokens) == len(origins) or last
+    if refused and len(tokens) == len(origins):
+        assert tokens[-1]["id"] not in [guess["id"] for guess in guesses if guess["parent"] == leaf]
+
+
+def test_a_chat_tells_them_too(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": PROMPT}], "chat_template": TEMPLATE, "temperature": 0}
+    chunks = told(server, "/v1/chat/completions", **body, max_completion_tokens=12)
+    drafts = [choice["draft"] for chunk in chunks for choice in chunk["choices"] if "draft" in choice]
+    contents = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(part["text"] for each in drafts for part in each["segments"]) == "".join(contents)
+    assert sum(len(each["tokens"]) for each in drafts) == 12
+
+
+def test_what_is_not_asked_for_is_not_kept(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=PROMPT, draft_details=True)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "draft_details"
+    chunks = told(server, prompt=PROMPT, draft_details=False)
+    assert all("draft" not in choice for chunk in chunks for choice in chunk["choices"])
+    deltas = list(server.llm.stream(PROMPT, SamplingParams(max_tokens=4, temperature=0)))
+    assert all(delta.draft is None for delta in deltas)

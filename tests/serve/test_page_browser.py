@@ -1,0 +1,271 @@
+"""The page in a browser: both answers, their equality, rounds, charts, keys, keyboard, narrow screens and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.sampling.params import SamplingParams
+from serve.servers import SMALL, Running, drafting, plain, running, until
+
+PATIENCE_MS = 20_000
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
+ASKED = {"f-max_tokens": "40", "f-seed": "7", "f-temperature": "0.8"}
+DRAFTER = f"model:{SMALL}"
+EVIL = "<img src=x onerror=\"document.title='broken'\"></div>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium; a machine without it skips these tests, unless it is CI's."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        absent("playwright is not installed: pip install -e '.[dev]'")
+    if not BROWSER:
+        absent("there is no Chromium: apt-get install chromium")
+    with sync_playwright() as playwright:
+        own = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        yield own
+        own.close()
+
+
+def absent(why: str) -> None:
+    """End the tests here: as failures where nobody would notice a skip."""
+    if os.environ.get("CI"):
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with drafting(draft=f"mix[ngram,model:{SMALL}]") as llm, running(llm) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Any, server: Running) -> Iterator[Any]:
+    """The page, which must neither complain nor ask anybody else."""
+    with opened(browser, server) as found:
+        yield found
+
+
+class opened:  # noqa: N801
+    """A page of a server; problems are what its console said."""
+
+    def __init__(self, browser: Any, server: Running, **options: Any) -> None:
+        self.context = browser.new_context(**options)
+        self.server = server
+
+    def __enter__(self) -> Any:
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.problems: list[str] = []
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("console", self.hear)
+        self.page.on("request", self.check)
+        self.page.goto(self.server.url)
+        return self.page
+
+    def hear(self, message: Any) -> None:
+        if message.type in ("error", "warning") and "status of 4" not in message.text:
+            self.problems.append(message.text)
+
+    def check(self, request: Any) -> None:
+        if not request.url.startswith(self.server.url):
+            self.problems.append(request.url)
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+        assert self.problems == []
+
+
+def asked(page: Any, prompt: str = "Once upon a time", **fields: str) -> None:
+    """Fill the form and run it."""
+    page.wait_for_selector("#f-seed")
+    page.fill("#prompt", prompt)
+    for name, value in {**ASKED, **fields}.items():
+        page.locator(f"#{name}").evaluate("(e) => e.closest('details')?.setAttribute('open', '')")
+        page.fill(f"#{name}", value)
+    if page.is_enabled("#f-drafter"):
+        page.select_option("#f-drafter", DRAFTER)
+    page.click("#run")
+
+
+def finished(page: Any) -> str:
+    """The verdict, once there is one."""
+    page.wait_for_selector("#verdict.good, #verdict.bad")
+    return str(page.inner_text("#verdict"))
+
+
+def test_both_answers_are_those_of_the_library_and_the_page_says_so(page: Any, server: Running) -> None:
+    asked(page)
+    assert "The same 40 tokens as plain decoding, one by one (seed 7)." in finished(page)
+    params = SamplingParams(max_tokens=40, seed=7, temperature=0.8)
+    expected = plain().generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text
+    for name in ("drafted", "plain"):
+        assert (
+            page.locator(f"#lane-{name} .answer").evaluate(
+                "(e) => [...e.querySelectorAll('.tok')].map((t) => t.textContent).join('')"
+            )
+            == expected
+        )
+        assert "tokens/s" in page.inner_text(f"#lane-{name} .speed")
+    assert page.locator("#lane-drafted .tok.drafted").count() > 0
+    assert page.locator("#lane-drafted .tok.recovered").count() > 0
+    assert page.locator("#lane-plain .tok:not(.target)").count() == 0
+    assert "depth 1:" in page.get_attribute("#chart-depth", "aria-label")
+    assert "Plain:" in page.get_attribute("#chart-speed", "aria-label")
+    assert page.locator(".chart canvas").count() == 3
+    # the rounds, with the mouse and with the keyboard
+    page.locator("#lane-drafted .tok.recovered").first.hover()
+    assert "rejected" in page.inner_text("#tip")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#tip")
+    page.focus("#lane-drafted .answer")
+    page.keyboard.press("End")
+    assert "Round" in page.inner_text("#tip")
+    page.keyboard.press("Home")
+    assert "nothing drafted" in page.inner_text("#said") or "guessed" in page.inner_text("#said")
+    page.check("#inline")
+    assert page.locator("#lane-drafted del.rejected").first.is_visible()
+    # again from the recorded times
+    page.click("#replay")
+    page.wait_for_function("document.querySelectorAll('.tok[hidden]').length === 0")
+    assert page.locator("#lane-drafted .numbers").inner_text().startswith("40 tokens")
+
+
+def test_at_the_same_time_with_a_chosen_drafter_and_tree_by_keyboard_alone(page: Any) -> None:
+    page.wait_for_selector("#f-seed")
+    page.focus("#prompt")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("Lily and Tom went to")
+    for name, value in (("f-depth", "3"), ("f-width", "2"), ("f-max_tokens", "24"), ("f-seed", "3")):
+        page.focus(f"#{name}")
+        page.keyboard.press("Control+A")
+        page.keyboard.type(value)
+    page.select_option("#f-drafter", DRAFTER)
+    page.focus("input[name=race]:checked")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Control+Enter")
+    assert "while both shared the machine" in finished(page)
+    page.focus("#lane-drafted .answer")
+    page.keyboard.press("End")
+    assert not page.get_attribute("#chart-rounds", "aria-label").startswith("0 guesses")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert f"by {DRAFTER}, " in page.inner_text("#said")
+
+
+def test_a_run_can_be_stopped_and_leaves_the_server(page: Any, server: Running) -> None:
+    asked(page, **{"f-max_tokens": "400", "f-other": '{"ignore_eos": true}'})
+    page.wait_for_selector("#lane-drafted .tok")
+    page.keyboard.press("Escape")
+    page.wait_for_function("document.querySelector('#verdict').textContent === 'Stopped.'")
+    until(lambda: not server.llm.engine.has_work)
+    assert page.is_enabled("#run")
+
+
+def answered(page: Any, change: Any) -> None:
+    """Change the body of every stream on its way to the page; `change` gets each chunk's draft."""
+
+    def handle(route: Any) -> None:
+        response = route.fetch()
+        lines = []
+        for line in response.text().splitlines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                for choice in chunk["choices"]:
+                    change(choice["draft"], route.request.post_data_json)
+                line = "data: " + json.dumps(chunk)
+            lines.append(line)
+        route.fulfill(response=response, body="\n".join(lines) + "\n")
+
+    page.route("**/v1/completions", handle)
+
+
+def test_an_answer_that_differs_is_noticed(page: Any) -> None:
+    def other(draft: dict[str, Any], body: dict[str, Any]) -> None:
+        for number, token in enumerate(draft["tokens"]):
+            if body["speculation"] is False and draft["first"] + number == 5:
+                token["id"] += 1
+
+    answered(page, other)
+    asked(page)
+    assert finished(page).startswith("Token 6 differs from plain decoding")
+
+
+def test_text_is_never_markup(page: Any) -> None:
+    def evil(draft: dict[str, Any], body: dict[str, Any]) -> None:
+        for each in (*draft["segments"], *draft["guesses"], *draft["tokens"]):
+            each["text"] = EVIL
+        draft["drafter"] = EVIL
+
+    answered(page, evil)
+    asked(page)
+    finished(page)
+    page.locator("#lane-drafted .tok.drafted").first.hover()
+    assert EVIL in page.inner_text("#tip")
+    assert page.locator("main img, .tip img").count() == 0
+    assert page.title() == "forerun"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("f-temperature", "-1", "temperature"),
+        ("f-stop_token_ids", "1,x", "use token ids with commas"),
+        ("f-logit_bias", "[1]", "this is no JSON object"),
+        ("f-depth", "deep", "use auto or a whole number"),
+        ("f-other", '{"temprature": 1}', "did you mean 'temperature'"),
+    ],
+)
+def test_a_mistake_is_told_where_it_was_made(page: Any, field: str, value: str, said: str) -> None:
+    asked(page, **{field: value})
+    page.wait_for_selector("#alert:not([hidden])")
+    assert said in page.inner_text("#alert")
+    assert page.is_enabled("#run")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_narrow_screens_and_both_themes(browser: Any, server: Running, scheme: str) -> None:
+    options = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme, "reduced_motion": "reduce"}
+    with opened(browser, server, **options) as page:
+        asked(page)
+        finished(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        shade = "getComputedStyle(document.body).backgroundColor"
+        before = page.evaluate(shade)
+        page.select_option("#theme", "dark" if scheme == "light" else "light")
+        assert page.evaluate(shade) != before
+        page.reload()
+        page.wait_for_selector("#f-seed")
+        assert page.evaluate(shade) != before
+        unnamed = """[...document.querySelectorAll('input, select, textarea, button')]
+            .filter((e) => !e.labels?.length && !e.textContent.trim()).map((e) => e.id)"""
+        assert page.evaluate(unnamed) == []
+
+
+def test_a_server_with_keys_asks_for_one(browser: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("me secret\n")
+    keys.chmod(0o600)
+    with drafting() as llm, running(llm, api_keys=keys) as own, opened(browser, own) as page:
+        page.wait_for_selector("#key-card:not([hidden])")
+        assert page.is_disabled("#run")
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#alert:not([hidden])")
+        page.fill("#key", "secret")
+        page.click("#key-use")
+        asked(page)
+        assert "The same 40 tokens" in finished(page)
+        assert page.evaluate("JSON.stringify(localStorage) + document.cookie").find("secret") < 0
