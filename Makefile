@@ -7,13 +7,15 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 RUNTIME := $(VENV)/.runtime
+SERVER := $(VENV)/.server
 TOOLS := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-full check wheel clean
+.PHONY: help demo serve test test-full check wheel clean
 
 help:
 	@echo "make demo       set up, then race plain against drafted decoding (the models are in the repository)"
+	@echo "make serve      set up, then serve those models on this machine, with a page for the browser"
 	@echo "make test       set up, then the short test suite (under 6 minutes on 2 cores)"
 	@echo "make test-full  set up, then every long proof; resumes where it was stopped"
 	@echo "make check      set up, then lint, types, sizes and import order"
@@ -22,6 +24,11 @@ help:
 
 demo: $(RUNTIME)
 	@scripts/demo
+	@echo
+	@echo "make serve: the same models as a server, with a page that shows every token's origin, at http://127.0.0.1:8000/"
+
+serve: $(SERVER)
+	@scripts/serve
 
 test: $(TOOLS)
 	@scripts/test
@@ -46,6 +53,11 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) -e .
+	@touch $@
+
+$(SERVER): $(RUNTIME)
+	@echo "Installing what the server needs into $(VENV) ..."
+	@$(PIP) -e '.[serve]'
 	@touch $@
 
 $(TOOLS): $(RUNTIME)

@@ -124,6 +124,12 @@ def planned(target: str, **variables: str) -> str:
 def test_the_demo_installs_no_tools_and_the_tests_do() -> None:
     assert "[dev]" not in planned("demo")
     assert "-e ." in planned("demo")
+    assert "make serve" in planned("demo")
+    assert (
+        planned("serve").index("-e .\n")
+        < planned("serve").index("-e '.[serve]'")
+        < planned("serve").index("scripts/serve")
+    )
     for target in ("test", "test-full", "check"):
         assert planned(target).index("-e .\n") < planned(target).index("-e '.[dev]'")
 

@@ -139,7 +139,7 @@ def test_both_answers_are_those_of_the_library_and_the_page_says_so(page: Any, s
     assert page.locator("#lane-drafted del.rejected").first.is_visible()
     # again from the recorded times
     page.click("#replay")
-    page.wait_for_function("document.querySelectorAll('.tok[hidden]').length === 0")
+    page.wait_for_selector(".tok[hidden]", state="detached")
     assert page.locator("#lane-drafted .numbers").inner_text().startswith("40 tokens")
 
 
@@ -169,7 +169,7 @@ def test_a_run_can_be_stopped_and_leaves_the_server(page: Any, server: Running) 
     asked(page, **{"f-max_tokens": "400", "f-other": '{"ignore_eos": true}'})
     page.wait_for_selector("#lane-drafted .tok")
     page.keyboard.press("Escape")
-    page.wait_for_function("document.querySelector('#verdict').textContent === 'Stopped.'")
+    page.wait_for_selector("#verdict:text-is('Stopped.')")
     until(lambda: not server.llm.engine.has_work)
     assert page.is_enabled("#run")
 

@@ -119,6 +119,7 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
 
         def started() -> None:
             show_note(f"{settings.model_name} at {scheme}://{shown_host}:{port}/v1, fingerprint {llm.fingerprint}")
+            show_note(f"page: {scheme}://{shown_host}:{port}/")
 
         with llm:
             status = serve_until_told(llm, settings, sock, started)
