@@ -20,6 +20,7 @@ from serve.servers import ROOT, SMALL, TARGET, Running, drafting, needed, runnin
 
 OK = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 1}
 BOARD = json.loads((ROOT / "contrib" / "grafana.json").read_text(encoding="utf-8"))
+DRAFTED: list[bool] = []  # whether the server's requests were: a mix goes by what rounds take
 LINE = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
@@ -35,7 +36,8 @@ def server() -> Iterator[Running]:
     draft = f"mix[ngram,model:{SMALL}]"
     with LLM(str(TARGET), draft, dtype="float32", speculation=3) as llm, running(llm) as found:
         for seed in range(3):
-            found.post("/v1/completions", **{**OK, "seed": seed})
+            usage = found.post("/v1/completions", **{**OK, "seed": seed}).json()["usage"]
+            DRAFTED.append(bool(usage["speculation"]["num_drafted"]))
         found.post("/v1/completions", **OK, speculation=False)
         yield found
 
@@ -61,15 +63,15 @@ def test_guesses_are_counted_by_sample_position_round_and_arm(server: Running) -
     assert counts[f"{rounds}_sum"] == stats.num_drafted
     plain = counts[rounds + '_bucket{le="0.0"}']
     assert 29 <= plain < stats.num_rounds, "the request without speculation has a round for each of its tokens"
-    assert counts["forerun:request_acceptance_rate_count"] == 3, "of samples that were drafted"
-    assert counts['forerun:request_acceptance_rate_per_pos_count{position="0"}'] == 3
+    assert counts["forerun:request_acceptance_rate_count"] == sum(DRAFTED) > 0, "of samples that were drafted"
+    assert counts['forerun:request_acceptance_rate_per_pos_count{position="0"}'] == sum(DRAFTED)
     for position, (judged, accepted) in enumerate(zip(stats.offered_at_depth, stats.accepted_at_depth, strict=True)):
         label = f'_per_pos_total{{position="{position}"}}'
         assert counts[f"forerun:spec_decode_num_judged_tokens{label}"] == judged
         assert counts[f"forerun:spec_decode_num_accepted_tokens{label}"] == accepted
     for kind, name in (("draft_tokens", "num_drafted"), ("accepted_tokens", "num_accepted")):
         by_arm = [value for each, value in counts.items() if each.startswith(f"forerun:spec_decode_arm_{kind}_total")]
-        assert len(by_arm) > 1
+        assert len(by_arm) == len(stats.arms) > 0
         assert sum(by_arm) == getattr(stats, name)
 
 
@@ -83,6 +85,7 @@ def test_memory_is_told_as_it_was_planned_and_the_cache_as_it_is_used(server: Ru
     next(stream)
     assert 0 < told(server)["forerun:kv_cache_usage_perc"] <= 1
     stream.close()
+    until(lambda: not server.server.service.gate.visits.total())
 
 
 @pytest.fixture
