@@ -25,7 +25,9 @@ from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
-DRAFTERS = "auto, ngram, suffix, model:DIR, early-exit:LAYERS, medusa:DIR, eagle:DIR, cascade[A,B] or mix[A,B]"
+DRAFTERS = (
+    "auto, ngram, suffix, model:DIR, early-exit:LAYERS, medusa:DIR, eagle:DIR, mtp, mtp:DIR, cascade[A,B] or mix[A,B]"
+)
 DRAFTER_BEGINNINGS = (
     "auto",
     "ngram",
@@ -34,6 +36,7 @@ DRAFTER_BEGINNINGS = (
     "early-exit:",
     "medusa:",
     "eagle:",
+    "mtp",
     "cascade[",
     "mix[",
     *(f"model:{n}" for n in BUNDLED),

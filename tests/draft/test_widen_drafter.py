@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from draft.adapters import adapter_of, strange_adapter
 from draft.heads import PROMPTS, eagle_of, heads_of
+from draft.modules import apart
 from forerun.config import Speculation
 from forerun.draft.auto import settled
 from forerun.draft.model import widen as module
@@ -32,10 +33,17 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "medusa": lambda folder: f"medusa:{heads_of(STORIES, folder, 3)}",
     "hydra": lambda folder: f"medusa:{heads_of(STORIES, folder, 3, hydra=True)}",
     "eagle": lambda folder: f"eagle:{eagle_of(STORIES, folder)}",
+    "mtp": lambda folder: f"mtp:{apart(STORIES, folder, 1, 'mimo')}",
     "early-exit": lambda folder: f"early-exit:2:{adapter_of(STORIES, folder, 2, range(3, 5))}",
     "early-exit, another family": lambda folder: f"early-exit:3:{strange_adapter(folder, 3)}",
 }
-SHORT = {("medusa", "exact"), ("hydra", "by no power of 4"), ("eagle", "exact"), ("early-exit", "at the end")}
+SHORT = {
+    ("medusa", "exact"),
+    ("hydra", "by no power of 4"),
+    ("eagle", "exact"),
+    ("mtp", "exact"),
+    ("early-exit", "at the end"),
+}
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
 
 
@@ -78,7 +86,7 @@ def test_the_guesses_are_those_of_the_source(
     shutil.rmtree(wide / spec.name)
 
 
-@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit"])
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", "mtp"])
 def test_a_wrong_widening_guesses_otherwise(
     kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

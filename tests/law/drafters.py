@@ -16,6 +16,7 @@ from documented import PHRASES, phrase_drafter, similar_place_drafter
 
 from draft.adapters import adapter_of
 from draft.heads import block_of, eagle_of, first_eagle_of, heads_of
+from draft.modules import apart
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
 from forerun.draft.build import plan_drafter
@@ -53,6 +54,8 @@ DRAFTERS = {
     "eagle-1": f"eagle:{first_eagle_of(TARGET, Path(COPIES.name) / 'eagle-1')}",
     "block": f"block:{block_of(TARGET, Path(COPIES.name) / 'block', 400)}",
     "block:heads": f"block:{block_of(TARGET, Path(COPIES.name) / 'heads', **HEADS)}",
+    "mtp": f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp', 1, 'qwen')}",
+    "mtp-of-3": f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp of 3', 3, 'deepseek')}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,5 +339,14 @@ def test_the_models_in_the_repository(target_dir: Path, draft_dir: Path, caplog:
 
 def test_the_table_names_each_family_once() -> None:
     names = [family.name for family in FAMILIES.values()]
-    assert sorted(names) == sorted(NAMES)
+    assert sorted(names) == sorted([*NAMES, "mimo"])
     assert {a.removesuffix("ForCausalLM").lower() for a in FAMILIES} == {name.replace("_", "") for name in names}
+
+
+def test_mimo_whose_code_is_no_part_of_transformers_is_qwen2_by_another_name(tmp_path: Path) -> None:
+    own = {"num_nextn_predict_layers": 1, "attention_bias": True, "rope_theta": 640000}
+    qwen = of_family("qwen2") | own
+    mimo = qwen | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    found = [read_config(write(tmp_path, raw)) for raw in (qwen, mimo)]
+    assert replace(found[1], family="qwen2") == found[0]
+    assert found[1].qkv_bias

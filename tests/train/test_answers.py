@@ -20,19 +20,21 @@ from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.models.block import BlockDecoder
 from forerun.models.block_layout import CONFIDENCE, MARKOV_W2, SUCCESSORS
-from forerun.models.decoder import Hidden, TokenBatch
+from forerun.models.decoder import Decoder, Hidden, TokenBatch
 from forerun.models.eagle import EagleDecoder
 from forerun.models.loading import Blueprint
 from forerun.models.medusa import MedusaHeads
+from forerun.models.mtp import MtpDecoder
 from forerun.models.runner import Read, Runner
 from forerun.train.adapter import AdapterStudent
 from forerun.train.answer_cache import AnswerCache
 from forerun.train.answers import TRAINED, AnswerSource
-from forerun.train.base import TargetText, TextBatch
+from forerun.train.base import Student, TargetText, TextBatch
 from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent, DraftShape
 from forerun.train.eagle import EagleStudent
 from forerun.train.medusa import MedusaStudent
+from forerun.train.mtp import MtpStudent
 from forerun.train.network import NORM
 from forerun.train.settings import TrainSettings
 from train.material import STORIES, quiet, read_prompts, source_of, write_prompts
@@ -242,36 +244,40 @@ def test_medusa_reads_in_training_what_it_reads_when_serving(
     small.llm.close()
 
 
-@pytest.mark.parametrize("shared_head", [False, True])
-def test_eagle_reads_in_training_what_it_reads_when_serving(
-    shared_head: bool, source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["eagle", "eagle, shared head", "mtp"])
+def test_layers_on_states_read_in_training_what_they_read_when_serving(
+    kind: str, source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The states beside final tokens and roots, and where guesses came true its own outputs beside them."""
-    student = EagleStudent.fresh(Blueprint.of(str(STORIES)), 48, shared_head, 0)
+    """The states beside final tokens and roots, and where guesses came true their own outputs beside them."""
+    target, is_mtp = Blueprint.of(str(STORIES)), kind == "mtp"
+    eagle = EagleStudent.fresh(target, 48, kind != "eagle", 0)
+    student = MtpStudent.fresh(target, 48, 0) if is_mtp else eagle
+    reader, learner, method = (MtpDecoder, MtpStudent, "module") if is_mtp else (EagleDecoder, EagleStudent, "layer")
     student.write(student.weights, tmp_path)
     shown: list[tuple[int, int, Tensor]] = []  # position, token, state
-    plain_forward = EagleDecoder.forward
+    plain_forward = reader.forward
 
-    def reading(own: EagleDecoder, batch: TokenBatch, cache: PagedCache, **more: Tensor) -> Hidden:
+    def reading(own: Decoder, batch: TokenBatch, cache: PagedCache, **more: Tensor) -> Hidden:
         shown.extend(zip(batch.positions.tolist(), batch.tokens.tolist(), more["inputs"].clone(), strict=True))
         return plain_forward(own, batch, cache, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(EagleDecoder, "forward", reading)
+    monkeypatch.setattr(reader, "forward", reading)
     small = source_of(source.data, SETTINGS, student)
     text = small.of_step(0, quiet)[0]
     llm, tokens = served(student.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)
     llm.close()
     assert tuple(tokens) == text.tokens
     inputs: list[Tensor] = []
-    plain_layer = EagleStudent.layer
+    plain_layer = getattr(learner, method)
 
     def learning(
-        own: EagleStudent, embedded: Tensor, states: Tensor, step: int, past: list[tuple[Tensor, Tensor]]
+        own: Student, embedded: Tensor, states: Tensor, step: int, past: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         inputs.append(states.detach())
-        return plain_layer(own, embedded, states, step, past)
+        output: Tensor = plain_layer(own, embedded, states, step, past)
+        return output
 
-    monkeypatch.setattr(EagleStudent, "layer", learning)
+    monkeypatch.setattr(learner, method, learning)
     student.predict(TextBatch.of([text, *small.of_step(1, quiet)]), None)
     small.llm.close()
     final, num_guesses = set(), 0

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from draft.heads import block_of, eagle_of, heads_of
+from draft.modules import module_tensors
 from forerun.accept.outcome import Outcome
 from forerun.config import Speculation
 from forerun.engine.controller import FixedDepth
@@ -24,6 +25,7 @@ from forerun.train.draft_model import DraftModelStudent
 from forerun.train.eagle import EagleStudent
 from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
 from forerun.train.medusa import MedusaStudent
+from forerun.train.mtp import MtpStudent
 from forerun.train.network import trainable
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
@@ -55,6 +57,10 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
         tensors = BlockTensors.of(Fields(folder, values), target.config, target.name, weights)
         fresh_block = BlockStudent.fresh(target, BlockShape(), 0)
         return replace(fresh_block, values=values, tensors=tensors, weights=trainable(weights, torch.device("cpu")))
+    if kind == "mtp":
+        fresh, modules = MtpStudent.fresh(target, None, 0), module_tensors(STORIES, 1, "qwen")
+        assert fresh.weights.keys() == modules.keys()
+        return replace(fresh, weights=trainable(modules, torch.device("cpu")))
     student = MedusaStudent.fresh(target, DEPTH - 1, None, kind == "hydra", False)
     fitted = load_file(heads_of(STORIES, folder, DEPTH - 1, kind == "hydra") / "model.safetensors")
     assert student.weights.keys() == fitted.keys()
@@ -63,7 +69,7 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", "hydra", "eagle", *BLOCKS])
+@pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", "hydra", "eagle", "mtp", *BLOCKS])
 def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temperature: float, tmp_path: Path) -> None:
     """The very same counts: the rounds of the replay are those of the engine."""
     settings = TrainSettings(

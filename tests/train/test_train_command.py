@@ -41,6 +41,7 @@ KINDS = {
     "block": ["--layers", "1", "--markov-rank", "16", "--rate", "0.005", "--steps", "60"],
     "draft": ["--layers", "1", "--hidden", "64", "--heads", "4", "--rate", "0.01", "--steps", "40"],
     "eagle": ["--mlp", "64", "--draft-vocab", "300", "--rate", "0.005", "--steps", "60"],
+    "mtp": ["--mlp", "64", "--rate", "0.005", "--steps", "60"],
     "medusa": ["--heads", "2", "--hydra", "--rate", "0.01", "--steps", "40"],
     "early-exit": ["--exit", "3", "--rate", "0.01", "--checkpoint-every", "4", "--steps", "16"],
 }
@@ -105,6 +106,7 @@ def untrained(kind: str, folder: Path) -> str:
     sizes = {
         "draft": StudentSizes(layers=1, hidden=64, heads=4),
         "medusa": StudentSizes(heads=2, hydra=True),
+        "mtp": StudentSizes(mlp=64),
         "eagle": StudentSizes(mlp=64, draft_vocab=300),
         "block": StudentSizes(layers=1, markov_rank=16),
     }[kind]
@@ -121,6 +123,7 @@ def untrained(kind: str, folder: Path) -> str:
         ("medusa", 0.04),
         pytest.param("eagle", 0.04, marks=pytest.mark.full),
         ("block", 0.04),
+        pytest.param("mtp", 0.04, marks=pytest.mark.full),
     ],
 )
 def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
@@ -136,7 +139,14 @@ def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
 
 
 @pytest.mark.parametrize(
-    "kind", ["block", "draft", "early-exit", "medusa", pytest.param("eagle", marks=pytest.mark.full)]
+    "kind",
+    [
+        "block",
+        "draft",
+        "early-exit",
+        "medusa",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("eagle", "mtp")),
+    ],
 )
 def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
     folder, told = trained(kind)

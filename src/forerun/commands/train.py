@@ -67,6 +67,7 @@ forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --
 forerun train early-exit --exit 2 --model stdlib --data prompts.jsonl --hours 1 --out my-adapter
 forerun train medusa --heads 4 --hydra --model ./target --data chats.jsonl --hours 2 --out my-heads
 forerun train block --layers 1 --markov-rank 32 --model ./target --data chats.jsonl --hours 4 --out my-block
+forerun train mtp --mlp 512 --model ./target --data chats.jsonl --hours 2 --out my-module
 forerun train draft --init ./small --model ./target --data chats.jsonl --temperature 0.6 --hours 12
 """
 
@@ -165,7 +166,7 @@ class LearningOptions:
 @with_options(EXAMPLES)
 def train(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="What to train: draft, early-exit, medusa, eagle or block.")
+        str, typer.Argument(metavar="KIND", help="What to train: draft, early-exit, medusa, eagle, mtp or block.")
     ],
     options: TargetOptions,
     student: StudentOptions,

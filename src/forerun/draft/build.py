@@ -15,6 +15,7 @@ from forerun.draft.model.block import plan_block
 from forerun.draft.model.eagle import plan_eagle
 from forerun.draft.model.early_exit import plan_early_exit
 from forerun.draft.model.medusa import plan_medusa
+from forerun.draft.model.mtp import plan_mtp
 from forerun.draft.ngram import plan_ngram
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -52,6 +53,7 @@ PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     "medusa": plan_medusa,
     "mix": lambda spec, context: plan_mix(spec, context, plan),
     "model": plan_model,
+    "mtp": plan_mtp,
     "ngram": plan_ngram,
     "suffix": plan_suffix,
 }

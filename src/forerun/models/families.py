@@ -7,7 +7,7 @@ There is one row per architecture name of config.json. A difference is a value d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -126,6 +126,7 @@ QWEN3 = Family(
     window=4096,
     with_experts="Qwen3MoeForCausalLM",
 )
+MIMO = replace(QWEN2, name="mimo")
 
 STACKED = ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj")
 BY_NUMBER = ExpertNames(
@@ -203,6 +204,7 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "MiMoForCausalLM": MIMO,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,

@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import read_fields, short
 from forerun.models.config import ModelConfig
+from forerun.models.mtp_names import find_modules
 from forerun.models.projections import layer_tensors, promised_tensors
 from forerun.models.spec import dtype_name
 
@@ -208,7 +209,11 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
                 head_name,
             )
             config = replace(config, tied=False)
-    check_tensors(promised_tensors(config), checkpoint, layers=config.layers, idle=[head_name])
+    modules = find_modules(checkpoint.stored, config.layers)
+    if modules is not None:
+        log.info("%s ships MTP modules, which --draft mtp drafts with", checkpoint.folder)
+    idle = [head_name, *(modules.tensors if modules else ())]
+    check_tensors(promised_tensors(config), checkpoint, layers=config.layers, idle=idle)
     return config
 
 

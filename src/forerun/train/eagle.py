@@ -10,7 +10,6 @@ eagle:DIR`, in the authors' layout.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +25,15 @@ from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.decoder import rms_norm, rotate
+from forerun.models.decoder import rms_norm
 from forerun.models.eagle import usual_taps
 from forerun.models.eagle_tensors import OFFSETS, PLACES, EagleForm, EagleTensors
 from forerun.models.loading import Blueprint
-from forerun.models.rope import RopeTables, rope_tables
+from forerun.models.rope import rope_tables
 from forerun.models.weights import Checkpoint
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
+from forerun.train.drafted_layer import DraftedLayer, KeysAndValues
 from forerun.train.network import EMBEDDING, HEAD, NORM, SPREAD, trainable
 from forerun.train.settings import check_most
 
@@ -55,10 +55,11 @@ class EagleStudent:
     vocabulary: Int[Tensor, " ids"] | None = None
     most_depth: int | None = None
     depth_weights: tuple[float, ...] = tuple(DEPTH_WEIGHT**step for step in range(STEPS))
-    rope: RopeTables = field(init=False)
+    own: DraftedLayer = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rope", rope_tables(self.config).to(self.embedding.device))
+        rope = rope_tables(self.config).to(self.embedding.device)
+        object.__setattr__(self, "own", DraftedLayer(self.config, self.weights, PLACE, rope))
 
     @classmethod
     def fresh(
@@ -128,12 +129,13 @@ class EagleStudent:
         length, found = batch.read.shape[1], []
         states = functional.linear(batch.taps[:, : length - 1].flatten(2).float(), self.weights["fc.weight"])
         tokens = functional.pad(batch.tokens, (0, STEPS))
-        past: list[tuple[Tensor, Tensor]] = []
+        past: list[KeysAndValues] = []
         for step in range(STEPS):
             embedded = self.embedding[tokens[:, 1 + step : length + step]]
             states = self.layer(embedded, states, step, past)
             judged = states[:, max(0, batch.first_root - 1) :]
-            logits = functional.linear(self.normed(judged, "norm"), self.weights.get(HEAD, self.head))
+            judged = rms_norm(judged, self.weights["norm.weight"], self.config.norm_eps)
+            logits = functional.linear(judged, self.weights.get(HEAD, self.head))
             missing = batch.roots.shape[1] - logits.shape[1]  # nothing is before a first token
             found.append(functional.pad(logits, (0, 0, missing, 0)))
         return Predictions(found, batch.roots)
@@ -143,31 +145,13 @@ class EagleStudent:
         embedded: Float[Tensor, "batch places hidden"],
         states: Float[Tensor, "batch places hidden"],
         step: int,
-        past: list[tuple[Tensor, Tensor]],
+        past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
         """The layer's output where the draft from each place is at this step; its keys and values join the past."""
-        c, places = self.config, states.shape[1]
-        joined = torch.cat(
-            [self.normed(embedded, f"{PLACE}.input_layernorm"), self.normed(states, f"{PLACE}.hidden_norm")], dim=2
-        )
-        q, k, v = (self.linear(joined, f"self_attn.{name}_proj").unflatten(-1, (-1, c.head_dim)) for name in "qkv")
-        position = slice(step, step + places)
-        cos, sin = (t[position].repeat(len(states), 1)[:, None] for t in (self.rope.cos, self.rope.sin))
-        q, k = (rotate(t.flatten(0, 1), cos, sin).view(t.shape) for t in (q, k))
-        past.append(tuple(t.repeat_interleave(c.group, dim=2).transpose(1, 2) for t in (k, v)))  # type: ignore[arg-type]
-        mixed = attended(q.transpose(1, 2), past).transpose(1, 2).flatten(2)
-        x = states + self.linear(mixed, "self_attn.o_proj")
-        inner = self.normed(x, f"{PLACE}.post_attention_layernorm")
-        gate, up = self.linear(inner, "mlp.gate_proj"), self.linear(inner, "mlp.up_proj")
-        return x + self.linear(functional.silu(gate) * up, "mlp.down_proj")
-
-    def normed(self, x: Tensor, name: str) -> Tensor:
-        """Behind the norm of this name."""
-        return rms_norm(x, self.weights[f"{name}.weight"], self.config.norm_eps)
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """Through the layer's projection of this name, with its bias if it has one."""
-        return functional.linear(x, self.weights[f"{PLACE}.{name}.weight"], self.weights.get(f"{PLACE}.{name}.bias"))
+        own = self.own
+        joined = torch.cat([own.normed(embedded, "input_layernorm"), own.normed(states, "hidden_norm")], dim=2)
+        x = states + own.mix(joined, step, past)
+        return x + own.mlp(x)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The layer and, if it has one, its head, and whose tokens the head's are."""
@@ -196,21 +180,6 @@ def head_ids(
     ids = torch.arange(vocabulary) if isinstance(vocabulary, int) else torch.tensor(vocabulary)
     check_most("draft_vocab", len(ids), target.config.vocab_size)
     return ids
-
-
-def attended(
-    q: Float[Tensor, "batch heads places head_dim"], past: list[tuple[Tensor, Tensor]]
-) -> Float[Tensor, "batch heads places head_dim"]:
-    """What each place's draft sees: the text up to its root, and of the later steps its own tokens alone."""
-    (keys, values), *own = past
-    places = q.shape[2]
-    hidden = torch.ones(places, places, dtype=torch.bool, device=q.device).triu(1)
-    scores = [(q @ keys.mT).masked_fill(hidden, -math.inf), *((q * k).sum(-1, keepdim=True) for k, _ in own)]
-    weights = (torch.cat(scores, dim=-1) / math.sqrt(q.shape[-1])).softmax(-1)
-    mixed = weights[..., :places] @ values
-    for i, (_, v) in enumerate(own):
-        mixed = mixed + weights[..., places + i, None] * v
-    return mixed
 
 
 def without_architecture(values: Mapping[str, Any]) -> dict[str, Any]:

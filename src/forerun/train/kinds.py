@@ -17,6 +17,7 @@ from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent, DraftShape
 from forerun.train.eagle import EagleStudent
 from forerun.train.medusa import MedusaStudent
+from forerun.train.mtp import MtpStudent
 from forerun.train.settings import check_choice
 
 
@@ -86,6 +87,12 @@ def block(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     return BlockStudent.fresh(target, BlockShape(**{name: getattr(sizes, name) for name in own}), seed)
 
 
+def mtp(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """An MTP module."""
+    sizes.only("mtp", "mlp")
+    return MtpStudent.fresh(target, sizes.mlp, seed)
+
+
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]
 KINDS: Mapping[str, MakeStudent] = {
     "block": block,
@@ -93,6 +100,7 @@ KINDS: Mapping[str, MakeStudent] = {
     "eagle": eagle,
     "early-exit": adapter,
     "medusa": medusa,
+    "mtp": mtp,
 }
 
 

@@ -31,6 +31,7 @@ from forerun.models.eagle import TAP_IDS, plan_layer
 from forerun.models.eagle_tensors import EMBEDDING, OFFSETS
 from forerun.models.loading import Blueprint
 from forerun.models.medusa import plan_heads
+from forerun.models.mtp import plan_modules
 from forerun.models.projections import Shapes, promised_tensors
 from forerun.models.weights import Checkpoint
 from forerun.models.widen import HEAD_NORMED, WRITERS, Plan, Wider, shrinkage
@@ -81,6 +82,19 @@ def eagle(folder: str, plan: Plan) -> WideDrafter:
     return WideDrafter(found.layer.folder, tensors.shapes(), wide.shapes(), fields, writers, tensors.config.qk_norm)
 
 
+def mtp(folder: str, plan: Plan) -> WideDrafter:
+    """Modules in a folder of their own: what they map into their residual stream stays 0 in the new channels."""
+    found = plan_modules(folder, plan.source)
+    tensors = found.tensors
+    if tensors.naming.behind_layers:
+        raise InvalidRequest("draft", f"{folder} numbers its modules behind the target's layers, which become more.")
+    config = replace(widened_layers(tensors.config, plan), vocab_size=tensors.config.vocab_size)
+    fields = layer_fields(config) | {"vocab_size": config.vocab_size}
+    writers = (*WRITERS, tensors.naming.projection.rpartition("}.")[2])
+    wide = replace(tensors, config=config).shapes()
+    return WideDrafter(found.layers.folder, tensors.shapes(), wide, fields, writers, tensors.config.qk_norm)
+
+
 def early_exit(argument: str, plan: Plan) -> WideDrafter:
     """The layers of an adapter, for the same exit."""
     exit_layer, _, folder = argument.partition(":")
@@ -103,7 +117,12 @@ def early_exit(argument: str, plan: Plan) -> WideDrafter:
     )
 
 
-KINDS: Mapping[str, Callable[[str, Plan], WideDrafter]] = {"eagle": eagle, "early-exit": early_exit, "medusa": medusa}
+KINDS: Mapping[str, Callable[[str, Plan], WideDrafter]] = {
+    "eagle": eagle,
+    "early-exit": early_exit,
+    "medusa": medusa,
+    "mtp": mtp,
+}
 
 
 def widened_layers(config: ModelConfig, plan: Plan) -> ModelConfig:

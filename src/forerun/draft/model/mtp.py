@@ -1,0 +1,88 @@
+"""MTP modules as drafter: each guesses one token further ahead, the last one as often as asked (2412.19437).
+
+This module decides which module makes which guess, and from what: module d guesses at depth d + 1, and beyond their
+number the last one goes on from its own outputs. Every module has read the whole text in its own layer of the cache,
+from the target's states or the outputs of the module before, so what a round begins with is the last row of each.
+`shifted.py` decides which state goes with which token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, ProgressCallback
+from forerun.draft.model.shifted import ShiftedFollower
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
+from forerun.draft.spec import DraftSpec
+from forerun.models.chains import SameIds
+from forerun.models.mtp import UNKNOWN, MtpDecoder, plan_modules
+from forerun.models.runner import DeviceTokens, Read, Runner, States
+
+
+class MtpDrafter(ShiftedFollower):
+    """Drafts with the modules' `runner`, whose decoder is an MtpDecoder."""
+
+    arms: tuple[str, ...] = ("mtp",)
+    taps: tuple[int, ...] = (-1,)
+
+    def __init__(self, runner: Runner) -> None:
+        vocab = runner.decoder.config.vocab_size
+        super().__init__(runner, SameIds(vocab, vocab))
+        assert isinstance(runner.decoder, MtpDecoder), "it reads states"
+        self.num_modules = len(runner.decoder.modules)
+        self.hidden = runner.decoder.config.hidden
+        self.ends: dict[int, Float[Tensor, "further hidden"]] = {}  # of all modules but the last, behind each text
+
+    def of_text(
+        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]
+    ) -> Float[Tensor, "total inputs"]:
+        """The target's states for the first module; for each further one what the one before gives a row earlier."""
+        states = features.new_full((len(features), self.num_modules, self.hidden), UNKNOWN)
+        states[:, 0], row = features[:, 0], 0
+        for read in reads:
+            states[row, 1:] = self.end(read.seq_id)
+            row += len(read.tokens)
+        return states.flatten(1)
+
+    def of_roots(self, seq_ids: Sequence[int]) -> Float[Tensor, "roots inputs"]:
+        """The same for the token behind the text."""
+        return torch.stack([torch.cat([self.last[seq_id], self.end(seq_id)]).flatten() for seq_id in seq_ids])
+
+    def of_guess(self, output: Float[Tensor, " outputs"]) -> Float[Tensor, " inputs"]:
+        """Each module's output is read by the next one; the last module's by itself, once the others have guessed."""
+        return output[: max(self.hidden, len(output) - self.hidden)]
+
+    def end(self, seq_id: int) -> Float[Tensor, "further hidden"]:
+        """The outputs behind a text; zeros, which no guess depends on, where there is none yet."""
+        found = self.ends.get(seq_id)
+        return torch.zeros(self.num_modules - 1, self.hidden) if found is None else found
+
+    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
+        """One pass; of text, the outputs behind its end are kept."""
+        states = super().run(reads, drawn, features)
+        if features is not None:
+            row = -1
+            for read in reads:
+                row += len(read.tokens)
+                self.ends[read.seq_id] = states.hidden[row].view(-1, self.hidden)[:-1].clone()
+        return states
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop all that is known of these sequences; unknown ones are ignored."""
+        super().forget(seq_ids)
+        for seq_id in seq_ids:
+            self.ends.pop(seq_id, None)
+
+
+def plan_mtp(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have a cache of their own."""
+    refuse_members(spec)
+    name, modules = str(spec), plan_modules(spec.argument, context.target)
+
+    def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> MtpDrafter:
+        return MtpDrafter(modules.load(cache_tokens[name], target.decoder.config.max_positions, target.decoder))
+
+    return DraftPlan({name: modules.memory}, build, modules.layers.fingerprint)

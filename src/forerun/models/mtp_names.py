@@ -1,0 +1,118 @@
+"""The table of MTP namings: what checkpoints call the tensors of the modules that they ship for multi-token prediction.
+
+There is one row per naming. A difference is a value declared here: the names, whether all modules share norms and
+projection, the order in which embedding and state are joined, and whether modules are numbered behind the target's
+layers. The target's checks read the table too, so that a model with modules is neither refused nor said to hold tensors
+that nobody knows. How modules compute is decided in `mtp.py`.
+
+Sources: the modeling code of DeepSeek-V3 (2412.19437), whose layout GLM-4.5 shares, of MiMo (2505.07608), whose
+projection reads the state first, and of Qwen3-Next, whose layout Qwen3.5 and Mellum share; and how transformers 5.23
+and vLLM read these. In all of them the state that enters the first module is the target's behind its final norm, and
+the one that goes from module to module is behind the module's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+FIRST_NORM = "input_layernorm.weight"  # every decoder layer has one
+
+
+@dataclass(frozen=True, slots=True)
+class MtpNaming:
+    """One naming; `{}` is the number of a module.
+
+    All names of modules begin with `prefix`, and those of a module's decoder layer with `layer`. `state_first`: the
+    projection reads the state before the embedding. `behind_layers`: modules are numbered on from the target's layers.
+    `head` and `embedding` are what a module's own are called, which are mostly stored as copies of the target's; None:
+    there are none.
+    """
+
+    name: str
+    prefix: str
+    layer: str
+    embedding_norm: str
+    state_norm: str
+    projection: str
+    norm: str
+    head: str | None = None
+    embedding: str | None = None
+    state_first: bool = False
+    behind_layers: bool = False
+
+    def number(self, module: int, num_layers: int) -> int:
+        """What the checkpoint of a target with so many layers calls this module."""
+        return module + num_layers if self.behind_layers else module
+
+    def owned(self, stored: Collection[str], num_layers: int) -> list[str]:
+        """The stored tensors that belong to modules."""
+        if not self.behind_layers:
+            return [name for name in stored if name.startswith(self.prefix)]
+        # A layer behind the last one may also be another model's; a module is one that has a projection.
+        numbers = (
+            (name, name.removeprefix(self.prefix).partition(".")[0]) for name in stored if name.startswith(self.prefix)
+        )
+        return [
+            name
+            for name, number in numbers
+            if number.isdecimal() and int(number[:9]) >= num_layers and self.projection.format(number) in stored
+        ]
+
+    def count(self, stored: Collection[str], num_layers: int) -> int:
+        """How many modules are stored."""
+        count = 0
+        while self.layer.format(self.number(count, num_layers)) + FIRST_NORM in stored:
+            count += 1
+        return count
+
+
+DEEPSEEK = MtpNaming(
+    name="DeepSeek-V3 and GLM-4.5",
+    prefix="model.layers.",
+    layer="model.layers.{}.",
+    embedding_norm="model.layers.{}.enorm.weight",
+    state_norm="model.layers.{}.hnorm.weight",
+    projection="model.layers.{}.eh_proj.weight",
+    norm="model.layers.{}.shared_head.norm.weight",
+    head="model.layers.{}.shared_head.head.weight",
+    embedding="model.layers.{}.embed_tokens.weight",
+    behind_layers=True,
+)
+MIMO = MtpNaming(
+    name="MiMo",
+    prefix="model.mtp_layers.",
+    layer="model.mtp_layers.{}.",
+    embedding_norm="model.mtp_layers.{}.token_layernorm.weight",
+    state_norm="model.mtp_layers.{}.hidden_layernorm.weight",
+    projection="model.mtp_layers.{}.input_proj.weight",
+    norm="model.mtp_layers.{}.final_layernorm.weight",
+    state_first=True,
+)
+QWEN = MtpNaming(
+    name="Qwen3-Next and Qwen3.5",
+    prefix="mtp.",
+    layer="mtp.layers.{}.",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    state_norm="mtp.pre_fc_norm_hidden.weight",
+    projection="mtp.fc.weight",
+    norm="mtp.norm.weight",
+)
+NAMINGS = (DEEPSEEK, MIMO, QWEN)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModules:
+    """The tensors of a checkpoint's modules, and how they are named."""
+
+    naming: MtpNaming
+    tensors: tuple[str, ...]
+
+
+def find_modules(stored: Collection[str], num_layers: int) -> StoredModules | None:
+    """The modules among these tensors of a checkpoint whose target has so many layers; None where there are none."""
+    for naming in NAMINGS:
+        owned = naming.owned(stored, num_layers)
+        if owned:
+            return StoredModules(naming, tuple(owned))
+    return None

@@ -1,0 +1,166 @@
+"""What a checkpoint must hold to have MTP modules: which tensors, of which shapes, for how many modules.
+
+The file decides how many modules there are, what their layers are shaped like, and that no tensor of theirs is left
+out: each is read, or refused by name. What namings there are is a table of its own (`mtp_names.py`); how modules
+compute is decided in `mtp.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from forerun.errors import UnsupportedModel
+from forerun.fields import Fields, read_fields
+from forerun.models.config import ModelConfig, config_of
+from forerun.models.loading import FINAL_NORM, Blueprint
+from forerun.models.mtp_names import MtpNaming, find_modules
+from forerun.models.projections import layer_tensors
+from forerun.models.weights import BUFFERS, Checkpoint
+
+COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names of one number
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the target's own
+SHAPE_KEY = "hidden_size"  # a folder that says it describes its modules' layers; else they are shaped as the target's
+
+
+@dataclass(frozen=True, slots=True)
+class MtpTensors:
+    """Names and shapes of all tensors of a checkpoint's modules; `config` is that of their layers.
+
+    `own` are embeddings and heads that differ from the target's, and `behind` the target's number of layers.
+    """
+
+    config: ModelConfig
+    naming: MtpNaming
+    behind: int
+    own: frozenset[str] = frozenset()
+
+    def name(self, module: int, pattern: str) -> str:
+        """What one of the naming's patterns is for this module."""
+        return pattern.format(self.naming.number(module, self.behind))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """All of them but embeddings and heads that are the target's."""
+        c, n = self.config, self.naming
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.own, (c.vocab_size, c.hidden))
+        for module in range(c.layers):
+            found[self.name(module, n.projection)] = (c.hidden, 2 * c.hidden)
+            found |= {self.name(module, each): (c.hidden,) for each in (n.embedding_norm, n.state_norm, n.norm)}
+            prefix = self.name(module, n.layer)
+            found |= {prefix + name: shape for name, shape in layer_tensors(c, module).items()}
+        return found
+
+    def tables(self) -> dict[str, bool]:
+        """What embeddings and heads of modules are called, if there are any; and whether it is a head."""
+        pairs = ((self.naming.embedding, False), (self.naming.head, True))
+        return {
+            self.name(m, pattern): is_head for m in range(self.config.layers) for pattern, is_head in pairs if pattern
+        }
+
+    def stored_name(self, name: str) -> str:
+        """What is stored of a tensor that a decoder of these layers calls so."""
+        if name == FINAL_NORM:
+            return self.name(0, self.naming.norm)
+        _, _, layer, rest = name.split(".", 3)
+        return self.name(int(layer), self.naming.layer) + rest
+
+
+def check_modules(model: str | None, checkpoint: Checkpoint, target: Blueprint) -> MtpTensors:
+    """The tensors of a checkpoint's modules, all of them judged by their headers; `model` None: it is the target's own.
+
+    Raises ModelError for a checkpoint without modules, and for tensors that are missing, of another shape, or none of a
+    module's: no weight is left out.
+    """
+    folder, of = checkpoint.folder, target.config
+    fields, found = read_fields(folder / "config.json"), find_modules(checkpoint.stored, of.layers)
+    if found is None:
+        raise UnsupportedModel(no_modules(fields, model))
+    naming = found.naming
+    tensors = MtpTensors(layer_config(fields, model, target, naming, checkpoint), naming, of.layers)
+    shapes = tensors.shapes()
+    for name, shape in shapes.items():
+        checkpoint.find(name, shape)
+    tables = tensors.tables()
+    others = set(found.tensors if model is None else checkpoint.stored) - set(shapes) - set(tables)
+    unread = sorted(name for name in others if not name.endswith(BUFFERS))
+    if unread:
+        raise UnsupportedModel(
+            f"{folder}: the tensor {unread[0]} is none of {tensors.config.layers} MTP modules as {naming.name} name "
+            f"them, with layers of the family {tensors.config.family}: use the config.json that came with the weights, "
+            "or name a folder with the modules alone"
+        )
+    return replace(tensors, own=frozenset(own_tables(tensors, checkpoint, target)))
+
+
+def layer_config(
+    fields: Fields, model: str | None, target: Blueprint, naming: MtpNaming, checkpoint: Checkpoint
+) -> ModelConfig:
+    """The configuration of the modules' layers: one like the target's last layer, unless the folder describes its own.
+
+    There are as many as config.json says or, where it does not say, as are stored.
+    """
+    of = target.config
+    stored = naming.count(checkpoint.stored, of.layers)
+    count = promised_modules(fields) or max(1, stored)
+    whole = of if model is None or SHAPE_KEY not in fields.values else described(fields, target)
+    experts, dense = whole.experts, f"{naming.layer.format(naming.number(0, of.layers))}mlp.gate_proj.weight"
+    return replace(
+        whole,
+        layers=count,
+        windows=whole.windows[-1:] * count,
+        experts=None if experts is None or dense in checkpoint else replace(experts, layers=tuple(range(count))),
+        tied=False,
+    )
+
+
+def described(fields: Fields, target: Blueprint) -> ModelConfig:
+    """The configuration that a folder of modules gives of its layers. Raises UnsupportedModel for another target's."""
+    of = target.config
+    defaults: dict[str, Any] = {
+        "max_position_embeddings": of.max_positions,
+        "vocab_size": of.vocab_size,
+        "model_type": of.family,
+        "num_hidden_layers": 1,
+    }
+    kept = {key: value for key, value in fields.values.items() if key != "architectures"}
+    config = config_of(replace(fields, values=defaults | kept))
+    for key, own, wanted in (
+        ("hidden_size", config.hidden, of.hidden),
+        ("vocab_size", config.vocab_size, of.vocab_size),
+    ):
+        if own != wanted:
+            raise fields.refuse(key, f"{target.name} has {wanted}: name modules that were trained for it")
+    return config
+
+
+def promised_modules(fields: Fields) -> int:
+    """How many modules config.json says there are; 0 where it does not say."""
+    return next((fields.whole(key, 0, least=0) for key in COUNT_KEYS if fields.values.get(key) is not None), 0)
+
+
+def no_modules(fields: Fields, model: str | None) -> str:
+    """The message for a checkpoint without modules."""
+    folder, promised = fields.path.parent, promised_modules(fields)
+    if promised:
+        return (
+            f"{folder} has no tensors of MTP modules though its config.json promises {promised}: a conversion dropped "
+            "them; download the original, or name trained modules, as in mtp:DIR"
+        )
+    if model is None:
+        return f"{folder} ships no MTP modules: name a folder of trained ones, as in mtp:DIR (`forerun train mtp`)"
+    return f"{folder} has no tensors of MTP modules: name a folder that `forerun train mtp` wrote, or another drafter"
+
+
+def own_tables(tensors: MtpTensors, checkpoint: Checkpoint, target: Blueprint) -> Collection[str]:
+    """The stored embeddings and heads of modules that are no copies of the target's."""
+    size = (tensors.config.vocab_size, tensors.config.hidden)
+    whole, found = Checkpoint(target.folder, target.dtype), list[str]()
+    for name, is_head in tensors.tables().items():
+        if name in checkpoint:
+            shared = HEAD if is_head and not target.config.tied else TABLE
+            if not torch.equal(checkpoint.take(name, size), whole.take(shared, size)):
+                found.append(name)
+    return found

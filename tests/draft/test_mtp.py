@@ -1,0 +1,373 @@
+"""MTP drafters, guess by guess: against a reference written out from the papers, and transformers' own modules."""
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from draft.heads import PROMPTS
+from draft.modules import NAMES, apart, module_tensors, rewritten, shipped_with
+from draft.rounds import Row, committed
+from forerun.config import Speculation
+from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.model.mtp import MtpDrafter
+from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape, WrongTarget
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.mtp import MtpDecoder
+from forerun.models.runner import Read
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from sparse import write_sparse
+
+TARGET = Path(__file__).parents[1] / "data" / "stories260k"
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, DEPTH = 5, 8, 4, 8, 5
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+Proposals = list[tuple[list[int], list[int]]]  # a text up to its root, and the chain that was guessed behind it
+
+
+def normed(x: Tensor, gain: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rotated by position: [places, heads, head_dim]."""
+    angles = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    cos, sin = (torch.cat([f(angles)] * 2, dim=-1)[:, None] for f in (torch.cos, torch.sin))
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def layer_output(w: dict[str, Tensor], place: str, x: Tensor) -> Tensor:
+    """A decoder layer over a whole text."""
+    y = normed(x, w[f"{place}input_layernorm.weight"])
+    q, k, v = (y @ w[f"{place}self_attn.{n}_proj.weight"].T for n in "qkv")
+    q, k = turned(q.view(-1, HEADS, HEAD_DIM)), turned(k.view(-1, KV_HEADS, HEAD_DIM))
+    v = v.view(-1, KV_HEADS, HEAD_DIM)
+    k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
+    mixed = functional.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True)
+    x = x + mixed.transpose(0, 1).flatten(1) @ w[f"{place}self_attn.o_proj.weight"].T
+    y = normed(x, w[f"{place}post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"{place}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    return x + (functional.silu(gate) * up) @ w[f"{place}mlp.down_proj.weight"].T
+
+
+def reference_guesses(
+    w: dict[str, Tensor], naming: str, count: int, text: Sequence[int], states: Tensor, depth: int
+) -> list[int]:
+    """The likeliest chain behind `text`, whose last token the target has not read; `states` are behind all others.
+
+    Module k reads, at every place, the token k + 1 places further on beside the output of the module before.
+    """
+    whole, places, table = list(text), len(text) - 1, w["model.embed_tokens.weight"]
+    for step in range(depth):
+        module = min(step, count - 1)
+        names = {key: n.format(module + LAYERS * (naming == "deepseek")) for key, n in NAMES[naming].items()}
+        tokens = torch.tensor(whole[1 + module : 1 + module + places + step - module])
+        embedded = normed(w.get(names.get("table", ""), table)[tokens], w[names["e"]])
+        pair = [embedded, normed(states, w[names["h"]])]
+        x = torch.cat(pair[::-1] if naming == "mimo" else pair, dim=1) @ w[names["projection"]].T
+        outputs = normed(layer_output(w, names["layer"], x), w[names["norm"]])
+        whole.append(int((outputs[-1] @ w.get(names.get("head", ""), w.get("lm_head.weight", table)).T).argmax()))
+        states = outputs if step < count - 1 else torch.cat([states, outputs[-1:]])
+    return whole[len(text) :]
+
+
+def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Proposals:
+    """What a chain drafter will have proposed."""
+    found: Proposals = []
+    assert isinstance(llm.drafter, MtpDrafter)
+    plain = llm.drafter.propose
+
+    def proposing(draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        draft = plain(draws, budgets, tail)
+        for row, chain in zip(draws.rows, draft.tree.tokens.tolist(), strict=True):
+            found.append((list(row.tokens), [token for token in chain[1:] if token >= 0]))
+        return draft
+
+    monkeypatch.setattr(llm.drafter, "propose", proposing)
+    return found
+
+
+CASES = [("deepseek", 1, False), ("mimo", 1, False), ("qwen", 2, False), ("deepseek", 3, True)]
+
+
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.full)])
+@pytest.mark.parametrize(("naming", "count", "own"), CASES)
+def test_every_guess_is_that_of_the_reference(
+    naming: str, count: int, own: bool, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rounds of an engine, at whatever roots they begin, also beyond the modules' number and near a text's start."""
+    folder = shipped_with(TARGET, tmp_path / "target", count, naming)
+    if own:  # embeddings and heads that are no copies of the target's
+        stored = load_file(folder / "model.safetensors")
+        tables = ("head.head.weight", f"{LAYERS + 1}.embed_tokens.weight")
+        ours = {n: t for n, t in stored.items() if n.endswith(tables)}
+        rewritten(folder, {n: t + 0.3 * t.roll(1, 0) for n, t in ours.items()}, {})
+    options: dict[str, Any] = {"dtype": "float32", "kernels": kernels, "speculation": Speculation(DEPTH)}
+    llm = LLM(str(folder), "mtp", chunk_tokens=5, **options)
+    found, weights, guessed = watched(llm, monkeypatch), load_file(folder / "model.safetensors"), 0
+    answers = llm.generate([*PROMPTS[:3], [1]], GREEDY)
+    runner, states = Blueprint.of(str(TARGET), dtype="float32").load(1024), {}
+    for number, answer in enumerate(answers):
+        text = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+        taps = runner.read([Read(number, text)], taps=(-1,)).taps
+        assert taps is not None
+        states[tuple(text)] = taps[:, 0]
+    for text, guesses in found:
+        own_states = next(s for whole, s in states.items() if list(whole[: len(text)]) == text)
+        assert guesses == reference_guesses(weights, naming, count, text, own_states[: len(text) - 1], len(guesses))
+        guessed += len(guesses)
+    assert guessed > 200
+    assert llm.stats.num_accepted > 0.15 * llm.stats.num_drafted / DEPTH
+    llm.close()
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+}
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+
+def random_target(family: str, count: int, naming: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> MtpModel:
+    """A checkpoint with random modules, written by transformers, and these as transformers loads them from it."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
+    config.num_mtp_layers, config.mtp_layer_types = count, ["full_attention"] * count
+    model = AutoModelForCausalLM.from_config(config).eval()
+    modules = MtpModel(model, count)
+    with torch.no_grad():
+        for tensor in {*model.parameters(), *modules.parameters()}:
+            tensor.normal_(1.0 if tensor.ndim == 1 else 0.0, 0.2)
+    model.save_pretrained(folder)
+    stored = {}
+    for name, tensor in modules.state_dict().items():
+        if name.startswith("layers."):
+            _, number, inside = name.split(".", 2)
+            inside = inside.removeprefix("mtp_block.")
+            renamed = {
+                "deepseek": lambda n, i: f"model.layers.{n + 2}." + i.replace("post_norm", "shared_head.norm"),
+                "qwen": lambda n, i: "mtp." + QWEN.get(i, f"layers.{n}.{i}"),
+            }[naming](int(number), inside)
+            stored[renamed] = tensor.detach()
+    rewritten(folder, stored, {"num_nextn_predict_layers": count})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET / name, folder)
+    patterns = [rf"layers\.{2 + module}\." for module in range(count)] if naming == "deepseek" else [r"^mtp\."]
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", patterns)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    loaded.config.num_mtp_layers, loaded.config.mtp_layer_types = count, ["full_attention"] * count
+    return MtpModel.from_pretrained(loaded).eval()
+
+
+QWEN = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "post_norm.weight": "norm.weight",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "naming"),
+    [("llama", 1, "deepseek"), ("llama", 3, "deepseek"), ("qwen2", 1, "qwen"), ("qwen3", 2, "deepseek")],
+)
+def test_guesses_and_logits_are_those_of_transformers_own_modules(
+    family: str, count: int, naming: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are modules: transformers does not go on beyond their number."""
+    theirs = random_target(family, count, naming, tmp_path, monkeypatch)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    llm = LLM(str(tmp_path), "mtp", dtype="float32", speculation=Speculation(count), max_model_len=128)
+    found, judged = watched(llm, monkeypatch), list[Tensor]()
+    plain = MtpDecoder.logits
+
+    def judging(own: MtpDecoder, hidden: Tensor) -> Tensor:
+        judged.append(plain(own, hidden))
+        return judged[-1]
+
+    monkeypatch.setattr(MtpDecoder, "logits", judging)
+    llm.generate([[7, 300, 12, 45, 9, 400, 33]], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+    llm.close()
+    ours = iter(judged)
+    for text, guesses in found:
+        with torch.no_grad():
+            states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1]
+            told, logits, _ = theirs(
+                torch.tensor([text[1:]]),
+                states,
+                attention_mask=None,
+                position_ids=torch.arange(1, len(text))[None],
+                mtp_cache=MtpCache(config=theirs.config),
+            )
+        assert guesses == told[0, : len(guesses)].tolist()
+        for depth in range(len(guesses)):
+            assert torch.allclose(next(ours)[0], logits[0, depth], atol=2e-3)
+    assert sum(len(guesses) for _, guesses in found) > 15 * count
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_trees_are_plain_and_accepted_more_often_and_nothing_is_left(count: int, tmp_path: Path) -> None:
+    folder = shipped_with(TARGET, tmp_path / "target", count, "mimo")
+    plain = [r.outputs[0].token_ids for r in LLM(str(folder), dtype="float32").generate(list(PROMPTS), GREEDY)]
+    accepted = []
+    for shape in (Speculation(DEPTH), Speculation(DEPTH, 3, 12)):
+        llm = LLM(str(folder), "mtp", dtype="float32", speculation=shape)
+        assert [r.outputs[0].token_ids for r in llm.generate(list(PROMPTS), GREEDY)] == plain
+        accepted.append(llm.stats.num_accepted)
+        drafter = llm.drafter
+        assert isinstance(drafter, MtpDrafter)
+        for state in (drafter.sequences, drafter.last, drafter.outputs, drafter.ends):
+            assert not state
+        assert drafter.runner.cache.num_rows == 0
+        drafter.runner.cache.check()
+    assert accepted[1] > 1.1 * accepted[0] > 0
+
+
+@pytest.mark.parametrize("naming", NAMES)
+def test_a_target_with_modules_loads_as_the_same_one_without(
+    naming: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, found = shipped_with(TARGET, tmp_path / "target", 2, naming), []
+    for each in (TARGET, folder):
+        runner = Blueprint.of(str(each), dtype="float32").load(128)
+        found.append(runner.read([Read(0, [1, 5, 9, 44], judged=(0, 3))]).logits)
+    assert torch.equal(*found)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_layers_behind_the_last_one_that_are_no_modules_are_still_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shipped_with(TARGET, tmp_path / "target", 1, "deepseek")
+    rewritten(folder, {f"model.layers.{LAYERS}.eh_proj.weight": None}, {})
+    Blueprint.of(str(folder), dtype="float32")
+    assert "are not read" in caplog.text
+    with pytest.raises(UnsupportedModel, match="promises 1: a conversion dropped them"):
+        LLM(str(folder), "mtp", dtype="float32")
+
+
+NORM = torch.ones(64)
+FAULTS: dict[str, tuple[str, dict[str, Tensor | None], dict[str, object], type[ModelError], str]] = {
+    "a norm is gone": ("qwen", {"mtp.pre_fc_norm_hidden.weight": None}, {}, MissingWeights, "pre_fc_norm_hidden"),
+    "a layer's tensor is gone": (
+        "mimo",
+        {"model.mtp_layers.1.self_attn.q_proj.weight": None},
+        {},
+        MissingWeights,
+        "mtp_layers.1.self_attn.q_proj",
+    ),
+    "fewer than promised": ("mimo", {}, {"num_nextn_predict_layers": 3}, MissingWeights, "mtp_layers.2"),
+    "more than promised": ("mimo", {}, {"num_nextn_predict_layers": 1}, UnsupportedModel, "mtp_layers.1.final_layern"),
+    "no number of modules": (
+        "qwen",
+        {},
+        {"mtp_num_hidden_layers": "two"},
+        UnsupportedModel,
+        "mtp_num_hidden_layers is 'two'",
+    ),
+    "another width": ("qwen", {"mtp.fc.weight": torch.zeros(64, 64)}, {}, WrongShape, "mtp.fc.weight has shape"),
+    "a tensor of no module": ("qwen", {"mtp.hc_head.weight": NORM}, {}, UnsupportedModel, "mtp.hc_head.weight is none"),
+    "gates that are not computed": (
+        "qwen",
+        {"mtp.layers.0.self_attn.q_proj.weight": torch.zeros(128, 64)},
+        {},
+        WrongShape,
+        "q_proj",
+    ),
+    "a bias": (
+        "deepseek",
+        {f"model.layers.{LAYERS}.self_attn.q_proj.bias": NORM},
+        {},
+        UnsupportedModel,
+        "q_proj.bias is none",
+    ),
+    "DeepSeek-V4's": (
+        "mimo",
+        dict.fromkeys(module_tensors(TARGET, 2, "mimo")) | {"mtp.0.e_proj.weight": torch.zeros(64, 64)},
+        {},
+        MissingWeights,
+        "no tensor mtp.fc.weight",
+    ),
+    "no modules": (
+        "mimo",
+        dict.fromkeys(module_tensors(TARGET, 2, "mimo")),
+        {"num_nextn_predict_layers": 0},
+        UnsupportedModel,
+        "ships no MTP modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit_is_refused_by_name(fault: str, tmp_path: Path) -> None:
+    naming, tensors, keys, error, told = FAULTS[fault]
+    folder = rewritten(shipped_with(TARGET, tmp_path / "target", 2, naming), tensors, keys)
+    with pytest.raises(error, match=told):
+        LLM(str(folder), "mtp", dtype="float32")
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"])
+def test_targets_whose_layers_are_not_computed_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    folder = shipped_with(TARGET, tmp_path / "target", 1, "deepseek", architectures=[architecture])
+    with pytest.raises(UnsupportedModel, match=f"{architecture}.*supported are"):
+        LLM(str(folder), "mtp", dtype="float32")
+
+
+def test_a_folder_of_modules_drafts_as_those_that_ship_and_must_be_for_the_target(tmp_path: Path) -> None:
+    counts = []
+    for number, naming in enumerate(NAMES):
+        inside = shipped_with(TARGET, tmp_path / f"{number}", 2, naming)
+        alone = apart(TARGET, tmp_path / f"{number} alone", 2, naming)
+        for model, draft in ((inside, "mtp"), (TARGET, f"mtp:{alone}")):
+            llm = LLM(str(model), draft, dtype="float32", speculation=Speculation(3))
+            llm.generate(list(PROMPTS[:2]), GREEDY)
+            counts.append((llm.stats.num_drafted, llm.stats.num_accepted))
+    assert len(set(counts)) == 1, "the layouts hold the same modules"
+    rewritten(alone, {}, {"hidden_size": 128, "intermediate_size": 172, "num_attention_heads": 8})
+    with pytest.raises(UnsupportedModel, match="hidden_size is 128"):
+        LLM(str(TARGET), f"mtp:{alone}", dtype="float32")
+    with pytest.raises(UnsupportedModel, match="no tensors of MTP modules"):
+        LLM(str(TARGET), f"mtp:{TARGET}", dtype="float32")
+    with pytest.raises(UnknownDrafter, match="takes no list"):
+        LLM(str(TARGET), "mtp[ngram]")
+
+
+def test_modules_of_a_sparse_target_have_experts(tmp_path: Path) -> None:
+    sparse = write_sparse(tmp_path / "sparse", "qwen2_moe")
+    folder = shipped_with(sparse, tmp_path / "target", 1, "qwen")
+    plain = LLM(str(folder), dtype="float32").generate(list(PROMPTS), GREEDY)
+    llm = LLM(str(folder), "mtp", dtype="float32", speculation=Speculation(2))
+    found = llm.generate(list(PROMPTS), GREEDY)
+    assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+    assert isinstance(llm.drafter, MtpDrafter)
+    assert llm.drafter.runner.decoder.layers[0].mlp.experts
+
+
+def test_text_must_come_with_states(tmp_path: Path) -> None:
+    llm = LLM(str(shipped_with(TARGET, tmp_path / "target", 1, "mimo")), "mtp", dtype="float32")
+    assert llm.drafter is not None
+    with pytest.raises(WrongTarget, match="told text without them"):
+        llm.drafter.observe(committed([Row(0, [1, 5, 9])]))
