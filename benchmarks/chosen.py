@@ -1,14 +1,16 @@
 """The depth that the controller chooses against every fixed depth, while a queue keeps the batch full.
 
     python -m benchmarks.chosen [--workload code,prose,edits] [--batch 1,4,16] [--depth 1,2,4,8] [--draft DRAFT]
-                                [--tokens 48] [--num-prompts 8] [--repeats 3] [--temperature 0] [--wrong]
+                                [--tokens 48] [--prompt-tokens 64] [--num-prompts 8] [--repeats 3] [--temperature 0]
+                                [--wrong]
 
-The widened pair, `edits` by n-grams unless `--draft` names something else. Every text that ends is followed by another
-one, and only rounds count that read no prompt and draw for the whole batch, until `--tokens` times the batch have come
-out of them: so all depths answer about the same texts. Half of the prompts choose the best of the fixed depths, plain
-decoding among them; the other half judge it against `auto`, by turns, each repetition beginning one depth later. The
-controller goes on from the first half to the second. With `--wrong` the draft model's last norm is shuffled and half of
-its signs are changed, so that nearly every guess is wrong.
+The widened pair, `edits` by n-grams unless `--draft` names something else. Prompts are cut to their last tokens, but
+for those of edits, which are quoted. Every text that ends is followed by another one, and only rounds count that read
+no prompt and draw for the whole batch, until `--tokens` times the batch have come out of them: so all depths answer
+about the same texts. Half of the prompts choose the best of the fixed depths, plain decoding among them; the other half
+judge it against `auto`, by turns, each repetition beginning one depth later. The controller goes on from the first half
+to the second. With `--wrong` the draft model's last norm is shuffled and half of its signs are changed, so that nearly
+every guess is wrong.
 
 Printed are tokens per second over those of plain decoding on the second half, medians of the repetitions, and in the
 last column `auto` over the depth that the first half chose. Where `auto` is better than that it may be above 1.
@@ -122,6 +124,7 @@ def main() -> None:
     parser.add_argument("--depth", default="1,2,4,8")
     parser.add_argument("--draft")
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -145,10 +148,16 @@ def main() -> None:
     print(f"\nauto over the depth chosen before: geometric mean {mean:.3f}, least {min(shares):.3f}")
 
 
+def last_of(item: Item, num_tokens: int) -> Item:
+    """The last tokens of a prompt, which are read sooner; all of it where an answer is replayed that quotes it."""
+    return item if item.answer is not None else replace(item, prompt=item.prompt[-num_tokens:])
+
+
 def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, batch: int) -> Queue:
     """The models loaded, and the texts."""
     tokenizer = Blueprint.of(target).tokenizer()
-    workload = workload_of(name, passages(name), options.num_prompts, tokenizer)
+    whole = workload_of(name, passages(name), options.num_prompts, tokenizer)
+    workload = replace(whole, items=tuple(last_of(item, options.prompt_tokens) for item in whole.items))
     llm = LLM(
         target,
         draft,
