@@ -1,8 +1,8 @@
 """The depth that the controller chooses against every fixed depth, while a queue keeps the batch full.
 
     python -m benchmarks.chosen [--workload code,prose,edits] [--batch 1,4,16] [--depth 1,2,4,8] [--draft DRAFT]
-                                [--tokens 48] [--prompt-tokens 64] [--num-prompts 8] [--repeats 3] [--temperature 0]
-                                [--wrong]
+                                [--tokens 32] [--answer-tokens 96] [--prompt-tokens 64]
+                                [--num-prompts 8] [--repeats 3] [--temperature 0] [--wrong]
 
 The widened pair, `edits` by n-grams unless `--draft` names something else. Prompts are cut to their last tokens, but
 for those of edits, which are quoted. Every text that ends is followed by another one, and only rounds count that read
@@ -52,6 +52,7 @@ class Queue:
 
     stage: Stage
     name: str
+    num_tokens: int  # of each row that count
     halves: dict[str, Sequence[Item]] = field(default_factory=dict)
 
     def speed(self, group: Group, depth: int, half: str, tenant: str) -> float:
@@ -70,7 +71,8 @@ class Queue:
             sequences.append(sequence)
         lane, pace = Lane(self.stage.engine(group, depth, recording), sequences), Pace()
         try:
-            while pace.num_decoded < group.batch * self.stage.num_tokens:
+            while pace.num_decoded < group.batch * self.num_tokens:
+                assert lane.engine.has_work, "texts last until enough was counted: ask for longer answers"
                 timed = lane.step(self.stage.clock)
                 if len(timed.outcome.rows) == group.batch and not timed.outcome.num_prompt_tokens:
                     pace.count(timed.outcome, timed.step_s)
@@ -123,7 +125,8 @@ def main() -> None:
     parser.add_argument("--batch", default="1,4,16")
     parser.add_argument("--depth", default="1,2,4,8")
     parser.add_argument("--draft")
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--answer-tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
@@ -162,18 +165,18 @@ def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, ba
         target,
         draft,
         speculation=Speculation(),
-        max_model_len=workload.longest(options.tokens) + 32,
+        max_model_len=workload.longest(options.answer_tokens) + 32,
         max_num_seqs=batch,
     )
     stage = Stage(
         llm,
         {name: workload},
-        options.tokens,
+        options.answer_tokens,
         wish=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth),
     )
     middle = len(workload.items) // 2
     halves = dict(zip(HALVES, (workload.items[:middle], workload.items[middle:]), strict=True))
-    return Queue(stage, name, halves)
+    return Queue(stage, name, options.tokens, halves)
 
 
 if __name__ == "__main__":

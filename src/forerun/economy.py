@@ -21,6 +21,7 @@ LARGEST_UNIT = 1e12
 OUTLIER = 4.0  # times what was expected: a busy machine, not a price
 LEVEL_SHARE = 0.05  # of a round's surprise that the level takes; less than sizes take, whose errors it would hide
 LATEST = 12  # passes of a size that count
+NEAR = 2  # times the largest size that was seen since the level changed: of larger ones that says nothing
 LONG_UNSEEN = 64  # passes of other sizes, behind which what is known of a size counts as one pass
 NO_TIME_S = 1e-9
 SHORT_BITS = 11  # texts of fewer than 2,048 tokens together are priced together; then each doubling for itself
@@ -221,6 +222,8 @@ class PassCost:
     level: Level = field(default_factory=Level)
     sizes: dict[int, Size] = field(default_factory=dict)
     num_jumps: int = 0  # of the level, when the line began
+    before: LinearCost = field(default_factory=LinearCost)  # the line until then
+    largest: int = 0  # size since then
     num_passes: int = 0
 
     @property
@@ -231,13 +234,18 @@ class PassCost:
     def expect(self, num_tokens: int) -> float:
         """Seconds with so many tokens; 0 as long as nothing was seen."""
         own = self.sizes.get(size_class(num_tokens))
-        if own is None or (own.num_jumps != self.level.num_jumps and self.line_holds(num_tokens)):
-            return self.level.factor * self.line.expect(num_tokens)
-        return self.level.factor * own.usual_s
+        if own is not None and (own.num_jumps == self.level.num_jumps or not self.line_holds(num_tokens)):
+            return self.level.factor * own.usual_s
+        line = self.line if self.line_holds(num_tokens) or not self.before.weight else self.before
+        return self.level.factor * line.expect(num_tokens)
 
     def line_holds(self, num_tokens: int) -> bool:
-        """Whether the line says something of this size, going by what was seen since the level changed."""
-        return self.num_jumps == self.level.num_jumps and self.line.knows(num_tokens)
+        """Whether what was seen since the level changed says something of this size.
+
+        Of much larger ones it does not: passes would seem to cost the same for any number of tokens.
+        """
+        near = num_tokens <= NEAR * self.largest
+        return self.num_jumps == self.level.num_jumps and near and self.line.knows(num_tokens)
 
     def record(self, num_tokens: int, taken_s: float) -> bool:
         """Learn from a round; whether it took much less than was expected.
@@ -256,7 +264,9 @@ class PassCost:
         else:
             own.record(at_level_s, is_usual, self.num_passes)
         if self.num_jumps != self.level.num_jumps:
-            self.line, self.num_jumps = LinearCost(), self.level.num_jumps
+            self.before = self.line if self.line.weight else self.before
+            self.line, self.largest, self.num_jumps = LinearCost(), 0, self.level.num_jumps
+        self.largest = max(self.largest, num_tokens)
         if is_usual:
             self.line.record(num_tokens, at_level_s)
         return taken_s * CHANGED < expected_s
@@ -264,7 +274,7 @@ class PassCost:
     def copy(self) -> PassCost:
         """The same beliefs, held lightly: what is measured soon outweighs them. The level is the same one."""
         sizes = {size: Size(own.usual_s, own.num_jumps) for size, own in self.sizes.items()}
-        return PassCost(replace(self.line), self.level, sizes, self.num_jumps)
+        return PassCost(replace(self.line), self.level, sizes, self.num_jumps, replace(self.before), self.largest)
 
 
 class Kind(NamedTuple):

@@ -181,7 +181,7 @@ CHANGES = {
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize(("batch", "count", "num_texts"), [(1, 5000, 3), (8, 3000, 1)])
+@pytest.mark.parametrize(("batch", "count", "num_texts"), [(1, 5000, 3), (8, 4000, 1)])
 @pytest.mark.parametrize("name", CHANGES)
 def test_it_follows_changes(name: str, batch: int, count: int, num_texts: int) -> None:
     """There and back: in every regime near the best, its first rounds among them. Chance decides much at batch 1."""

@@ -28,6 +28,7 @@ from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
 HYSTERESIS = 1.015  # how many times as good a round must be for the ways of the last one to be left
+FAVOR = 1.02  # as many times as good drafting must be as plain decoding to be chosen
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 WORSE = 0.75  # of what rounds were worth: something has changed
 HOPEFUL_GUESSES = 3.0  # that what is known of an arm weighs as behind a trial that was better than was thought
@@ -43,6 +44,11 @@ class Planned:
 
     choice: Choice
     tokens_per_s: float
+
+
+def favoring_plain(planned: Planned) -> float:
+    """What a plan is worth beside others. The best of many noisy estimates is too high; that of plain is not."""
+    return planned.tokens_per_s * (1 if any(planned.choice) else FAVOR)
 
 
 @dataclass
@@ -189,7 +195,7 @@ class MeasuredDepth:
 
     def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways], num_prompt_tokens: int = 0) -> Planned:
         """The choice for these rows."""
-        best = max(self.plans(rows, num_prompt_tokens), key=lambda planned: planned.tokens_per_s)
+        best = max(self.plans(rows, num_prompt_tokens), key=favoring_plain)
         self.tried = self.trial(rows, best.choice)
         if self.tried is not None:
             choice = self.on_trial(best.choice, rows, self.tried)
