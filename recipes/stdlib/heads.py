@@ -23,7 +23,7 @@ from forerun.train.kinds import StudentSizes
 from forerun.train.settings import TrainSettings
 from forerun.train.train import TrainTask, train
 from recipes.stdlib.corpus import read_corpus, standard_library
-from recipes.stdlib.judge import DrafterFigures, figures_table, judge_family, write_records
+from recipes.stdlib.judge import DrafterFigures, figures_table, judge_family, time_family, write_records
 
 FAMILY = Path(__file__).resolve().parents[2] / "src" / "forerun" / "bundled" / "stdlib"
 SHIPPED = ("config.json", "model.safetensors")
@@ -69,13 +69,17 @@ def main(
     out: Annotated[Path, typer.Option(help="The family: the target is there, and the heads go there.")] = FAMILY,
     only: Annotated[list[str] | None, typer.Option(help="Train only these.")] = None,
     figures: Annotated[bool, typer.Option("--figures", help="Train nothing, and measure what is there.")] = False,
+    rounds: Annotated[bool, typer.Option("--rounds", help="Also time rounds: nothing else should run.")] = False,
 ) -> None:
     """Train the heads of the bundled target, and measure all drafters of the family."""
     work.mkdir(parents=True, exist_ok=True)
     for name, head in HEADS.items():
         if not figures and (only is None or name in only):
             ship(make(head, work / name, corpus_file(work), out / "target"), out / name)
-    found = judge_family(out, [name for name in HEADS if (out / name / "config.json").exists()], work / "figures.json")
+    there = [name for name in HEADS if (out / name / "config.json").exists()]
+    found = judge_family(out, there, work / "figures.json")
+    if rounds:
+        found = time_family(out, there, work / "figures.json")
     write_records(found, out)
     for name, head in HEADS.items():
         if name in found:
@@ -119,7 +123,8 @@ def write_card(name: str, head: Head, made: Path, folder: Path, figures: Drafter
     (folder / "README.md").write_text(
         f"""# stdlib-{name}
 
-{head.about}. It drafts for the bundled target `stdlib`, as `--draft {figures.draft}`; {size:.1f} MB.
+{head.about}.
+It drafts for the bundled target `stdlib`, as `--draft {figures.draft}`; {size:.1f} MB.
 
 Made by this command, which `python -m recipes.stdlib.heads` runs; `corpus.jsonl` holds the training files of
 [corpus.tsv](../corpus.tsv), a text a line, and none of the held-out ones. {head.steps} steps of eight answers of the

@@ -31,19 +31,22 @@ LEADS = {"early-exit": "2:"}  # of the argument, before the folder
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """P(guess j accepted | those before it were), and tokens per round by depth from 1."""
+    """P(guess j accepted | those before it were), and tokens per round by depth from 1.
+
+    The last is counted; the others follow from acceptance, for a drafter that always guesses to the full depth.
+    """
 
     acceptance_at_depth: tuple[float, ...]
     tokens_per_round: tuple[float, ...]
 
     @classmethod
-    def of(cls, rates: Sequence[float]) -> Acceptance:
-        """From acceptance by depth."""
+    def of(cls, rates: Sequence[float], counted: float) -> Acceptance:
+        """From acceptance by depth, and tokens per round as an engine counted them at the full depth."""
         reached, tokens = 1.0, [1.0]
         for rate in rates:
             reached *= rate
             tokens.append(tokens[-1] + reached)
-        return cls(tuple(rates), tuple(tokens[1:]))
+        return cls(tuple(rates), (*tokens[1:-1], counted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class DrafterFigures:
     def speed_up(self) -> float | None:
         """Predicted at the best of the timed depths, at temperature 1; None where rounds were not timed."""
         tokens = self.by_temperature["1.0"].tokens_per_round
-        return max((t / cost for t, cost in zip(tokens, self.costs, strict=False)), default=None)
+        most = max(tokens[-1:], default=1.0)  # counted: a drafter that often has no guess gets less than its rates say
+        return max((min(t, most) / cost for t, cost in zip(tokens, self.costs, strict=False)), default=None)
 
 
 def drafts_of(out: Path, heads: Sequence[str]) -> dict[str, str]:
@@ -124,9 +128,9 @@ def accepted(target: Path, draft: str, tokens: Sequence[int], temperature: float
     ]
     llm = LLM(str(target), draft, speculation=Speculation(DEPTH), max_num_seqs=8, max_model_len=512, threads=1)
     llm.generate(held_out_prompts(tokens), params)
-    rates = llm.stats.acceptance_at_depth
+    rates, counted = llm.stats.acceptance_at_depth, llm.stats.tokens_per_round
     llm.close()
-    return Acceptance.of([float(rate) for rate in rates])
+    return Acceptance.of([float(rate) for rate in rates], counted)
 
 
 def round_costs(target: Path, draft: str, prompt: Sequence[int]) -> tuple[float, ...]:
@@ -147,8 +151,8 @@ def write_records(found: Mapping[str, DrafterFigures], out: Path) -> None:
     """A `drafter.json` into the folder of each drafter that has one."""
     digest = Blueprint.of(str(out / "target")).weights_digest()
     for name, own in found.items():
-        if not (out / name / "config.json").exists():
-            continue
+        if own.speed_up is None or not (out / name / "config.json").exists():
+            continue  # nothing is chosen by guesses alone: those of the largest drafter are the best
         kind = "model" if name in STUDENTS else name
         at_one = own.by_temperature["1.0"]
         record = DrafterRecord(
