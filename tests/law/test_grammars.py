@@ -193,7 +193,7 @@ def test_where_bans_leave_nothing_that_the_grammar_allows_the_request_fails_alon
     assert sum(len(delta.token_ids) for delta in streams[1]) > 0
 
 
-VOCAB, COUNT, ROOT = 6, 20_000, 1
+VOCAB, COUNT, ROOT = 6, 12_000, 1
 
 
 class Table(Constraint):
@@ -210,6 +210,7 @@ class Table(Constraint):
         return self.places[behind[-1]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int) -> None:

@@ -145,6 +145,22 @@ def test_the_end_tokens_are_those_of_the_request() -> None:
     assert constraint(grammar).completed_by([a, EOS, b]) is None
 
 
+def test_grammars_are_put_together_and_stand_behind_reasoning() -> None:
+    made_of = Grammar.lark('start: "(" @one "," @two ")"', one=Grammar.regex("a+"), two=Grammar.json({"const": 7}))
+    reasoned = made_of.behind("</think>", "<think>")
+    for grammar, whole in (
+        (made_of, ["(a,7)", "(aaa,7)"]),
+        (reasoned, ["(aa,7)", "<think>(b</thin> </think>\n(a,7)"]),
+        (made_of.behind("</think>"), ["no (", "</think>(a,7)"]),
+    ):
+        for text in whole:
+            spelled = STORIES.encode_inside(text)
+            own = constraint(grammar)
+            assert all(own.after(tuple(spelled[:i])).permits(token) for i, token in enumerate(spelled)), text
+            assert own.after(tuple(spelled)).complete == text.endswith("7)")
+    assert constraint(made_of).after(tuple(STORIES.encode_inside("(b"))).mask is None, "forbidden"
+
+
 def test_json_may_have_blanks_but_not_for_ever() -> None:
     own = constraint(Grammar.json({"type": "object"}))
     brace, line = STORIES.encode_inside("{")[0], STORIES.encode_inside("\n")[0]

@@ -26,13 +26,15 @@ class Grammar:
     """What the whole text of an answer must match; the answer may end only where it does.
 
     `text` is a JSON schema, a regular expression or a Lark grammar, as llguidance reads it: its documentation lists the
-    keywords and the syntax. `whitespace` says whether JSON may have blanks and line breaks between its parts. Raises
-    InvalidGrammar for what is none of these; whether it can be compiled is said when a request is made.
+    keywords and the syntax. `whitespace` says whether JSON may have blanks and line breaks between its parts. In a Lark
+    grammar `@name` stands for the grammar of that name in `parts`, whose names differ, those of their own parts too.
+    Raises InvalidGrammar for what is none of these; whether it can be compiled is said when a request is made.
     """
 
     kind: GrammarKind
     text: str
     whitespace: bool = True
+    parts: tuple[tuple[str, Grammar], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -41,8 +43,13 @@ class Grammar:
             raise InvalidGrammar(f"{shown(self.text)} must be a string: {FORMS}.")
         if not isinstance(self.whitespace, bool):
             raise InvalidGrammar(f"whitespace: {shown(self.whitespace)} must be True or False.")
-        if len(self.text) > MOST_GRAMMAR_CHARACTERS:
-            raise InvalidGrammar(f"it has {len(self.text)} characters: use at most {MOST_GRAMMAR_CHARACTERS}.")
+        if self.num_characters > MOST_GRAMMAR_CHARACTERS:
+            raise InvalidGrammar(f"it has {self.num_characters} characters: use at most {MOST_GRAMMAR_CHARACTERS}.")
+
+    @property
+    def num_characters(self) -> int:
+        """Of all its parts."""
+        return len(self.text) + sum(part.num_characters for _, part in self.parts)
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool | str, *, whitespace: bool = True) -> Grammar:
@@ -72,9 +79,9 @@ class Grammar:
         return cls("regex", pattern)
 
     @classmethod
-    def lark(cls, grammar: str) -> Grammar:
-        """Text that a Lark grammar derives from its rule `start`."""
-        return cls("lark", grammar)
+    def lark(cls, grammar: str, **parts: Grammar) -> Grammar:
+        """Text that a Lark grammar derives from its rule `start`, in which `@name` is one of the `parts`."""
+        return cls("lark", grammar, parts=tuple(parts.items()))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
@@ -82,4 +89,18 @@ class Grammar:
         given = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
         if not given or not texts or not all(isinstance(text, str) and text for text in texts):
             raise InvalidGrammar(f"the choice {shown(texts)} must be a list of strings, none of them empty.")
-        return cls("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+        return cls("lark", "start: " + " | ".join(map(quoted, texts)))
+
+    def behind(self, closing: str, opening: str = "") -> Grammar:
+        """The same behind a text of any kind that ends with `closing`, such as reasoning between tags.
+
+        With `opening` the answer begins with that text or with what the grammar allows; without, it has begun already.
+        """
+        begin = f"before? @answer\nbefore: {quoted(opening)} closed" if opening else "closed @answer"
+        rules = f"start: {begin}\nclosed: any BLANKS?\nany[lazy]: TEXT {quoted(closing)}\nTEXT: /(.|\\n)*/"
+        return Grammar.lark(f"{rules}\nBLANKS: /[ \\n]{{1,4}}/", answer=self)
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)

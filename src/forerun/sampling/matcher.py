@@ -6,6 +6,7 @@ and with which limits: every mask is computed within a fixed amount of work, so 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -117,15 +118,8 @@ class Matchers:
 
     def _compiled(self, grammar: Grammar) -> Matcher:
         guidance, tokenizer = self._guidance, self._tokenizer
-        sources = {
-            "json": lambda text: guidance.LLMatcher.grammar_from_json_schema(
-                text, overrides=BLANKS if grammar.whitespace else {"whitespace_flexible": False}
-            ),
-            "regex": guidance.LLMatcher.grammar_from_regex,
-            "lark": guidance.LLMatcher.grammar_from_lark,
-        }
         try:
-            source = sources[grammar.kind](grammar.text)
+            source = json.dumps({"grammars": self._sources(grammar, "start")})
         except ValueError as error:
             raise InvalidGrammar(f"llguidance refuses it: {brief(str(error))}") from error
         limits = guidance.LLParserLimits(verbose_errors=False)
@@ -136,6 +130,18 @@ class Matchers:
         if not matcher.fork().mask().any():
             raise InvalidGrammar("it allows no text at all, or none but the empty one: allow at least one character.")
         return matcher
+
+    def _sources(self, grammar: Grammar, name: str) -> list[dict[str, Any]]:
+        """A grammar and its parts, as llguidance's own format writes them."""
+        if grammar.kind == "lark":
+            parts = [source for own, part in grammar.parts for source in self._sources(part, own)]
+            return [{"name": name, "lark_grammar": grammar.text}, *parts]
+        if grammar.kind == "regex":
+            written = self._guidance.LLMatcher.grammar_from_regex(grammar.text)
+        else:
+            blanks = BLANKS if grammar.whitespace else {"whitespace_flexible": False}
+            written = self._guidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=blanks)
+        return [json.loads(written)["grammars"][0] | {"name": name}]
 
     @cached_property
     def _texts(self) -> SpelledTokens:

@@ -24,6 +24,9 @@ from forerun.serve.drafts import draft_object
 from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningSplitter, TokenCounter
 from forerun.serve.spelled import OffsetCounter, TokenTexts, chat_entries, completion_lists, prompt_entries
+from forerun.serve.tools import CallSplitter, ToolCall
+
+CALLS = "tool_calls"  # the finish_reason of an answer that calls
 
 
 @runtime_checkable
@@ -65,6 +68,7 @@ class AnswerWriter:
     offsets: dict[int, OffsetCounter] = field(default_factory=dict)  # by choice
     begun: set[int] = field(default_factory=set)
     splitters: dict[int, ReasoningSplitter] = field(default_factory=dict)  # by choice
+    callers: dict[int, CallSplitter] = field(default_factory=dict)  # by choice
     named = False
     num_rounds: Counter[int] = field(default_factory=Counter)  # told so far, by choice
 
@@ -107,7 +111,11 @@ class AnswerWriter:
         choice["stop_reason"] = sample.stop_reason
         if self.chat:
             parts = ReasoningSplitter(self.asked.reasoning).whole(sample.text)
-            choice["message"] = {"role": "assistant", "content": parts["content"], "refusal": None}
+            content, calls = CallSplitter(self.asked.tools).whole(parts["content"])
+            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                choice["message"] |= {"content": content or None, "tool_calls": [call.described() for call in calls]}
+                choice["finish_reason"] = CALLS if sample.finish_reason == "stop" else sample.finish_reason
             if self.asked.reasoning is not None and self.asked.include_reasoning:
                 choice["message"]["reasoning_content"] = parts["reasoning"] or None
         else:
@@ -154,24 +162,32 @@ class AnswerWriter:
         told = details["logprobs"] or details.get("token_ids") or details.get("draft")
         if not (any(shown.values()) or delta.finish_reason or told):
             return found
-        choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
+        called = self.chat and delta.finish_reason == "stop" and self.callers[index].num_calls
+        choice: dict[str, Any] = {"index": index, "finish_reason": CALLS if called else delta.finish_reason}
         choice |= {"delta": shown} if self.chat else shown
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         return [*found, self.chunk([choice | details])]
 
-    def shown(self, index: int, delta: Delta) -> dict[str, str]:
-        """The text that a delta adds to a choice, by the fields that it belongs to."""
+    def shown(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The text and the calls that a delta adds to a choice, by the fields that they belong to."""
         if not self.chat:
             return {"text": delta.text}
         splitter = self.splitters.setdefault(index, ReasoningSplitter(self.asked.reasoning))
         parts = splitter.feed(delta.text) + (splitter.close() if delta.finish_reason else [])
         texts = {kind: "".join(text for each, text in parts if each == kind) for kind, _ in parts}
-        found = {}
+        found: dict[str, Any] = {}
         if "reasoning" in texts and self.asked.include_reasoning:
             found["reasoning_content"] = texts["reasoning"]
-        if "content" in texts or not (found or delta.finish_reason):
-            found["content"] = texts.get("content", "")
+        caller = self.callers.setdefault(index, CallSplitter(self.asked.tools))
+        content = caller.feed(texts.get("content", "")) + (caller.close() if delta.finish_reason else [])
+        calls = [part for part in content if isinstance(part, ToolCall)]
+        if calls:
+            found["tool_calls"] = [call.described(number) for number, call in enumerate(calls, caller.num_calls)]
+            caller.num_calls += len(calls)
+        text = "".join(part for part in content if isinstance(part, str))
+        if text or not (found or delta.finish_reason):
+            found["content"] = text
         return found
 
     def chunk(self, choices: Seq[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:

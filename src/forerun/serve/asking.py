@@ -26,6 +26,8 @@ from forerun.serve.reasoning import ReasoningTags, reasoning_tags
 from forerun.serve.response_input import input_messages, response_logprobs
 from forerun.serve.schema import SAMPLING, TEMPLATE, Endpoint, served_fields
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE
+from forerun.serve.structured import constraining, form_of
+from forerun.serve.tools import ToolUse, tools_of, with_objects
 from forerun.shape import StaticTree
 
 MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
@@ -40,8 +42,8 @@ class Asked:
     """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer.
 
     `limit_field` is the field that says how many tokens an answer may have, if one does. `reasoning` are the tags of a
-    chat's reasoning, which is told if `include_reasoning` says so. `body` is what was sent, for answers that repeat it,
-    and `arms` are the names of what drafts.
+    chat's reasoning, which is told if `include_reasoning` says so; `tools` are the functions that it may call. `body`
+    is what was sent, for answers that repeat it, and `arms` are the names of what drafts.
     """
 
     endpoint: Endpoint
@@ -50,6 +52,7 @@ class Asked:
     seed: int
     limit_field: str | None = None
     reasoning: ReasoningTags | None = None
+    tools: ToolUse | None = None
     include_reasoning: bool = True
     stream: bool = False
     include_usage: bool = False
@@ -105,6 +108,8 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")
         requests = [replace(request, draft_details=True) for request in requests]
+    tools = None if endpoint != "chat" else tools_of(given, template_of(given).source(llm.tokenizer))
+    requests = formed(requests, given, tools, reasoning, llm)
     asked = Asked(
         endpoint=endpoint,
         requests=requests,
@@ -112,6 +117,7 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         seed=params.resolve_seed(),
         limit_field=next((name for name in LIMITS if name in given), None),
         reasoning=reasoning,
+        tools=tools,
         include_reasoning=switch(given, "include_reasoning", True),
         stream=stream,
         include_usage=usage_wanted(given.get("stream_options"), stream),
@@ -123,6 +129,25 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         problem = f"{asked.num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
         raise refused("n", f"n: {problem}: ask for fewer at once.")
     return asked
+
+
+def formed(
+    requests: Seq[Request], given: Mapping[str, Any], tools: ToolUse | None, tags: ReasoningTags | None, llm: LLM
+) -> Seq[Request]:
+    """The requests with the grammar of the form that the body gives to its answers, or of a call that it wants."""
+    form = form_of(given)
+    if tools is not None and tools.grammar is not None:
+        if form is not None:
+            raise refused(form[0], f"{form[0]}: an answer that must call a tool has that form; leave out one of both.")
+        form = "tools", tools.grammar
+    if form is None:
+        return requests
+    grammar = constraining(*form, tags, llm)
+    return [
+        replace(request, sampling_params=replace(request.sampling_params, grammar=grammar))
+        for request in requests
+        if request.sampling_params is not None
+    ]
 
 
 def require_room(asked: Asked, prompt_lengths: Seq[int], room: int) -> None:
@@ -272,7 +297,7 @@ def messages_of(given: Mapping[str, Any]) -> list[Any]:
     for message in messages:
         if not isinstance(message, dict):
             raise refused("messages", f"messages: {shown(message)} is no object with a role and a content.")
-    return messages
+    return with_objects(messages)
 
 
 def template_of(given: Mapping[str, Any]) -> ChatOptions:
@@ -288,6 +313,7 @@ def template_of(given: Mapping[str, Any]) -> ChatOptions:
         chat_template=template,
         add_generation_prompt=switch(given, "add_generation_prompt", not goes_on),
         continue_final_message=goes_on,
+        tools=given.get("tools") if given.get("tool_choice") != "none" else None,
         chat_template_kwargs={**options, **{name: given[name] for name in ("documents",) if name in given}},
     )
 

@@ -187,7 +187,7 @@ class ResponseWriter:
             "tool_choice": body.get("tool_choice") or "auto",
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | (body.get("text") or {}),
             "truncation": "disabled",
             "store": False,
             "background": False,

@@ -44,8 +44,7 @@ CHAT: tuple[Endpoint, ...] = ("chat",)
 OLDER: tuple[Endpoint, ...] = ("completions", "chat")  # what /v1/responses says otherwise, or does not have
 TALKS: tuple[Endpoint, ...] = ("chat", "responses")
 RESPONSES: tuple[Endpoint, ...] = ("responses",)
-NO_GRAMMAR = "forerun has no structured outputs; leave it out"
-NO_TOOLS = "forerun has no tool calls; leave it out"
+NO_TOOLS = "tools are served by /v1/chat/completions; leave it out"
 
 
 def _each(kind: FieldClass, *names: str, endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS) -> dict[str, BodyField]:
@@ -84,11 +83,16 @@ TEMPLATE = ("chat_template", "add_generation_prompt", "continue_final_message", 
 FIELDS: Mapping[str, BodyField] = {
     **_each("served", *SAMPLING, "model", "logit_bias", "stream", "stream_options", "speculation"),
     **_each("served", *NOT_OF_RESPONSES, "logprobs", "return_token_ids", "draft_details", endpoints=OLDER),
+    **_each("served", "response_format", endpoints=OLDER),
+    **_each("served", "text", endpoints=RESPONSES),
+    **_each("served", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    **_each("served", "guided_json_object"),
     **_each("served", "prompt", endpoints=("completions", "tokenize")),
     **_each("served", "add_special_tokens", endpoints=("completions", "tokenize")),
     **_each("served", "messages", endpoints=("chat", "tokenize")),
     **_each("served", *TEMPLATE, endpoints=("chat", "responses", "tokenize")),
-    **_each("served", "max_completion_tokens", endpoints=CHAT),
+    **_each("served", "tools", "tool_choice", endpoints=("chat", "tokenize")),
+    **_each("served", "max_completion_tokens", "parallel_tool_calls", endpoints=CHAT),
     **_each("served", "top_logprobs", "include_reasoning", endpoints=TALKS),
     **_each("served", "input", "instructions", "max_output_tokens", "include", endpoints=RESPONSES),
     **_each("served", "return_token_strs", endpoints=("tokenize",)),
@@ -97,17 +101,13 @@ FIELDS: Mapping[str, BodyField] = {
     **_each("idle", "user", "request_id", "cache_salt"),
     **_each("idle", "metadata", "store", "safety_identifier", "service_tier", endpoints=TALKS),
     **_each("idle", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", endpoints=TALKS),
-    **_each("idle", "parallel_tool_calls", endpoints=TALKS),  # without tools nothing is called
     **_each("idle", "prediction", endpoints=CHAT),
     **_each("idle", "max_tool_calls", endpoints=RESPONSES),  # of built-in tools, of which there are none
     "best_of": _not(1, answer="use n and choose by log-probability", only=COMPLETIONS),
     "echo": _not(False, answer="who sent the prompt knows it; prompt_logprobs has its log-probabilities", only=OLDER),
     "suffix": _not("", only=COMPLETIONS),
-    "response_format": _not({"type": "text"}, answer=NO_GRAMMAR, only=OLDER),
-    "tools": _not([], answer=NO_TOOLS, only=TALKS),
-    "tool_choice": _not("none", "auto", answer=NO_TOOLS, only=TALKS),
-    "functions": _not([], answer=NO_TOOLS, only=CHAT),
-    "function_call": _not("none", "auto", answer=NO_TOOLS, only=CHAT),
+    "functions": _not([], answer="use tools", only=CHAT),
+    "function_call": _not("none", "auto", answer="use tool_choice", only=CHAT),
     "modalities": _not(["text"], answer='forerun writes text; use ["text"]', only=CHAT),
     "audio": _not(answer="forerun writes text; leave it out", only=CHAT),
     "moderation": _not(only=TALKS),
@@ -116,7 +116,6 @@ FIELDS: Mapping[str, BodyField] = {
     "conversation": _not(answer="nothing is kept here: give the whole conversation as input", only=RESPONSES),
     "previous_response_id": _not(answer="nothing is kept here: give the whole conversation as input", only=RESPONSES),
     "reasoning": _not({}, answer="say it to the template, in chat_template_kwargs", only=RESPONSES),
-    "text": _not({}, {"format": {"type": "text"}}, answer=NO_GRAMMAR, only=RESPONSES),
     "truncation": _not("disabled", answer="shorten the input", only=RESPONSES),
     "web_search_options": _not(only=CHAT),
     "verbosity": _not("medium", answer="say it in the prompt", only=CHAT),
@@ -130,11 +129,6 @@ FIELDS: Mapping[str, BodyField] = {
     "priority": _not(0, answer="tenants take turns; use 0"),
     "return_tokens_as_token_ids": _not(False, answer="use return_token_ids", only=OLDER),
     "spaces_between_special_tokens": _not(True, answer="use true"),
-    "structured_outputs": _not(answer=NO_GRAMMAR),
-    "guided_json": _not(answer=NO_GRAMMAR),
-    "guided_regex": _not(answer=NO_GRAMMAR),
-    "guided_choice": _not(answer=NO_GRAMMAR),
-    "guided_grammar": _not(answer=NO_GRAMMAR),
     "thinking_token_budget": _not(only=CHAT),
     "truncate_prompt_tokens": _not(answer="cut the token ids and give them as the prompt"),
     "use_beam_search": _not(False, answer="forerun samples; use n"),
@@ -143,7 +137,12 @@ FIELDS: Mapping[str, BodyField] = {
 
 
 OTHERWISE: Mapping[Endpoint, Mapping[str, BodyField]] = {  # names that mean something else here
-    "responses": {"prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES)}
+    "responses": {
+        "prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES),
+        "tools": _not([], answer=NO_TOOLS, only=RESPONSES),
+        "tool_choice": _not("none", "auto", answer=NO_TOOLS, only=RESPONSES),
+        "parallel_tool_calls": BodyField("idle", endpoints=RESPONSES),  # without tools nothing is called
+    }
 }
 
 

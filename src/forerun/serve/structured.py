@@ -1,0 +1,110 @@
+"""Structured answers: the fields of a body that give its answer a form, as grammars of the library.
+
+This file decides what OpenAI's `response_format` and `text.format`, and vLLM's `structured_outputs` and `guided_*`,
+stand for. The grammar is compiled here, so that one that cannot be served is answered with the name of its field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forerun.errors import InvalidGrammar, MissingPackage
+from forerun.limits import shown
+from forerun.llm import LLM
+from forerun.sampling.grammar import Grammar
+from forerun.serve.problems import MISSING, refused
+from forerun.serve.reasoning import ReasoningTags
+
+FORMATS = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", ...}'
+FORMS: Mapping[str, Callable[[Any, bool], Grammar]] = {  # vLLM's, by the names that structured_outputs has
+    "json": lambda value, blanks: Grammar.json(value, whitespace=blanks),
+    "regex": lambda value, _: Grammar.regex(value),
+    "choice": lambda value, _: Grammar.choice(value),
+    "grammar": lambda value, _: Grammar.lark(value),
+    "json_object": lambda _, blanks: Grammar.json_object(whitespace=blanks),
+}
+GUIDED = {f"guided_{name}": name for name in FORMS}
+FIELDS_OF_FORM = ("response_format", "text", "structured_outputs", *GUIDED)
+
+
+def form_of(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
+    """The field that gives an answer its form, and the grammar; None for text of any kind."""
+    found = [(name, grammar) for name in FIELDS_OF_FORM if name in given and (grammar := grammar_of(name, given[name]))]
+    if len(found) > 1:
+        raise refused(found[1][0], f"{found[1][0]}: {found[0][0]} gives the answer a form too; leave out one of both.")
+    return found[0] if found else None
+
+
+def grammar_of(field: str, value: Any) -> Grammar | None:
+    """What one field stands for."""
+    try:
+        if field == "response_format":
+            return format_grammar(field, value, nested=True)
+        if field == "text":
+            return text_format(value)
+        if field == "structured_outputs":
+            return structured(value)
+        return FORMS[GUIDED[field]](value, True) if value is not False else None
+    except InvalidGrammar as error:
+        raise of_field(error, field) from error
+
+
+def text_format(value: Any) -> Grammar | None:
+    """The `text` of a response."""
+    if not isinstance(value, dict) or value.keys() - {"format", "verbosity"}:
+        raise refused("text", f"text: {shown(value)} is not an object with a format.")
+    if value.get("verbosity") not in (None, "medium"):
+        raise refused("text.verbosity", "text.verbosity: say it in the prompt.", "unsupported_parameter")
+    found = value.get("format")
+    return None if found is None else format_grammar("text.format", found, nested=False)
+
+
+def format_grammar(field: str, value: Any, *, nested: bool) -> Grammar | None:
+    """A format; in chats its schema is `nested` in an object of its own."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise refused(field, f"{field}: {shown(value)} is not served here: use {FORMATS}.")
+    if kind != "json_schema":
+        return Grammar.json_object() if kind == "json_object" else None
+    name = f"{field}.json_schema" if nested else field
+    holder = value.get("json_schema") if nested else value
+    if not isinstance(holder, dict) or holder.get("schema") is None:
+        raise refused(name, f'{name}: there is no schema: give {{"name": ..., "schema": {{...}}}}.', MISSING)
+    if not isinstance(holder["schema"], dict | bool):
+        raise refused(f"{name}.schema", f"{name}.schema: {shown(holder['schema'])} is no object.")
+    return Grammar.json(holder["schema"])
+
+
+def structured(value: Any) -> Grammar | None:
+    """vLLM's `structured_outputs`: one form, and whether blanks are allowed."""
+    if not isinstance(value, dict):
+        raise refused("structured_outputs", f"structured_outputs: {shown(value)} is no object.")
+    asked = {name: own for name, own in value.items() if own is not None and own is not False}
+    blanks = asked.pop("disable_any_whitespace", False) is False
+    forms = [name for name in asked if name in FORMS]
+    for name in asked:
+        if name not in FORMS:
+            param = f"structured_outputs.{name}"
+            raise refused(param, f"{param} is not served here: use one of {', '.join(FORMS)}.", "unsupported_parameter")
+    if len(forms) != 1:
+        raise refused("structured_outputs", f"structured_outputs: give exactly one of {', '.join(FORMS)}.")
+    return FORMS[forms[0]](asked[forms[0]], blanks)
+
+
+def constraining(field: str, grammar: Grammar, tags: ReasoningTags | None, llm: LLM) -> Grammar:
+    """The grammar of a whole answer, compiled: behind its reasoning, where it has some."""
+    if tags is not None:
+        grammar = grammar.behind(tags.closing, "" if tags.opened else tags.opening)
+    try:
+        llm.requests.matchers.matcher(grammar)
+    except InvalidGrammar as error:
+        raise of_field(error, field) from error
+    except MissingPackage as error:
+        raise refused(field, f"{field}: {error}", "unsupported_parameter") from error
+    return grammar
+
+
+def of_field(error: InvalidGrammar, field: str) -> Exception:
+    """An error of a grammar as one of the field that it came from."""
+    return refused(field, str(error).replace(f"{error.field}:", f"{field}:", 1))

@@ -1,0 +1,142 @@
+"""Bodies that give their answer a form, in OpenAI's words and in vLLM's: it has it, and mistakes name their field."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from forerun.sampling.grammar import Grammar
+from forerun.sampling.params import SamplingParams
+from forerun.serve.problems import ApiError
+from forerun.serve.reasoning import ReasoningTags
+from forerun.serve.structured import constraining, form_of
+from serve.servers import Running, drafting, plain, running
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "green"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["color", "age"],
+    "additionalProperties": False,
+}
+TEMPLATE = "{{ messages[0].content }}"
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(drafting()) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"response_format": FORMAT}, Grammar.json(SCHEMA)),
+        ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+        ({"response_format": {"type": "text"}}, None),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}, Grammar.json(SCHEMA)),
+        ({"text": {"verbosity": "medium"}}, None),
+        ({"text": {}}, None),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar.json(SCHEMA)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, Grammar.json(SCHEMA)),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            Grammar.json_object(whitespace=False),
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar.choice(["a", "b"])),
+        ({"guided_regex": "a+"}, Grammar.regex("a+")),
+        ({"guided_json": SCHEMA}, Grammar.json(SCHEMA)),
+        ({"guided_choice": ["a"]}, Grammar.choice(["a"])),
+        ({"guided_grammar": 'start: "a"'}, Grammar.lark('start: "a"')),
+        ({"guided_json_object": False}, None),
+        ({}, None),
+    ],
+)
+def test_fields_stand_for_grammars(given: dict[str, Any], grammar: Grammar | None) -> None:
+    found = form_of(given)
+    assert (found and found[1]) == grammar
+    assert found is None or found[0] in given
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "why"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "there is no schema"),
+        ({"response_format": {"type": "xml"}}, "response_format", "not served here"),
+        ({"response_format": "json"}, "response_format", "not served here"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format.json_schema.schema",
+            "no object",
+        ),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "there is no schema"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "in the prompt"),
+        ({"text": {"other": 1}}, "text", "not an object with a format"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not served here"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "list of strings"),
+        ({"guided_regex": 3}, "guided_regex", "must be a string"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "leave out one"),
+    ],
+)
+def test_mistakes_name_their_field(given: dict[str, Any], field: str, why: str) -> None:
+    with pytest.raises(ApiError, match=why) as refusal:
+        form_of(given)
+    assert refusal.value.param == field
+
+
+def test_what_cannot_be_compiled_names_its_field_and_reasoning_comes_first() -> None:
+    with pytest.raises(ApiError, match=r"guided_regex: llguidance refuses it: .*unclosed group") as refusal:
+        constraining("guided_regex", Grammar.regex("("), None, plain())
+    assert refusal.value.param == "guided_regex"
+    form, tags = Grammar.regex("a"), ReasoningTags("<think>", "</think>")
+    assert constraining("guided_regex", form, tags, plain()) == form.behind("</think>", "<think>")
+    opened = ReasoningTags("<think>", "</think>", opened=True)
+    assert constraining("guided_regex", form, opened, plain()) == form.behind("</think>")
+
+
+def test_openais_client_gets_what_it_asked_for(server: Running) -> None:
+    client, extra = server.client(), {"chat_template": TEMPLATE}
+    asked: Any = {"model": "stories", "messages": [{"role": "user", "content": "Once"}], "seed": 5, "max_tokens": 400}
+    answer = client.chat.completions.create(**asked, response_format=FORMAT, extra_body=extra).choices[0]
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+    prompt = plain().chat_prompt(asked["messages"], chat(TEMPLATE))
+    params = SamplingParams(seed=5, max_tokens=400, grammar=Grammar.json(SCHEMA))
+    assert plain().generate(prompt, params, speculation=False)[0].outputs[0].text == answer.message.content
+    chunks = client.chat.completions.create(**asked, response_format=FORMAT, stream=True, extra_body=extra)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer.message.content
+    response = client.responses.create(
+        model="stories",
+        input="Once",
+        max_output_tokens=400,
+        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+        extra_body=extra | {"seed": 5},
+    )
+    assert response.output_text == answer.message.content
+    assert response.text.format.type == "json_schema"
+    regex = client.completions.create(
+        model="stories", prompt="Once", n=2, max_tokens=40, extra_body={"structured_outputs": {"regex": "(ab){3,5}c"}}
+    )
+    assert all(re.fullmatch("(ab){3,5}c", choice.text) for choice in regex.choices)
+
+
+def chat(template: str) -> Any:
+    from forerun.messages import ChatOptions
+
+    return ChatOptions(chat_template=template)
+
+
+def test_a_refusal_is_a_400_and_others_go_on(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt="Once", response_format={"type": "json_schema"})
+    assert answer.status_code == 400
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "obj"}}}
+    answer = server.post("/v1/completions", prompt="Once", response_format=bad)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+    assert "Invalid type: obj" in answer.json()["error"]["message"]
+    assert server.post("/v1/completions", prompt="Once", max_tokens=2).status_code == 200
