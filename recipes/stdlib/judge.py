@@ -130,7 +130,7 @@ def accepted(target: Path, draft: str, tokens: Sequence[int], temperature: float
     llm.generate(held_out_prompts(tokens), params)
     rates, counted = llm.stats.acceptance_at_depth, llm.stats.tokens_per_round
     llm.close()
-    return Acceptance.of([float(rate) for rate in rates], counted)
+    return Acceptance.of([float(rate) for rate in rates], 1.0 if counted is None else counted)
 
 
 def round_costs(target: Path, draft: str, prompt: Sequence[int]) -> tuple[float, ...]:
