@@ -27,7 +27,7 @@ ORDER = """
     ecosystem messages output
     llm
     async_llm
-    train serve prove trace
+    convert train serve prove trace
     card
     bench
     tune

@@ -16,6 +16,7 @@ from forerun import __version__
 from forerun.commands.bench import bench
 from forerun.commands.bench_serve import bench_serve
 from forerun.commands.chat import chat
+from forerun.commands.convert import convert
 from forerun.commands.demo import demo
 from forerun.commands.generate import generate
 from forerun.commands.prove import prove
@@ -65,7 +66,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, serve, demo, trace, prove, bench, bench_serve, tune, train, widen):
+for command in (generate, chat, serve, demo, trace, prove, bench, bench_serve, tune, train, convert, widen):
     app.command(command.name, cls=Page, epilog=command.examples)(command)
 
 

@@ -14,6 +14,7 @@ follow the target's.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -26,7 +27,7 @@ from torch.nn import functional
 from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.errors import UnsupportedModel
-from forerun.fields import read_fields
+from forerun.fields import Fields, read_fields
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
 from forerun.models.layer import MakeLinear
@@ -35,9 +36,10 @@ from forerun.models.loading import HELD_BYTES, Blueprint
 from forerun.models.mlp import pad_rows
 from forerun.models.native import find_kernels
 from forerun.models.source import find_heads
-from forerun.models.weights import Checkpoint, check_tensors
+from forerun.models.weights import Checkpoint, check_tensors, draft_checkpoint
 
 MOST_HEADS = 16
+HEADS = "medusa_num_heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,28 +139,34 @@ class MedusaBlueprint:
 
 def plan_heads(model: str, target: Blueprint) -> MedusaBlueprint:
     """The heads in the folder `model`. Raises ModelError for a folder that is not there or cannot be used."""
-    folder, of = find_heads(model, "medusa_num_heads"), target.config
-    fields = read_fields(folder / "config.json")
-    if fields.values.get("hidden_size", of.hidden) != of.hidden:
-        raise fields.refuse("hidden_size", f"{target.name} has {of.hidden}: name heads that were trained for it")
-    if fields.values.get("vocab_size", of.vocab_size) != of.vocab_size:
-        raise fields.refuse("vocab_size", f"{target.name} has {of.vocab_size}: name heads that were trained for it")
-    checkpoint = Checkpoint(folder, target.dtype)
+    folder, of = find_heads(model, HEADS), target.config
+    checkpoint = draft_checkpoint(folder, target.dtype, "medusa")
+    config = fitted_heads(read_fields(folder / "config.json"), checkpoint.stored, of.hidden, of.vocab_size, target.name)
+    check_tensors(config.shapes().items(), checkpoint, 0)
+    return MedusaBlueprint(folder, config, target)
+
+
+def fitted_heads(fields: Fields, stored: Collection[str], hidden: int, vocab_size: int, target: str) -> MedusaConfig:
+    """The heads that a folder with this config.json and these tensors holds, for the target of this name and sizes.
+
+    Raises UnsupportedModel for those of another target, and for a tensor that none of them has.
+    """
+    for key, own in (("hidden_size", hidden), ("vocab_size", vocab_size)):
+        if fields.values.get(key, own) != own:
+            raise fields.refuse(key, f"{target} has {own}: name heads that were trained for it")
     num_blocks = fields.whole("medusa_num_layers", 1)
     config = MedusaConfig(
-        num_heads=fields.whole("medusa_num_heads", most=MOST_HEADS),
+        num_heads=fields.whole(HEADS, most=MOST_HEADS),
         num_blocks=num_blocks,
-        hidden=of.hidden,
-        vocab_size=of.vocab_size,
-        own_output=f"0.{num_blocks}.weight" in checkpoint,
+        hidden=hidden,
+        vocab_size=vocab_size,
+        own_output=f"0.{num_blocks}.weight" in stored,
         hydra=fields.flag("hydra"),
     )
-    promised = config.shapes()
-    check_tensors(promised.items(), checkpoint, 0)
-    unread = sorted(set(checkpoint.stored) - set(promised))
+    unread = sorted(set(stored) - set(config.shapes()))
     if unread:
         raise UnsupportedModel(
-            f"{folder}: the tensor {unread[0]} is none of {config.num_heads} heads with {num_blocks} blocks each: "
-            "use the config.json that came with the weights"
+            f"{fields.path.parent}: the tensor {unread[0]} is none of {config.num_heads} heads with {num_blocks} "
+            "blocks each: use the config.json that came with the weights"
         )
-    return MedusaBlueprint(folder, config, target)
+    return config

@@ -33,11 +33,12 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
     return find_folder(model, revision, HUB_FILES, "config.json")
 
 
-def find_heads(name: str, holds: str | None = None) -> Path:
+def find_heads(name: str, holds: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
     """The folder of heads that draft on a target's states: a folder, a bundled name, or a hub id as owner/name.
 
-    Another name without an owner that is no folder here is a mistake. `holds` is a key of config.json
-    that tells such heads from a model. Raises ModelNotFound for a folder that is not there or is something else.
+    Another name without an owner that is no folder here is a mistake. `holds` is a key of config.json that tells such
+    heads from a model; `files` are fetched from the hub. Raises ModelNotFound for a folder that is not there or is
+    something else.
     """
     wanted = "name the folder that forerun train wrote, or a hub id as owner/name"
     try:
@@ -50,7 +51,7 @@ def find_heads(name: str, holds: str | None = None) -> Path:
         near = [each for each in similar(name, BUNDLED_HEADS) if each not in BUNDLED]
         hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
         raise ModelNotFound(f"there is no folder {name}: {hint}{wanted}")
-    folder = find_checkpoint(name)
+    folder = find_folder(name, None, files, "config.json")
     if holds is not None and holds not in read_fields(folder / "config.json").values:
         raise ModelNotFound(f"{folder} is not what this drafter reads: its config.json has no {holds}: {wanted}")
     return folder

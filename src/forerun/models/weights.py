@@ -29,6 +29,7 @@ STORED = ("F64", "F32", "F16", "BF16")  # number formats that mean what they say
 WHOLE = ("I64", "I32", "I16", "U8")
 HELD = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
+OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # of files that drafters are published in
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,19 @@ def no_weights(folder: Path) -> MissingWeights:
         f"{folder} has {pickles[0]} but no safetensors, and pickles can run code, so they are not read: convert it, if "
         f'you trust it, with `python -c "{convert}"`'
     )
+
+
+def draft_checkpoint(folder: Path, dtype: torch.dtype, layout: str) -> Checkpoint:
+    """The tensors of a folder with a drafter on a target's states, whose layout `forerun convert` writes by this name.
+
+    Raises MissingWeights.
+    """
+    stored = [folder / name for name in ("model.safetensors", "model.safetensors.index.json")]
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if others and not any(path.exists() for path in stored):
+        wanted = f"forerun convert {folder} --to {layout} --out {folder.name}-converted"
+        raise MissingWeights(f"{folder} has {others[0]} but no model.safetensors: write one with `{wanted}`")
+    return Checkpoint(folder, dtype)
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:

@@ -26,7 +26,7 @@ from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.decoder import rms_norm
-from forerun.models.eagle import usual_taps
+from forerun.models.eagle_fields import usual_taps
 from forerun.models.eagle_tensors import OFFSETS, PLACES, EagleForm, EagleTensors
 from forerun.models.loading import Blueprint
 from forerun.models.rope import rope_tables

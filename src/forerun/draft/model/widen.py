@@ -27,7 +27,8 @@ from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.models.adapter import HOSTS, plan_adapter
 from forerun.models.config import WIDENED, ModelConfig
-from forerun.models.eagle import TAP_IDS, plan_layer
+from forerun.models.eagle import plan_layer
+from forerun.models.eagle_fields import SPECULATORS, TAP_IDS
 from forerun.models.eagle_tensors import EMBEDDING, OFFSETS
 from forerun.models.loading import Blueprint
 from forerun.models.medusa import plan_heads
@@ -71,6 +72,9 @@ def eagle(folder: str, plan: Plan) -> WideDrafter:
     """A layer, and the map of the states that it reads."""
     found = plan_layer(folder, plan.source)
     tensors = found.tensors
+    if SPECULATORS in read_fields(found.layer.folder / "config.json").values:
+        wanted = f"write one in its authors' with `forerun convert {folder} --to eagle --out NEW`, and widen that"
+        raise InvalidRequest("draft", f"{folder} is in the layout of speculators: {wanted}.")
     if tensors.config.hidden != plan.source.config.hidden:
         raise InvalidRequest("draft", f"{folder} has a width of its own, and cannot be widened with the target.")
     config = replace(widened_layers(tensors.config, plan), vocab_size=tensors.config.vocab_size)

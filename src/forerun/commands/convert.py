@@ -1,0 +1,81 @@
+"""`forerun convert`: a drafter in the format of another program.
+
+This file decides the options and what is shown; `forerun.convert` decides what is read and written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from forerun.commands.destination import Result
+from forerun.commands.interrupt import importing
+from forerun.options import OutputOptions, complete_model, with_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from forerun.convert.convert import Converted
+
+EXAMPLES = """
+forerun convert RedHatAI/Qwen3-8B-speculator.eagle3 --to eagle --out qwen3-eagle
+forerun convert my-layer --to speculators --model ./target --out for-vllm
+forerun convert ./medusa-vicuna-7b --to medusa --out my-heads
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """Options that say what is written, and where."""
+
+    TITLE: ClassVar[str] = "Conversion"
+
+    to: Annotated[str, typer.Option(help="Format to write: eagle, medusa, medusa-pt or speculators.")]
+    out: Annotated[Path, typer.Option(help="Folder to write; one that holds something is not overwritten.")]
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="The drafter's target: checks that it fits.", autocompletion=complete_model),
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace files of the same names in the folder.")] = False
+
+
+@with_options(EXAMPLES)
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder with a drafter, or a hub id.")],
+    options: ConversionOptions,
+    output: OutputOptions,
+) -> None:
+    """Write a drafter in another format: those of its authors, of speculators, and of forerun.
+
+    The format of the source is recognised by its files. Every weight must be used, and every expected one be there.
+    What is written is read again and compared before the folder gets its name.
+    """
+    result = Result.of(output)
+    with importing():
+        from rich.console import Console
+
+        from forerun.convert.convert import convert as run
+    made = run(source, options.to, options.out, options.model, options.force)
+    if not result.as_json:
+        Console(highlight=False).print(card(made))
+    result.tell(made.as_object())
+
+
+def card(made: Converted) -> Table:
+    """What was done, for a reader."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("drafter", Text(made.read.method.label))
+    table.add_row("from", Text(f"{made.source} ({made.read.format})"))
+    table.add_row("to", Text(f"{made.folder} ({made.written.format})"))
+    table.add_row("weights", f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB, the same to the bit")
+    if made.is_used_as_it_is:
+        table.add_row("use it with", Text(f"--draft {made.draft}"))
+    return table

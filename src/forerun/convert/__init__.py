@@ -1,0 +1,1 @@
+"""Converting drafters between the layouts that trainers and engines publish them in."""

@@ -1,0 +1,137 @@
+"""The table of layouts: which formats there are, what each is recognised by, and how it is read and written.
+
+A format is a layout of folders; a method is the kind of drafter in it. The first layout that a folder fits is the one
+that it is in. What a layout is read into is the method's form in which forerun runs it, so any layout of a method can
+be written from any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from forerun.convert.draft_files import DraftFiles, TargetFacts
+from forerun.convert.eagle import (
+    eagle_meaning,
+    is_fused,
+    is_joined,
+    read_fused,
+    read_joined,
+    self_contained,
+    write_fused,
+    write_joined,
+    write_speculators,
+)
+from forerun.convert.medusa import (
+    is_medusa,
+    is_medusa_pickle,
+    medusa_meaning,
+    read_medusa,
+    write_authors,
+    write_medusa,
+)
+from forerun.convert.source import DraftSource
+from forerun.errors import InvalidRequest, UnsupportedModel
+from forerun.models.eagle_fields import SPECULATORS
+from forerun.near import nearest
+
+Write = Callable[[DraftFiles, TargetFacts | None], DraftFiles]
+
+
+def unchanged(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
+    """The same files."""
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """A kind of drafter. `drafter` is what `--draft` calls it; `meaning` checks files, and says what they describe."""
+
+    label: str
+    drafter: str
+    meaning: Callable[[DraftFiles, TargetFacts | None], object]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayout:
+    """A method in a format. `holds` recognises a folder, `sign` says by what; `complete` adds what the format needs.
+
+    `file` is where the weights are written, `is_pickle` as torch saves them.
+    """
+
+    format: str
+    method: DraftMethod
+    sign: str
+    holds: Callable[[DraftSource], bool]
+    read: Callable[[DraftSource], DraftFiles]
+    write: Write
+    complete: Write = unchanged
+    file: str = "model.safetensors"
+    is_pickle: bool = False
+
+
+EAGLE3 = DraftMethod("EAGLE-3", "eagle", eagle_meaning)
+EAGLE1 = DraftMethod("EAGLE-1 or EAGLE-2", "eagle", eagle_meaning)
+MEDUSA = DraftMethod("Medusa", "medusa", medusa_meaning)
+
+
+def of_speculators(kind: str) -> Callable[[DraftSource], bool]:
+    """Whether a folder's config.json is of this type in `speculators`."""
+    return lambda source: source.values.get(SPECULATORS) == kind
+
+
+LAYOUTS = (
+    DraftLayout(
+        "speculators",
+        EAGLE3,
+        f"config.json with {SPECULATORS} eagle3",
+        of_speculators("eagle3"),
+        read_fused,
+        write_speculators,
+        self_contained,
+    ),
+    DraftLayout("eagle", EAGLE3, "fc.weight, norm.weight, midlayer.* or layers.0.*", is_fused, read_fused, write_fused),
+    DraftLayout("eagle", EAGLE1, "fc.weight, layers.0.*, no norm.weight", is_joined, read_joined, write_joined),
+    DraftLayout(
+        "medusa-pt",
+        MEDUSA,
+        "medusa_lm_head.pt",
+        is_medusa_pickle,
+        read_medusa,
+        write_authors,
+        file="medusa_lm_head.pt",
+        is_pickle=True,
+    ),
+    DraftLayout("medusa", MEDUSA, "config.json with medusa_num_heads", is_medusa, read_medusa, write_medusa),
+)
+FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
+NOT_RUN: Mapping[str, str] = {  # types of speculators that forerun has no drafter for, and why
+    "peagle": "P-EAGLE guesses all tokens in one pass, through several layers, from a learned state",
+    "xpress": "xPress combines the guesses of a block in a way that forerun does not compute",
+}
+
+
+def recognise(source: DraftSource) -> DraftLayout:
+    """The layout of a folder. Raises UnsupportedModel for one that is in none of them."""
+    kind = source.values.get(SPECULATORS)
+    if isinstance(kind, str) and kind in NOT_RUN:
+        raise source.fields.refuse(SPECULATORS, f"{NOT_RUN[kind]}: there is no drafter for it")
+    found = next((layout for layout in LAYOUTS if layout.holds(source)), None)
+    if found is None:
+        signs = "; ".join(f"{each.method.label} ({each.format}): {each.sign}" for each in LAYOUTS)
+        raise UnsupportedModel(f"{source.folder} is in none of the layouts that are read. These are: {signs}")
+    return found
+
+
+def layout_of(format_name: str, method: DraftMethod) -> DraftLayout:
+    """The layout of a method in a format. Raises InvalidRequest where there is none."""
+    if format_name not in FORMATS:
+        near = nearest(format_name, FORMATS)
+        meant = f"did you mean {near}? Otherwise " if near else ""
+        raise InvalidRequest("to", f"{format_name!r} is no format: {meant}choose one of {', '.join(FORMATS)}.")
+    formats = {layout.format: layout for layout in LAYOUTS if layout.method is method}
+    if format_name not in formats:
+        raise InvalidRequest(
+            "to", f"{format_name!r} has no place for {method.label}: choose one of {', '.join(formats)}."
+        )
+    return formats[format_name]

@@ -1,0 +1,251 @@
+"""Conversions between the layouts of EAGLE's and Medusa's authors: what is kept, refused and overwritten."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from draft.heads import PROMPTS, eagle_of, first_eagle_of, heads_of
+from forerun import cli
+from forerun.config import Speculation
+from forerun.convert.convert import convert
+from forerun.errors import InvalidRequest, MissingWeights, ModelError, UnsupportedModel, WrongShape
+from forerun.llm import LLM
+from forerun.models.eagle import plan_layer
+from forerun.models.loading import Blueprint
+from forerun.models.medusa import plan_heads
+from forerun.sampling.params import SamplingParams
+from unchecked import unchecked
+
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+TARGET = Path(__file__).parents[1] / "data" / "stories260k"
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return eagle_of(TARGET, tmp_path_factory.mktemp("eagle") / "layer")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return first_eagle_of(TARGET, tmp_path_factory.mktemp("eagle") / "first")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return heads_of(TARGET, tmp_path_factory.mktemp("medusa") / "heads", 3)
+
+
+def copied(folder: Path, new: Path, change: Change) -> Path:
+    """A copy with other tensors."""
+    new.mkdir()
+    shutil.copy(folder / "config.json", new)
+    save_file(change(load_file(folder / "model.safetensors")), new / "model.safetensors")
+    return new
+
+
+def as_published(folder: Path, new: Path, file: str, prefix: str = "", **keys: object) -> Path:
+    """A copy whose weights are a pickle, as authors publish them."""
+    new.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (new / "config.json").write_text(json.dumps({k: v for k, v in (config | keys).items() if v is not None}))
+    tensors = {prefix + name: tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    torch.save(tensors, new / file)
+    return new
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def counts(draft: str) -> tuple[int, int]:
+    """(drafted, accepted) guesses of some answers."""
+    llm = LLM(str(TARGET), draft, dtype="float32", speculation=Speculation(3))
+    llm.generate(list(PROMPTS[:3]), SamplingParams(temperature=0, max_tokens=20))
+    return llm.stats.num_drafted, llm.stats.num_accepted
+
+
+def test_eagle_1_as_its_authors_publish_it_drafts_the_same_once_it_is_converted(first: Path, tmp_path: Path) -> None:
+    published = as_published(first, tmp_path / "published", "pytorch_model.bin")
+    with pytest.raises(MissingWeights, match=r"forerun convert .*published --to eagle --out published-converted"):
+        plan_layer(str(published), Blueprint.of(str(TARGET)))
+    made = convert(str(published), "eagle", tmp_path / "out", str(TARGET))
+    assert made.read.method.label == "EAGLE-1 or EAGLE-2"
+    assert same_tensors(first, tmp_path / "out")
+    assert counts(made.draft) == counts(f"eagle:{first}")
+    with pytest.raises(InvalidRequest, match="no place for EAGLE-1 or EAGLE-2: choose one of eagle"):
+        convert(str(published), "speculators", tmp_path / "other")
+
+
+def test_the_heads_tokens_are_put_in_the_order_of_their_ids(eagle: Path, tmp_path: Path) -> None:
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(0))
+
+    def shuffled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        ids = (torch.arange(400) + tensors["d2t"])[order]
+        buffer = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        head = {"lm_head.weight": tensors["lm_head.weight"][order].contiguous(), "d2t": ids - torch.arange(400)}
+        return tensors | head | buffer
+
+    convert(str(copied(eagle, tmp_path / "in", shuffled)), "eagle", tmp_path / "out")
+    found, wanted = load_file(tmp_path / "out" / "model.safetensors"), load_file(eagle / "model.safetensors")
+    assert found.keys() == {*wanted, "t2d"}
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert torch.equal(found["t2d"].nonzero()[:, 0], torch.arange(400) + wanted["d2t"])
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_head."])
+def test_medusas_state_dict_is_read_and_written(prefix: str, heads: Path, tmp_path: Path) -> None:
+    """The authors' config.json has fewer heads than the file, and no sizes."""
+    published = as_published(
+        heads, tmp_path / "published", "medusa_lm_head.pt", prefix, medusa_num_heads=2, medusa_num_layers=1, hydra=None
+    )
+    with pytest.raises(MissingWeights, match=r"forerun convert .* --to medusa"):
+        plan_heads(str(published), Blueprint.of(str(TARGET)))
+    made = convert(str(published), "medusa", tmp_path / "out", str(TARGET))
+    assert made.read.format == "medusa-pt"
+    assert same_tensors(heads, tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (told["medusa_num_heads"], told["hidden_size"], told["vocab_size"]) == (3, 64, 512)
+    assert counts(made.draft) == counts(f"medusa:{heads}")
+    back = convert(str(tmp_path / "out"), "medusa-pt", tmp_path / "back")
+    assert not back.is_used_as_it_is
+    stored = torch.load(tmp_path / "back" / "medusa_lm_head.pt", weights_only=True)
+    assert stored.keys() == load_file(heads / "model.safetensors").keys()
+
+
+def test_heads_with_the_targets_matrix_and_hydras_are_read_too(heads: Path, tmp_path: Path) -> None:
+    shared = copied(heads, tmp_path / "shared", lambda all_: {k: v for k, v in all_.items() if ".1." not in k})
+    convert(str(shared), "medusa-pt", tmp_path / "pt", str(TARGET))
+    convert(str(tmp_path / "pt"), "medusa", tmp_path / "back")
+    assert same_tensors(shared, tmp_path / "back")
+    hydra = heads_of(TARGET, tmp_path / "hydra", 2, hydra=True)
+    assert convert(str(hydra), "medusa", tmp_path / "hydra2").num_tensors == 8
+    with pytest.raises(UnsupportedModel, match="Hydra have no place in Medusa's own layout"):
+        convert(str(hydra), "medusa-pt", tmp_path / "hydra3")
+
+
+class Mischief:
+    """What a pickle may hold beside tensors."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("mischief",)
+
+
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_a_pickle_with_more_than_tensors_is_refused_and_does_nothing(
+    how: str, heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = as_published(heads, tmp_path / "bad", "medusa_lm_head.pt")
+    weights = {"0.0.linear.weight": torch.zeros(4, 4), "0.0.linear.bias": Mischief()}
+    if how == "torch":
+        torch.save(weights, folder / "medusa_lm_head.pt")
+    else:
+        (folder / "medusa_lm_head.pt").write_bytes(pickle.dumps(weights))
+    with pytest.raises(UnsupportedModel, match=r"holds more than tensors .* reading that could run code"):
+        convert(str(folder), "medusa", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
+
+
+def without(name: str) -> Change:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+def with_one(name: str, tensor: Tensor) -> Change:
+    return lambda tensors: {**tensors, name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "error", "told"),
+    [
+        ("eagle", without("midlayer.mlp.up_proj.weight"), MissingWeights, "midlayer.mlp.up_proj.weight"),
+        ("eagle", with_one("midlayer.extra", torch.ones(1)), UnsupportedModel, "nothing reads .* midlayer.extra"),
+        ("eagle", with_one("norm.weight", torch.ones(3)), WrongShape, r"norm.weight has shape \[3\]"),
+        ("eagle", with_one("d2t", torch.zeros(400)), UnsupportedModel, "d2t must be whole numbers"),
+        ("eagle", with_one("d2t", torch.zeros(3, dtype=torch.long)), ModelError, "d2t|lm_head"),
+        ("heads", without("2.0.linear.bias"), MissingWeights, "2.0.linear.bias"),
+        ("heads", without("0.0.linear.weight"), MissingWeights, "no tensor 0.0.linear.weight"),
+        ("heads", with_one("0.7.weight", torch.ones(1)), UnsupportedModel, "0.7.weight is none of 3 heads"),
+        ("first", without("fc.bias"), MissingWeights, "fc.bias"),
+        ("first", without("fc.weight"), UnsupportedModel, "in none of the layouts that are read. These are: EAGLE-3"),
+    ],
+)
+def test_every_weight_must_be_used_and_every_expected_one_be_there(
+    kind: str,
+    change: Change,
+    error: type[ModelError],
+    told: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    source = copied(request.getfixturevalue(kind), tmp_path / "in", change)
+    with pytest.raises(error, match=told):
+        convert(str(source), "medusa" if kind == "heads" else "eagle", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("precious")
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(InvalidRequest, match=r"holds config.json, thesis.txt: name another folder, or .* --force"):
+        convert(str(eagle), "eagle", out)
+    broken = copied(eagle, tmp_path / "broken", without("midlayer.mlp.up_proj.weight"))
+    with pytest.raises(MissingWeights, match="up_proj"):
+        convert(str(broken), "eagle", out, force=True)
+    assert (out / "config.json").read_text() == "precious"
+    convert(str(eagle), "eagle", out, force=True)
+    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 400
+    assert (out / "thesis.txt").read_text() == "years of work"
+    with pytest.raises(InvalidRequest, match="is what is read: name another folder"):
+        convert(str(eagle), "eagle", eagle, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["eagle", "--to", "eagel", "--out", "x"], "'eagel' is no format: did you mean eagle?"),
+        (["eagle", "--to", "medusa", "--out", "x"], "has no place for EAGLE-3: choose one of speculators, eagle"),
+        (["eagle", "--to", "eagle", "--out", "no/where"], "the folder no is not there"),
+        (["eagle", "--to", "eagle", "--out", "eagle/config.json"], "is a file: name a folder"),
+        (["eagle", "--to", "eagle", "--out", "x", "--model", "no where"], "there is no folder no where"),
+        (["nowhere", "--to", "eagle", "--out", "x"], "there is no folder nowhere"),
+        (["target", "--to", "eagle", "--out", "x"], "in none of the layouts"),
+    ],
+)
+def test_mistakes_are_one_line_and_write_nothing(
+    arguments: list[str], said: str, eagle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "eagle").symlink_to(eagle)
+    (tmp_path / "target").symlink_to(TARGET)
+    with unchecked():
+        result = CliRunner().invoke(cli.app, ["convert", *arguments], env={"COLUMNS": "500"})
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eagle", "target"]
+
+
+def test_the_command_says_what_it_did(eagle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["convert", str(eagle), "--to", "speculators", "--model", str(TARGET), "--out"]
+    with unchecked():
+        shown = CliRunner().invoke(cli.app, [*arguments, "new"], env={"COLUMNS": "200"})
+        told = CliRunner().invoke(cli.app, [*arguments, "newer", "--json"])
+    assert "--draft eagle:new" in shown.stdout
+    found = json.loads(told.stdout)
+    assert found["method"] == "EAGLE-3"
+    assert found["to"] == {"format": "speculators", "folder": "newer"}
+    assert counts(found["draft"]) == counts(f"eagle:{eagle}")

@@ -1,0 +1,153 @@
+"""Checkpoints of `speculators` compute here what the package computes, and ours are read by it: equal logits."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from convert.package import CHECKPOINTS, FOLDER, TAPS, TARGET, load, logits_of
+from draft.heads import eagle_of
+from forerun.convert.convert import convert
+from forerun.errors import ModelError, UnsupportedModel
+from forerun.models.eagle import plan_layer
+from forerun.models.eagle_layer import EagleDecoder
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read
+from unchecked import unchecked
+
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+NAMES = list(CHECKPOINTS)
+
+
+def own_logits(folder: Path, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer says here behind each place, and behind the next token after each, read as a guess."""
+    target = Blueprint.of(str(TARGET), dtype="float32")
+    plan = plan_layer(str(folder), target)
+    runner = plan.load(2048, 512, target.load(64).decoder)
+    assert isinstance(runner.decoder, EagleDecoder)
+    assert plan.taps == TAPS
+    fused, text, second = runner.decoder.fuse(states), tokens.tolist(), []
+    first = runner.decoder.logits(runner.read([Read(0, text)], inputs=fused).hidden)
+    for place in range(len(text)):
+        own = runner.read([Read(1 + place, text[: place + 1])], inputs=fused[: place + 1]).hidden[-1:]
+        guess = [*text, 0][place + 1]
+        second.append(runner.decoder.logits(runner.read([Read(1 + place, [guess])], inputs=own).hidden))
+    return first, torch.cat(second)
+
+
+def expected(name: str) -> dict[str, Tensor]:
+    return load_file(FOLDER / name / "expected.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_the_package_gives_its_logits_as_it_is_and_converted(name: str, tmp_path: Path) -> None:
+    known = expected(name)
+    convert(str(FOLDER / name), "eagle", tmp_path / "authors", str(TARGET))
+    for folder in (FOLDER / name, tmp_path / "authors"):
+        for found, wanted in zip(
+            own_logits(folder, known["states"], known["tokens"]), (known["first"], known["second"]), strict=True
+        ):
+            torch.testing.assert_close(found, wanted, **CLOSE)
+    assert known["first"].std() > 0.1, "the logits say nothing"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back_it_is_what_the_package_saved(name: str, tmp_path: Path) -> None:
+    convert(str(FOLDER / name), "eagle", tmp_path / "there")
+    convert(str(tmp_path / "there"), "speculators", tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (FOLDER / name, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype
+        assert torch.equal(tensor, after[key]), key
+    saved, written = (json.loads((folder / "config.json").read_text()) for folder in (FOLDER / name, tmp_path / "back"))
+    for config in (saved, written):
+        config.pop("architectures")
+        config.pop("auto_map", None)
+        config.pop("transformers_version", None)
+    assert written == saved
+
+
+@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed")
+@pytest.mark.parametrize("options", [{}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True}], ids=str)
+def test_the_package_computes_what_we_compute_with_a_layer_of_ours(options: dict[str, Any], tmp_path: Path) -> None:
+    ours = eagle_of(TARGET, tmp_path / "ours", eagle_aux_hidden_state_layer_ids=list(TAPS), **options)
+    convert(str(ours), "speculators", tmp_path / "theirs", str(TARGET))
+    known = expected("llama")
+    found = own_logits(ours, known["states"], known["tokens"])
+    with unchecked():
+        theirs = logits_of(load(tmp_path / "theirs"), known["states"], known["tokens"])
+    for own, wanted in zip(found, theirs, strict=True):
+        torch.testing.assert_close(own, wanted, **CLOSE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recorded_logits_are_the_packages(name: str, tmp_path: Path) -> None:
+    known = expected(name)
+    convert(str(FOLDER / name), "eagle", tmp_path / "there")
+    convert(str(tmp_path / "there"), "speculators", tmp_path / "back", str(TARGET))
+    with unchecked():
+        theirs = logits_of(load(tmp_path / "back"), known["states"], known["tokens"])
+    for own, wanted in zip(theirs, (known["first"], known["second"]), strict=True):
+        torch.testing.assert_close(own, wanted, **CLOSE)
+
+
+def changed(name: str, folder: Path, **keys: object) -> Path:
+    """A copy of a checkpoint with other fields."""
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(FOLDER / name / "model.safetensors")
+    config = json.loads((FOLDER / name / "config.json").read_text())
+    layer = config["transformer_layer_config"] | {k: v for k, v in keys.items() if k not in config}
+    keys = {k: v for k, v in keys.items() if k in config}
+    (folder / "config.json").write_text(json.dumps(config | {"transformer_layer_config": layer} | keys))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"speculators_model_type": "peagle"}, "P-EAGLE guesses all tokens in one pass"),
+        ({"speculators_model_type": "strange"}, "is in none of the layouts"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; an EAGLE drafter has one layer"),
+        ({"vocab_size": 999}, "vocab_size is 999; .* has 512"),
+        ({"vocab_size": 500}, "another one of the target's 500 tokens"),
+        ({"target_hidden_size": 128}, "target_hidden_size is 128"),
+        ({"norm_before_fc": False}, "nothing reads the tensor input_norm.weight"),
+        ({"fc_norm": True, "norm_before_fc": False}, "no tensor fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
+        ({"draft_vocab_size": 61}, "d2t has another size|has shape"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "from 0 to 5"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight has shape"),
+    ],
+    ids=str,
+)
+def test_what_is_not_run_or_does_not_fit_is_refused_and_nothing_is_written(
+    keys: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=told):
+        convert(str(changed("llama", tmp_path / "in", **keys)), "eagle", tmp_path / "out", str(TARGET))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_a_layer_without_embedding_and_head_is_given_its_targets(tmp_path: Path) -> None:
+    ours = eagle_of(TARGET, tmp_path / "ours", 512)
+    tensors = load_file(ours / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k not in ("lm_head.weight", "d2t")}, ours / "model.safetensors")
+    with pytest.raises(
+        UnsupportedModel, match=r"uses its target's embed_tokens.weight, lm_head.weight: name that with --model"
+    ):
+        convert(str(ours), "speculators", tmp_path / "out")
+    convert(str(ours), "speculators", tmp_path / "out", str(TARGET))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(written[name], load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"])
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert told["speculators_config"]["verifier"] == {
+        "name_or_path": str(TARGET),
+        "architectures": ["LlamaForCausalLM"],
+    }
