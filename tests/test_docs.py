@@ -64,7 +64,9 @@ def name_of(line: list[str]) -> str:
 
 def options_of(*commands: typer.core.TyperCommand) -> set[str]:
     """The spellings of all options of these commands."""
-    return {name for command in commands for option in command.params for name in option.opts}
+    return {
+        name for command in commands for option in command.params for name in (*option.opts, *option.secondary_opts)
+    }
 
 
 def slug(heading: str) -> str:
