@@ -99,7 +99,12 @@ def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Proposals:
     return found
 
 
-CASES = [("deepseek", 1, False), ("mimo", 1, False), ("qwen", 2, False), ("deepseek", 3, True)]
+CASES = [
+    pytest.param("deepseek", 1, False, marks=pytest.mark.full),
+    ("mimo", 1, False),
+    pytest.param("qwen", 2, False, marks=pytest.mark.full),
+    ("deepseek", 3, True),
+]
 
 
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.full)])
@@ -192,7 +197,12 @@ QWEN = {
 
 @pytest.mark.parametrize(
     ("family", "count", "naming"),
-    [("llama", 1, "deepseek"), ("llama", 3, "deepseek"), ("qwen2", 1, "qwen"), ("qwen3", 2, "deepseek")],
+    [
+        ("llama", 3, "deepseek"),
+        ("qwen2", 1, "qwen"),
+        pytest.param("llama", 1, "deepseek", marks=pytest.mark.full),
+        pytest.param("qwen3", 2, "deepseek", marks=pytest.mark.full),
+    ],
 )
 def test_guesses_and_logits_are_those_of_transformers_own_modules(
     family: str, count: int, naming: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +238,7 @@ def test_guesses_and_logits_are_those_of_transformers_own_modules(
     assert sum(len(guesses) for _, guesses in found) > 15 * count
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_trees_are_plain_and_accepted_more_often_and_nothing_is_left(count: int, tmp_path: Path) -> None:
     folder = shipped_with(TARGET, tmp_path / "target", count, "mimo")
     plain = [r.outputs[0].token_ids for r in LLM(str(folder), dtype="float32").generate(list(PROMPTS), GREEDY)]
@@ -355,6 +365,7 @@ def test_a_folder_of_modules_drafts_as_those_that_ship_and_must_be_for_the_targe
         LLM(str(TARGET), "mtp[ngram]")
 
 
+@pytest.mark.full
 def test_modules_of_a_sparse_target_have_experts(tmp_path: Path) -> None:
     sparse = write_sparse(tmp_path / "sparse", "qwen2_moe")
     folder = shipped_with(sparse, tmp_path / "target", 1, "qwen")
@@ -367,7 +378,8 @@ def test_modules_of_a_sparse_target_have_experts(tmp_path: Path) -> None:
 
 
 def test_text_must_come_with_states(tmp_path: Path) -> None:
-    llm = LLM(str(shipped_with(TARGET, tmp_path / "target", 1, "mimo")), "mtp", dtype="float32")
+    folder = shipped_with(TARGET, tmp_path / "target", 1, "mimo")
+    llm = LLM(str(folder), "mtp", dtype="float32", speculation=Speculation(2))
     assert llm.drafter is not None
     with pytest.raises(WrongTarget, match="told text without them"):
         llm.drafter.observe(committed([Row(0, [1, 5, 9])]))

@@ -86,7 +86,7 @@ def test_the_guesses_are_those_of_the_source(
     shutil.rmtree(wide / spec.name)
 
 
-@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", "mtp"])
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", pytest.param("mtp", marks=pytest.mark.full)])
 def test_a_wrong_widening_guesses_otherwise(
     kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
