@@ -125,6 +125,7 @@ def reference_guesses(
     return guesses, chances
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, made: Callable[[str], Path]) -> None:
     folder, depth = made(kind), 4
@@ -153,7 +154,7 @@ def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, 
     assert sum(right) == sum(found[1]) > 25
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 def test_trees_of_any_form_are_plain_and_accepted_more_often_and_nothing_is_left(
@@ -211,6 +212,7 @@ def test_the_other_children_share_what_the_first_leaves() -> None:
     assert with_first([1.0, 0.0], 0.9) == [0.9, 0.0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {}, {"quantize": "int8"}, {"dtype": "bfloat16"}])
 @pytest.mark.parametrize("kind", ["dspark", "causal", "selector"])
 def test_a_row_does_not_depend_on_the_others_nor_on_chunks(

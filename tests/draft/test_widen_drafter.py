@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from draft.adapters import adapter_of, strange_adapter
-from draft.heads import PROMPTS, eagle_of, heads_of
+from draft.heads import PROMPTS, block_of, eagle_of, heads_of
 from draft.modules import apart
 from forerun.config import Speculation
 from forerun.draft.auto import settled
@@ -29,11 +29,13 @@ WAYS = {
     "at the end": Wider(256, 7, spread=False),
     "by no power of 4": Wider(128, 5, heads=8),
 }
+BLOCK = {"markov_rank": 32, "enable_confidence_head": True, "sample_from_anchor": True}
 MAKERS: dict[str, Callable[[Path], str]] = {
     "medusa": lambda folder: f"medusa:{heads_of(STORIES, folder, 3)}",
     "hydra": lambda folder: f"medusa:{heads_of(STORIES, folder, 3, hydra=True)}",
     "eagle": lambda folder: f"eagle:{eagle_of(STORIES, folder)}",
     "mtp": lambda folder: f"mtp:{apart(STORIES, folder, 1, 'mimo')}",
+    "block": lambda folder: f"block:{block_of(STORIES, folder, **BLOCK)}",  # type: ignore[arg-type]
     "early-exit": lambda folder: f"early-exit:2:{adapter_of(STORIES, folder, 2, range(3, 5))}",
     "early-exit, another family": lambda folder: f"early-exit:3:{strange_adapter(folder, 3)}",
 }
@@ -42,6 +44,7 @@ SHORT = {
     ("hydra", "by no power of 4"),
     ("eagle", "exact"),
     ("mtp", "exact"),
+    ("block", "by no power of 4"),
     ("early-exit", "at the end"),
 }
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
@@ -86,7 +89,10 @@ def test_the_guesses_are_those_of_the_source(
     shutil.rmtree(wide / spec.name)
 
 
-@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", pytest.param("mtp", marks=pytest.mark.full)])
+FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("block", "mtp")]
+
+
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", *FULL])
 def test_a_wrong_widening_guesses_otherwise(
     kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +130,7 @@ def test_a_record_goes_along_without_times_and_auto_finds_it(
 def test_what_cannot_be_widened_is_refused(wide_targets: Callable[[str], Path], tmp_path: Path) -> None:
     wide, way = wide_targets("exact"), WAYS["exact"]
     for draft in ("suffix", f"model:{STORIES}", "medusa"):
-        with pytest.raises(InvalidRequest, match="reads no states of the target: widen one of eagle"):
+        with pytest.raises(InvalidRequest, match="reads no states of the target: widen one of block, eagle"):
             widen_drafter(draft, str(STORIES), wide, way)
     with pytest.raises(InvalidRequest, match="no weights of its own"):
         widen_drafter("early-exit:2", str(STORIES), wide, way)

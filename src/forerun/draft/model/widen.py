@@ -26,6 +26,9 @@ from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.models.adapter import HOSTS, plan_adapter
+from forerun.models.block import plan_block_drafter
+from forerun.models.block_layout import INSIDE as DFLASH
+from forerun.models.block_layout import MASK_EMBEDDING, layer_ids
 from forerun.models.config import WIDENED, ModelConfig
 from forerun.models.eagle import plan_layer
 from forerun.models.eagle_fields import SPECULATORS, TAP_IDS
@@ -39,7 +42,7 @@ from forerun.models.widen import HEAD_NORMED, WRITERS, Plan, Wider, shrinkage
 
 WEIGHTS = "model.safetensors"
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
-INSIDE = ("o_proj.weight", "down_proj.weight")  # they read heads or neurons, and no residual stream
+INSIDE = ("o_proj.weight", "down_proj.weight", "markov_w1.weight", "markov_w2.weight", "_codebook")  # read no stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,25 @@ def early_exit(argument: str, plan: Plan) -> WideDrafter:
     )
 
 
+def block(folder: str, plan: Plan) -> WideDrafter:
+    """The layers of a block drafter, the map of the states that they read, and what stands on their own."""
+    found = plan_block_drafter(folder, plan.source)
+    tensors, layers = found.tensors, found.tensors.config.layers
+    if layers.hidden != plan.source.config.hidden:
+        raise InvalidRequest("draft", f"{folder} has a width of its own, and cannot be widened with the target.")
+    wide_layers = replace(widened_layers(layers, plan), vocab_size=layers.vocab_size)
+    taps = tuple(widened_tap(plan, tap) for tap in tensors.config.taps)
+    config = replace(tensors.config, layers=wide_layers, taps=taps)
+    before = read_fields(found.own.folder / "config.json").inside(DFLASH).values
+    ids = {"target_layer_ids": layer_ids(taps, plan.wide.layers)}
+    fields = layer_fields(wide_layers) | {"vocab_size": layers.vocab_size, DFLASH: {**before, **ids}}
+    wide = replace(tensors, config=config, target_hidden=plan.wide.hidden)
+    writers = (*WRITERS, "fc.weight", MASK_EMBEDDING)
+    return WideDrafter(found.own.folder, tensors.shapes(), wide.shapes(), fields, writers, layers.qk_norm)
+
+
 KINDS: Mapping[str, Callable[[str, Plan], WideDrafter]] = {
+    "block": block,
     "eagle": eagle,
     "early-exit": early_exit,
     "medusa": medusa,
