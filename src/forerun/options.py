@@ -26,7 +26,8 @@ from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
 DRAFTERS = (
-    "auto, ngram, suffix, model:DIR, early-exit:LAYERS, medusa:DIR, eagle:DIR, mtp, mtp:DIR, cascade[A,B] or mix[A,B]"
+    "auto, ngram, suffix, model:DIR, early-exit:LAYERS, medusa:DIR, eagle:DIR, block:DIR, mtp, mtp:DIR, "
+    "cascade[A,B] or mix[A,B]"
 )
 DRAFTER_BEGINNINGS = (
     "auto",
@@ -36,6 +37,7 @@ DRAFTER_BEGINNINGS = (
     "early-exit:",
     "medusa:",
     "eagle:",
+    "block:",
     "mtp",
     "cascade[",
     "mix[",
