@@ -69,7 +69,7 @@ WORDS: Mapping[str, Word] = {
     "enable_chunked_prefill": Word((True, None), "prompts are always read in chunks; chunk_tokens says how large"),
     "enable_expert_parallel": Word((False,), ONE_DEVICE),
     "enable_lora": Word((False, None), "forerun has no LoRA adapters; merge the adapter into the checkpoint"),
-    "enable_prefix_caching": Word((False, None), "forerun does not share prefixes between requests; use False"),
+    "enable_prefix_caching": Word((True, None), "use prefix_cache=False, with the same effect"),
     "enable_sleep_mode": Word((False,), "use llm.close() to free the memory"),
     "enforce_eager": Word(YES_OR_NO, "it must be True or False"),
     "guided_decoding_backend": Word((None, "auto"), "forerun has no structured outputs; leave it out"),

@@ -68,12 +68,14 @@ class LLM:
     speculation on: a specification such as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of
     requests: True, a depth, False, or a Speculation. `speculative_config` says both in vLLM's form. Memory is planned
     for contexts of `max_model_len` tokens and `max_num_seqs` sequences at once, within `memory_bytes` or the share
-    `gpu_memory_utilization` of the free memory (four fifths by default); the plan is `llm.plan`. `threads` sets torch's
-    thread count for the process. `seed` makes the seeds of requests without one repeatable. `generation_config` says
-    where requests without parameters take them from: "auto" is the model's own generation_config.json, a folder is that
-    folder's, and "none" stands for SamplingParams(). Loading shows a bar on a terminal, unless `use_tqdm_on_load` is
-    False or `progress` gets the reports instead. Other keywords of vLLM's LLM are accepted where their values ask for
-    what forerun does anyway; any other value raises InvalidRequest, and any other keyword UnknownKeyword.
+    `gpu_memory_utilization` of the free memory (four fifths by default); the plan is `llm.plan`. Where texts of a
+    tenant begin alike, the beginning is read once, and kept while there is free memory in the plan, unless
+    `prefix_cache` is False; answers are the same to the bit. `threads` sets torch's thread count for the process.
+    `seed` makes the seeds of requests without one repeatable. `generation_config` says where requests without
+    parameters take them from: "auto" is the model's own generation_config.json, a folder is that folder's, and "none"
+    stands for SamplingParams(). Loading shows a bar on a terminal, unless `use_tqdm_on_load` is False or `progress`
+    gets the reports instead. Other keywords of vLLM's LLM are accepted where their values ask for what forerun does
+    anyway; any other value raises InvalidRequest, and any other keyword UnknownKeyword.
     """
 
     generation_defaults = GenerationDefaults()  # what the model's own file says, if it counts
@@ -98,6 +100,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         chunk_tokens: int = 512,
+        prefix_cache: bool = True,
         memory_bytes: int | None = None,
         gpu_memory_utilization: float | int | None = None,
         threads: int | None = None,
@@ -112,11 +115,10 @@ class LLM:
         spec = spec_of(model, tokenizer, revision, dtype, quantize, kernels, device, one_gemm)
         draft, speculation = drafting_of(draft, speculation, speculative_config)
         default = Speculation.of(speculation, Speculation())
-        options = EngineOptions(max_num_seqs, chunk_tokens, verification, default)
+        options = EngineOptions(max_num_seqs, chunk_tokens, verification, default, prefix_cache)
         require_limits(threads=threads, max_model_len=max_model_len, memory_bytes=memory_bytes)
         seed = SamplingParams(seed=seed).seed
-        if threads is not None:
-            torch.set_num_threads(threads)
+        use_threads(threads)
         with reporting(progress, use_tqdm_on_load) as report:
             target = Blueprint.of(spec, report)
             memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
@@ -334,6 +336,12 @@ def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
                 f"{shown(choice)} must be 'auto' for the model's own, 'none', or a folder with {GENERATION_FILE}.",
             )
     return GenerationDefaults.read(folder)
+
+
+def use_threads(count: int | None) -> None:
+    """Set torch's number of threads for the process, where one is given."""
+    if count is not None:
+        torch.set_num_threads(count)
 
 
 def require_limits(**limits: object) -> None:

@@ -128,6 +128,9 @@ OneGemmOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+PrefixCacheOption = Annotated[
+    bool, typer.Option(help="Read the common beginning of several texts once, and keep it.", rich_help_panel=MODEL)
+]
 GenerationConfigOption = Annotated[
     str,
     typer.Option(
@@ -161,6 +164,7 @@ class ModelOptions:
     threads: ThreadsOption = None
     device: DeviceOption = "cpu"
     one_gemm: OneGemmOption = False
+    prefix_cache: PrefixCacheOption = True
     tree: TreeOption = None
     adapter: AdapterOption = None
     generation_config: GenerationConfigOption = "auto"

@@ -23,11 +23,13 @@ class RequestMetrics(Counts):
     """The metrics of one request, over all of its samples.
 
     `first_token_s` and `total_s` are the seconds from the request's arrival until its reader was given the first and
-    the last token; time spent waiting for a place in the batch counts.
+    the last token; time spent waiting for a place in the batch counts. `num_cached_tokens` of the prompt were known
+    already, and not read for the first sample.
     """
 
     first_token_s: float = math.nan
     total_s: float = 0.0
+    num_cached_tokens: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -149,6 +151,7 @@ class Answers:
         metrics = RequestMetrics(
             first_token_s=min(answer.first_s for answer in answers) - self.started_s,
             total_s=max(answer.last_s for answer in answers) - self.started_s,
+            num_cached_tokens=answers[0].sequence.num_cached or 0,
         )
         for answer in answers:
             metrics.pace.add(answer.sequence.pace.round_s, answer.sequence.pace.plain_s)

@@ -1,12 +1,12 @@
 """Hand-made rounds for tests of drafters: rows of text, told in any chunks, and the draws of a round."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws, RowSampling
@@ -97,6 +97,9 @@ class Beside:
                 self.target.keep([seq_id], [range(len(tokens))])
         shown = [taps for taps in features if taps is not None]
         self.drafter.observe(replace(news, features=torch.cat(shown) if shown else None))
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        return adoptable(self.drafter, text, most, salt)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         draft = self.drafter.propose(draws, budgets, tail)

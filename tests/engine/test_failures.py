@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.oracles import seen
 from forerun.async_llm import AsyncLLM
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.controller import FixedDepth
@@ -113,6 +113,9 @@ class Saboteur:
 
     def observe(self, news: Committed) -> None:
         self.call("observe", news)
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        return adoptable(self.drafter, text, most, salt)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         return self.call("propose", draws, budgets, tail)  # type: ignore[no-any-return]

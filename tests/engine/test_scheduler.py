@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from forerun.cache.paged import PagedCache
 from forerun.config import Speculation
+from forerun.engine.prefixes import Prefixes
 from forerun.engine.request import Requests
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, Status
@@ -30,6 +31,10 @@ def cache_of(num_tokens: int, block_size: int) -> PagedCache:
     return PagedCache(
         layers=1, kv_heads=1, head_dim=1, num_tokens=num_tokens, dtype=torch.float32, block_size=block_size, key_pad=1
     )
+
+
+def scheduler_of(cache: PagedCache, max_num_seqs: int, chunk_tokens: int, shares: bool = False) -> Scheduler:
+    return Scheduler(Prefixes(cache, lambda: None, shares), max_num_seqs, chunk_tokens)
 
 
 def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> list[tuple[int, list[int], list[int]]]:
@@ -74,6 +79,7 @@ def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> l
     max_num_seqs=st.integers(1, 6),
     chunk_tokens=st.integers(1, 50),
     arrivals=st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any),
+    shares=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_all_fit_and_all_finish(
@@ -83,9 +89,10 @@ def test_all_fit_and_all_finish(
     max_num_seqs: int,
     chunk_tokens: int,
     arrivals: list[int],
+    shares: bool,
 ) -> None:
     longest = max(prompt + say for prompt, say in shapes)
-    scheduler = Scheduler(cache_of(longest + slack, block_size), max_num_seqs, chunk_tokens)
+    scheduler = scheduler_of(cache_of(longest + slack, block_size), max_num_seqs, chunk_tokens, shares)
     everyone = sequences(shapes)
     rounds = play(scheduler, everyone, arrivals)
     assert [s.num_output for s in everyone] == [say for _, say in shapes]
@@ -98,7 +105,7 @@ def test_all_fit_and_all_finish(
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
     """Three that fit at first and not when they have grown."""
-    scheduler = Scheduler(cache_of(36, 4), 3, 100)
+    scheduler = scheduler_of(cache_of(36, 4), 3, 100)
     everyone = sequences([(8, 9), (8, 9), (8, 9)])
     rounds = play(scheduler, everyone, [3])
     assert [s.num_preempted > 0 for s in everyone] == [False, False, True]
@@ -107,7 +114,7 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
 
 
 def test_prompts_share_a_pass_by_arrival() -> None:
-    scheduler = Scheduler(cache_of(400, 4), 4, 10)
+    scheduler = scheduler_of(cache_of(400, 4), 4, 10)
     for sequence in sequences([(5, 1), (21, 1), (1, 1), (4, 1)]):
         scheduler.submit(sequence)
     rows, _ = scheduler.plan()
@@ -115,7 +122,7 @@ def test_prompts_share_a_pass_by_arrival() -> None:
 
 
 def test_who_waits_can_leave() -> None:
-    scheduler = Scheduler(cache_of(400, 4), 1, 100)
+    scheduler = scheduler_of(cache_of(400, 4), 1, 100)
     first, second = sequences([(5, 9), (5, 9)])
     scheduler.submit(first)
     scheduler.submit(second)

@@ -1,7 +1,7 @@
 """What a drafter is shown of the target's states is what the target computes, whatever rounds the text came in."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -53,6 +53,9 @@ class Listener:
             known.extend(tokens)
             states.append(news.features[news.offsets[i] : news.offsets[i + 1]].clone())
         self.drafter.observe(news)
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        return 0  # it is to be shown all
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         return self.drafter.propose(draws, budgets, tail)

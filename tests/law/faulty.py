@@ -6,13 +6,13 @@ What it is told, and its own work, go on undisturbed, so that its state has to b
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from hostile import HOSTILE, Situation, drafted
 
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.sampling.draws import Draws
 
 
@@ -37,6 +37,9 @@ class Faulty:
 
     def observe(self, news: Committed) -> None:
         self.drafter.observe(news)
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        return adoptable(self.drafter, text, most, salt)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         fault = self.rng.random()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TypedDict
 import torch
 
 from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantization, Speculation
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.controller import Controller
@@ -52,6 +52,9 @@ class RandomlyRight:
             member.observe(replace(news, features=news.features[:, columns] if news.features is not None else None))
         for seq_id, tokens, _ in news.rows():
             self.texts[seq_id] = self.texts.get(seq_id, 0) + len(tokens)
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        return min((adoptable(member, text, most, salt) for member in self.members), default=most)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         if self.faults and self.rng.random() < 0.1:

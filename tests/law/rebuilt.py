@@ -9,6 +9,7 @@ import torch
 from drafters import VOCAB
 from torch import Tensor
 
+from forerun.cache.prefix import PrefixStore
 from forerun.draft.base import Draft, Drafter
 from forerun.draft.suffix_past import Past
 
@@ -52,7 +53,7 @@ def size_of(drafter: object) -> int:
 
 
 def without_past(drafter: Drafter) -> Drafter:
-    """Past answers are kept on purpose, up to a size (tests/draft/test_suffix_past.py); nothing else may be."""
-    for past in [part for part in reachable(drafter) if isinstance(part, Past)]:
+    """Past answers and blocks are kept on purpose, up to a size (test_suffix_past, test_prefix); nothing else is."""
+    for past in [part for part in reachable(drafter) if isinstance(part, Past | PrefixStore)]:
         past.clear()
     return drafter

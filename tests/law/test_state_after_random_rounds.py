@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,11 @@ from drafters import DRAFTERS, EVERY_DTYPE, built
 from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
 from hostile import HOSTILE, Situation, drafted
 from rebuilt import assert_same as assert_same_draft
-from rebuilt import size_of, without_past
+from rebuilt import reachable, size_of, without_past
 
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.accept.outcome import Stats
+from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.early_exit import EarlyExitDrafter
@@ -60,14 +62,21 @@ class Traffic:
         self.exit = EarlyExitDrafter(self.engine.runner, 2)
         self.dtype = str(bench.runner.decoder.dtype).removeprefix("torch.")
         names = [name for name in DRAFTERS if not name.startswith("early-exit")]  # it would want for room
+        if self.dtype == "float32":
+            names = [
+                name for name in names if name not in ("documented:taps", "mtp-of-3")
+            ]  # beside which nothing is shared
         self.all = {name: built(name, self.engine.runner, self.dtype, ROOM) for name in names}
+        for cache in [part for part in reachable([self.engine, *self.all.values()]) if isinstance(part, PagedCache)]:
+            for tensor in (cache.keys, cache.values):
+                tensor.zero_()  # so that its pages are there, whenever they are used
         self.sizes = {name: size_of(drafter) for name, drafter in self.all.items()}
         self.drafter.members = (*self.members, self.exit, *self.all.values())
         self.drafter.faults = [partial(self.fault, make) for make in HOSTILE.values()]
         self.plain = bench.engine()
         self.pool = [self.known(i) for i in range(24)]
         self.live: dict[int, tuple[Text, list[int]]] = {}
-        self.num_rounds = 0
+        self.num_rounds = self.hits = 0
         self.counts = dict.fromkeys(("finished", "cancelled", "preempted", "accepted"), 0)
 
     def known(self, i: int) -> tuple[list[int], SamplingParams, list[int]]:
@@ -117,6 +126,7 @@ class Traffic:
                 self.counts["finished"] += 1
                 self.counts["preempted"] += text.num_preempted
         self.counts["accepted"] = self.engine.stats.num_accepted
+        self.hits = self.engine.stats.num_prefix_hits
 
 
 def check_texts(traffic: Traffic) -> None:
@@ -151,6 +161,21 @@ def check_caches(traffic: Traffic) -> None:
                 assert_same(kept, read_anew(bench, model.runner, text.tokens[:num_kept]))
     assert set(model.sequences) <= set(traffic.live)
     model.runner.cache.check()
+
+
+def assert_kept_blocks_are_right(traffic: Traffic) -> None:
+    """What is kept of texts that are gone are keys and values of their tokens, too."""
+    bench, (_, model) = traffic.bench, traffic.members
+    for runner in (traffic.engine.runner, model.runner):
+        cache, size = runner.cache, runner.cache.blocks.block_size
+        for kept in cache.kept.order:
+            chain = [kept]
+            while chain[0].parent is not None and chain[0].parent.parent is not None:
+                chain.insert(0, chain[0].parent)
+            tokens = [token for each in chain for token in array("i", each.key)]
+            slots = slice(kept.block * size, kept.block * size + size)
+            anew = read_anew(bench, runner, tokens)
+            assert_same((cache.keys[:, :, slots], cache.values[:, :, slots]), [part[:, :, -size:] for part in anew])
 
 
 def check_index(traffic: Traffic) -> None:
@@ -210,8 +235,10 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
             check_index(traffic)
         if number % 100 == 99:
             check_drafters(traffic)
+            assert_kept_blocks_are_right(traffic)
         if number == num_rounds // 2:
             check_drafters(traffic)  # what is built for comparison has found its place
+            assert_kept_blocks_are_right(traffic)
             gc.collect()
             settled = process.memory_info().rss
     check_caches(traffic)
@@ -221,8 +248,9 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
     assert traffic.counts["cancelled"] == num_rounds // 40
     assert traffic.counts["preempted"] > num_rounds // 200
     assert traffic.counts["accepted"] > num_rounds * 3 // 10
+    assert (traffic.hits > 0) == (traffic.dtype == "float32")
     gc.collect()
-    assert process.memory_info().rss - settled < 16 << 20
+    assert process.memory_info().rss - settled < 48 << 20
     assert [t.data_ptr() for t in tensors] == places
     for text, _ in list(traffic.live.values()):
         traffic.engine.cancel(text.request_id)

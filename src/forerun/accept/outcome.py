@@ -34,7 +34,8 @@ class Outcome:
 
     `draft_pass_s`, part of `draft_s`, is in drafters' passes; `arm_s`, part of it too, in each member of a mix.
     `verdict_s` is what verifying and accepting took. `plain_s` is what the round would have taken without drafts, None
-    where that is not known or prompts were read beside.
+    where that is not known or prompts were read beside. `num_queried` tokens of prompts were looked up in the cache,
+    and `num_hits` of them were known and not read.
     """
 
     rows: Sequence[RowOutcome]
@@ -45,6 +46,8 @@ class Outcome:
     arm_s: Sequence[float] = ()
     verdict_s: float = 0.0
     plain_s: float | None = None
+    num_queried: int = 0
+    num_hits: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -149,18 +152,30 @@ class Counts:
 
 @dataclass(slots=True)
 class Stats(Counts):
-    """Counters of an engine since its start; a round that only reads prompts does not count as a round."""
+    """Counters of an engine since its start; a round that only reads prompts does not count as a round.
+
+    `num_prompt_tokens` were read, `num_prefix_queries` looked up in the cache, where `num_prefix_hits` were known.
+    """
 
     num_passes: int = 0
     num_prompt_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
     draft_s: float = 0.0
     pass_s: float = 0.0
     draft_pass_s: float = 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Tokens of prompts that were known over those looked up; None where none were."""
+        return self.num_prefix_hits / self.num_prefix_queries if self.num_prefix_queries else None
 
     def record(self, outcome: Outcome) -> None:
         """Add one round."""
         self.num_passes += 1
         self.num_prompt_tokens += outcome.num_prompt_tokens
+        self.num_prefix_queries += outcome.num_queried
+        self.num_prefix_hits += outcome.num_hits
         self.draft_s += outcome.draft_s
         self.pass_s += outcome.pass_s
         self.draft_pass_s += outcome.draft_pass_s

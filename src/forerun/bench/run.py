@@ -239,7 +239,7 @@ class Stage:
             self.llm.engine.runner,
             self.llm.drafter if depth else None,
             controller=self.controllers[group, depth],
-            options=EngineOptions(group.batch, self.llm.engine.options.chunk_tokens),
+            options=EngineOptions(group.batch, self.llm.engine.options.chunk_tokens, prefix_cache=False),
             num_ids=self.llm.requests.num_ids,
             draws=recording if recording.texts else Draws,
             kernels=self.llm.engine.kernels,

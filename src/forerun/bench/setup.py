@@ -47,6 +47,7 @@ class Models:
             speculation=selection.wish(CHOSEN if CHOSEN in selection.depths else max(selection.depths)),
             max_model_len=max_model_len,
             max_num_seqs=batch,
+            prefix_cache=False,  # the same prompts are read again and again, and are to cost the same each time
             threads=self.threads,
             progress=progress,
         )

@@ -90,6 +90,15 @@ class Blocks:
             moves += self._put(row, BlockRange(start, count))
         return moves
 
+    def gaps(self) -> list[BlockRange]:
+        """The free blocks, as runs between those of rows, in order."""
+        gaps, end = [], 0
+        for run in sorted(self._runs.values(), key=lambda run: run.start):
+            if run.start > end:
+                gaps.append(BlockRange(end, run.start - end))
+            end = run.end
+        return [*gaps, BlockRange(end, self.num_blocks - end)] if end < self.num_blocks else gaps
+
     def shrink(self, row: int, count: int) -> None:
         """Keep the first `count` blocks of a row and free the rest; with 0 the row is unknown again."""
         run = self.run(row)

@@ -2,14 +2,14 @@
 
 This module decides which tokens of a row are committed: those up to `length` are, those behind it are guesses (the
 *tail*). Only `keep` changes `length`. A rejected guess needs no rollback: it is a tail that was not kept. `blocks.py`
-decides where rows lie, and the runner how guesses form trees.
+decides where rows lie, `prefix.py` what stays of rows that are gone, and the runner how guesses form trees.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.cache.blocks import Blocks, Move, OutOfBlocks
+from forerun.cache.blocks import BlockRange, Blocks, Move, OutOfBlocks
+from forerun.cache.prefix import PrefixStore
 from forerun.device import upload
 
 
@@ -71,6 +72,7 @@ class PagedCache:
         shape = (layers, kv_heads, self.blocks.num_blocks * block_size + key_pad, head_dim)
         self.keys = zeroed(shape, dtype, torch.device(device))
         self.values = zeroed(shape, dtype, torch.device(device))
+        self.kept = PrefixStore(self.blocks, self._move)
         self._rows: dict[int, Row] = {}
 
     @staticmethod
@@ -118,7 +120,10 @@ class PagedCache:
         """
         wanted = self._wanted(seq_ids, counts)
         if wanted:
-            self._move(self.blocks.grow(wanted))
+            moves = self.blocks.grow(wanted)
+            taken = [self.blocks.run(seq_id) for seq_id in wanted]
+            self.kept.make_way([*taken, *(BlockRange(move.target, move.count) for move in moves)], moves)
+            self._move(moves)
         begins = []
         for seq_id, count in zip(seq_ids, counts, strict=True):
             row = self._rows.setdefault(seq_id, Row())
@@ -185,6 +190,49 @@ class PagedCache:
             assert 0 <= length <= current, f"sequence {seq_id} has {current} tokens, not {length} to keep"
             self._settle(seq_id, length)
 
+    def adopt(self, seq_id: int, tokens: Sequence[int], salt: Hashable) -> int:
+        """Begin a row with the kept blocks of a text's beginning; returns how many tokens these are.
+
+        `tokens` are those wanted. The row is as `reserve` and `keep` would have left it; without any there is no row.
+        Raises OutOfBlocks where that many tokens have no room.
+        """
+        assert seq_id not in self._rows, f"sequence {seq_id} has a row already"
+        chain, size = self.kept.find(tokens, salt), self.blocks.block_size
+        if not chain:
+            return 0
+        self.kept.touch(chain)
+        self.reserve([seq_id], [len(chain) * size])
+        chain = [kept for kept in chain if kept in self.kept]  # the row's own blocks may have cost the last of them
+        start = self.blocks.run(seq_id).start
+        self._move(joined([Move(kept.block, start + i, 1) for i, kept in enumerate(chain)]))
+        self._settle(seq_id, len(chain) * size)
+        if not chain:
+            self.release([seq_id])
+        return len(chain) * size
+
+    @torch.inference_mode()
+    def fork(self, seq_id: int, source_id: int, num_tokens: int) -> None:
+        """Begin a row with the first committed tokens of another. Raises OutOfBlocks where they have no room."""
+        assert seq_id not in self._rows, f"sequence {seq_id} has a row already"
+        assert num_tokens <= self._row(source_id).length, f"sequence {source_id} has fewer tokens than {num_tokens}"
+        self.reserve([seq_id], [num_tokens])
+        source, target = self.start(source_id), self.start(seq_id)
+        for tensor in (self.keys, self.values):
+            tensor[:, :, target : target + num_tokens] = tensor[:, :, source : source + num_tokens]
+        self._settle(seq_id, num_tokens)
+
+    def retire(self, seq_id: int, tokens: Sequence[int], salt: Hashable) -> None:
+        """Forget a row but keep its full blocks for texts that begin as its own, `tokens`, and have the same salt.
+
+        An id without a row has nothing to keep.
+        """
+        if (row := self._rows.get(seq_id)) is None:
+            return
+        assert row.length <= len(tokens), f"sequence {seq_id} has {row.length} tokens, its text {len(tokens)}"
+        first, text = self.blocks.run(seq_id).start, tokens[: row.length]
+        self.release([seq_id])
+        self.kept.add(text, salt, first)
+
     def release(self, seq_ids: Sequence[int]) -> None:
         """Forget these rows altogether; ids without a row are nothing to forget."""
         for seq_id in seq_ids:
@@ -192,13 +240,18 @@ class PagedCache:
                 self.blocks.free(seq_id)
 
     def clear(self) -> None:
-        """Forget all rows, whatever state the accounts are in, and zero what they held.
+        """Forget all rows and all that is kept, whatever state the accounts are in, and zero what rows held.
 
         What they held may be NaN, which even masked padding must not be.
         """
         self.wipe(self._rows)
+        size = self.blocks.block_size
+        for block in self.kept.at:
+            for tensor in (self.keys, self.values):
+                tensor[:, :, block * size : (block + 1) * size] = 0
         self._rows.clear()
         self.blocks.clear()
+        self.kept.clear()
 
     @torch.inference_mode()
     def wipe(self, seq_ids: Iterable[int]) -> None:
@@ -212,6 +265,7 @@ class PagedCache:
     def check(self) -> None:
         """Assert that rows and blocks agree, and that blocks agree with themselves."""
         self.blocks.check()
+        self.kept.check()
         size = self.blocks.block_size
         for seq_id, row in self._rows.items():
             held = self.blocks.run(seq_id).count * size
@@ -266,6 +320,16 @@ class PagedCache:
 
 
 __all__ = ["OutOfBlocks", "PagedCache", "Spare"]
+
+
+def joined(moves: Sequence[Move]) -> list[Move]:
+    """The same moves, fewer: those that go on where the last one ended are one with it."""
+    found: list[Move] = []
+    for move in moves:
+        last = found[-1] if found else Move(-1, -1, 0)
+        follows = (last.source + last.count, last.target + last.count) == (move.source, move.target)
+        found[-1:] = [Move(last.source, last.target, last.count + move.count)] if follows else [*found[-1:], move]
+    return found
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -56,7 +56,8 @@ class Pair:
 
     def load(self, depth: int, progress: ProgressCallback | None = None) -> LLM:
         """Both models, ready to guess `depth` tokens per round."""
-        return LLM(self.target, f"model:{self.draft}", speculation=depth, max_num_seqs=1, progress=progress)
+        draft = f"model:{self.draft}"  # both sides of a race read their prompts, so nothing is kept
+        return LLM(self.target, draft, speculation=depth, max_num_seqs=1, prefix_cache=False, progress=progress)
 
 
 def widen(name: str, num_parameters: int, progress: ProgressCallback | None) -> str:

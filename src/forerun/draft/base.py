@@ -7,9 +7,9 @@ not visible to a drafter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -74,6 +74,11 @@ class Committed:
     sequence's text. Host lists: they come from the round's one synchronisation. `features[t]` is the target's state
     after reading `tokens[t]`, at the drafter's declared taps. `tenants` gives the tenant of each text and `num_prompts`
     the length of its prompt; both are empty where unknown.
+
+    Texts of the same salt may share what was computed for their common beginning, in the caches of drafters too; None
+    among `salts`, and no salts at all, forbid it. `adopted` news are the beginnings of new sequences that the target
+    did not read, because it had read the same before: they have no features, and are no longer than the drafter said
+    that they may be (`StateDrafter`).
     """
 
     seq_ids: Sequence[int]
@@ -83,6 +88,8 @@ class Committed:
     features: Float[Tensor, "total taps hidden"] | None = None
     tenants: Sequence[str | None] = ()
     num_prompts: Sequence[int] = ()
+    salts: Sequence[Hashable] = ()
+    adopted: bool = False
 
     def rows(self) -> list[tuple[int, Sequence[int], int]]:
         """(sequence, its new tokens, its root), one per sequence."""
@@ -180,3 +187,21 @@ class Drafter(Protocol):
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop all state of these sequences, which are finished or preempted."""
         ...
+
+
+@runtime_checkable
+class StateDrafter(Drafter, Protocol):
+    """What a drafter with taps must be able to say in addition."""
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        """How many of a new text's first `most` tokens it can be told of without the target's states after them.
+
+        The target knows so many tokens already, and need not read them; it reads again what is beyond this answer, up
+        to the last token of `text`, its root. What follows are `adopted` news of at most so many tokens.
+        """
+        ...
+
+
+def adoptable(drafter: Drafter, text: Sequence[int], most: int, salt: Hashable) -> int:
+    """The same of any drafter: one without taps needs no states, so nothing is read again for it."""
+    return cast(StateDrafter, drafter).adoptable(text, most, salt) if drafter.taps else most

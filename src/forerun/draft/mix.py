@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
-from forerun.draft.base import MERGED, NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, Resume
+from forerun.draft.base import MERGED, NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, Resume, adoptable
 from forerun.draft.merge import Branches, merge
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, PlanMember, free_name, joined_plans, refuse
 from forerun.draft.spec import DraftSpec
@@ -113,6 +113,10 @@ class MixDrafter:
                 runs.setdefault(grown.member, []).append(came_true(grown.tree, [*tokens, root][1:]))
         for member_arm, own_runs in runs.items():
             self.accepted[member_arm].count(own_runs)
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        """What every member can follow."""
+        return min(adoptable(member, text, most, salt) for member in self.members)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """What those members say to whom the budgets give rows."""

@@ -25,6 +25,7 @@ from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.delta import Delta, delta_of, score_prompt
 from forerun.engine.inquiry import Inquiry
 from forerun.engine.measured import MeasuredDepth
+from forerun.engine.prefixes import Prefixes
 from forerun.engine.proposal import Round, propose
 from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, begun_rows, drawn_tokens, resumable
 from forerun.engine.roster import Hear, Roster
@@ -71,7 +72,8 @@ class Engine:
         self.num_ids = num_ids
         self.draws = draws
         self.kernels = kernels
-        self.scheduler = Scheduler(runner.cache, self.options.max_num_seqs, self.options.chunk_tokens)
+        self.prefixes = Prefixes(runner.cache, lambda: self.drafter, self.options.prefix_cache)
+        self.scheduler = Scheduler(self.prefixes, self.options.max_num_seqs, self.options.chunk_tokens)
         self.roster = Roster()
         self.torn = False  # whether a round or a cancellation was begun and has not come to its end
         self.inquiry: Inquiry | None = None
@@ -211,7 +213,8 @@ class Engine:
         deltas = [Delta.failure(sample, failed.told) for sample in samples]
         self.roster.decided = [(len(s.tokens), delta) for s, delta in zip(samples, deltas, strict=True)]
         self.roster.settle()
-        self.runner.cache.wipe([sample.id for sample in samples])
+        self.runner.cache.wipe(ids := [sample.id for sample in samples])
+        self.runner.release(ids)  # so nothing of it is kept
         self.leave(samples)
         return deltas
 
@@ -238,7 +241,7 @@ class Engine:
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
         times = drafted - started, passed - drafted, draft.pass_s, tuple(draft.arm_s), time.perf_counter() - passed
         plain_s = None if plan.num_prompt_tokens or not rows else self.controller.plain_s(len(rows))
-        outcome = Outcome(rows, plan.num_prompt_tokens, *times, plain_s)
+        outcome = Outcome(rows, plan.num_prompt_tokens, *times, plain_s, *self.prefixes.counted())
         self.controller.record(outcome)
         self.stats.record(outcome)
         if plain_s is not None:
@@ -335,9 +338,7 @@ class Engine:
         self.roster.decided = list(zip(places, deltas, strict=True))
         self.roster.settle()
         self.inform(kept, reading)
-        ended = [self.sequences[d.seq_id] for d in deltas if d.finish_reason is not None]
-        if ended:
-            self.leave(ended)
+        self.leave([self.sequences[delta.seq_id] for delta in deltas if delta.finish_reason is not None])
         return deltas, outcomes
 
     def inform(self, kept: Seq[CommittedPart], reading: Reading) -> None:
@@ -359,14 +360,16 @@ class Engine:
                     features=reading.features(kept),
                     tenants=[k.sequence.tenant for k in kept],
                     num_prompts=[k.sequence.num_prompt for k in kept],
+                    salts=[self.prefixes.salt(k.sequence) for k in kept],
                 )
             )
 
     def leave(self, sequences: Seq[Sequence]) -> None:
         """Take sequences out of the engine and free their memory; it may be repeated."""
         self.forget(sequences)
-        self.runner.release([sequence.id for sequence in sequences])
+        self.runner.hand_over([sequence.id for sequence in sequences])
         for sequence in sequences:
+            self.prefixes.retire(sequence)
             self.scheduler.finish(sequence)
             self.roster.remove(sequence)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from forerun.cache.paged import PagedCache
+from forerun.engine.prefixes import Prefixes
 from forerun.engine.sequence import Sequence, Status
 
 
@@ -32,8 +32,9 @@ class RowPlan:
 class Scheduler:
     """First come, first served. When memory runs out the youngest is preempted and later read again."""
 
-    def __init__(self, cache: PagedCache, max_num_seqs: int, chunk_tokens: int) -> None:
-        self.cache = cache
+    def __init__(self, prefixes: Prefixes, max_num_seqs: int, chunk_tokens: int) -> None:
+        self.prefixes = prefixes
+        self.cache = prefixes.cache
         self.max_num_seqs = max_num_seqs
         self.chunk_tokens = chunk_tokens
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id, so that anyone can leave at once
@@ -55,14 +56,16 @@ class Scheduler:
         """
         if alone is None:
             self.admit()
+            waiting = self.prefixes.begin(self.running)
         else:
             self.start(alone)
+            waiting = set()
         preempted: list[Sequence] = []
-        rows = self.rows(alone)
+        rows = self.rows(alone, waiting)
         while not self.fits(rows):
             assert len(self.running) > 1, "one sequence alone does not fit the cache that was planned for it"
             preempted.append(self.preempt(next(s for s in reversed(self.running) if s is not alone)))
-            rows = self.rows(alone)
+            rows = self.rows(alone, waiting)
         return rows, preempted
 
     def admit(self) -> None:
@@ -93,10 +96,15 @@ class Scheduler:
         known = len(sequence.tokens)
         return -(-min(known + size, known + sequence.room) // size)
 
-    def rows(self, alone: Sequence | None = None) -> list[RowPlan]:
-        """Each running sequence's part, prompt tokens shared out by arrival; or the whole round for one."""
+    def rows(self, alone: Sequence | None, waiting: Set[int]) -> list[RowPlan]:
+        """Each running sequence's part, prompt tokens shared out by arrival; or the whole round for one.
+
+        Those that are `waiting` have none.
+        """
         chunk_left, rows = self.chunk_tokens, []
         for sequence in self.running if alone is None else [alone]:
+            if sequence.id in waiting:
+                continue
             num_unread = len(sequence.tokens) - 1 - sequence.num_read
             num_chunk = min(num_unread, chunk_left)
             chunk_left -= num_chunk
@@ -110,8 +118,8 @@ class Scheduler:
         return self.cache.can_reserve([r.sequence.id for r in rows], [r.num_certain for r in rows])
 
     def preempt(self, sequence: Sequence) -> Sequence:
-        """Send a sequence back to the queue; it will be read again, with the same bits. The caller frees its rows."""
-        self.cache.release([sequence.id])
+        """Send a sequence back to the queue; it will be read again, with the same bits, if it is not known any more."""
+        self.prefixes.retire(sequence)
         self.running.remove(sequence)
         sequence.status, sequence.num_read = Status.WAITING, 0
         sequence.num_preempted += 1

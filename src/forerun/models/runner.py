@@ -11,7 +11,7 @@ stored behind them. A chain needs none, because its nodes are already in the slo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -306,6 +306,11 @@ class Runner:
         """Forget all sequences, whatever an interrupted pass left of them."""
         self.tails.clear()
         self.cache.clear()
+
+    def retire(self, seq_id: int, tokens: Sequence[int], salt: Hashable) -> None:
+        """Drop a sequence and free its slots, but keep what it read of its text for texts that begin alike."""
+        self.tails.pop(seq_id, None)
+        self.cache.retire(seq_id, tokens, salt)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Drop these sequences and free their slots; unknown ones are ignored."""

@@ -44,6 +44,8 @@ class EngineReader:
             "spec_decode_num_draft_tokens": ("Guesses that were judged.", stats.num_drafted),
             "spec_decode_num_accepted_tokens": ("Guesses that were accepted.", stats.num_accepted),
             "spec_decode_num_rounds": ("Rounds of samples, with guesses and without.", stats.num_rounds),
+            "prefix_cache_queries": ("Tokens of prompts that were looked up.", stats.num_prefix_queries),
+            "prefix_cache_hits": ("Tokens of prompts that were known, and not read.", stats.num_prefix_hits),
             "generation_tokens": ("Tokens generated.", stats.num_emitted),
         }
         for name, (text, value) in counters.items():

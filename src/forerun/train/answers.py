@@ -8,6 +8,7 @@ nor on what was guessed; so a training that goes on after a kill learns from the
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -57,6 +58,10 @@ class StateRecorder:
                 self.states[seq_id] = []
             self.states[seq_id].append(news.features[news.offsets[i] : news.offsets[i + 1]])
         self.drafter.observe(news)
+
+    def adoptable(self, text: Seq[int], most: int, salt: Hashable) -> int:
+        """Nothing: all states are recorded."""
+        return 0
 
     def propose(self, draws: Draws, budgets: Seq[Budget], tail: Committed | None = None) -> Draft:
         """The other drafter's guesses."""

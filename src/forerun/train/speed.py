@@ -66,7 +66,7 @@ class Stopwatch:
     def round_s(self, drafter: Drafter | None, depth: int) -> float | None:
         """Seconds of a round at this depth; None where the answer was over before any was timed."""
         own = self.llm.engine
-        options = EngineOptions(1, own.options.chunk_tokens)
+        options = EngineOptions(1, own.options.chunk_tokens, prefix_cache=False)
         engine = Engine(
             own.runner, drafter, options=options, controller=FixedDepth(), num_ids=own.num_ids, kernels=own.kernels
         )

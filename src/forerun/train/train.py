@@ -69,6 +69,7 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
         max_model_len=min(target.config.max_positions, data.longest + settings.max_tokens + 1),
         max_num_seqs=max(MOST_SEQUENCES, settings.batch),
         generation_config="none",
+        prefix_cache=False,  # all states are recorded
         progress=report,
     )
     try:

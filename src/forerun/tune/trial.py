@@ -107,6 +107,7 @@ class Trial:
                 speculation=Speculation(PILOT_DEPTH),
                 max_model_len=max(longest, least),
                 max_num_seqs=batch,
+                prefix_cache=False,  # what a prompt takes to read is measured too
                 progress=self.report,
             )
             if llm.plan.num_sequences_speculative < batch:

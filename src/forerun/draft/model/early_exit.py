@@ -155,7 +155,7 @@ class EarlyExitDrafter(Follower):
         """Give up what the adapter's cache holds; the target's is its own."""
         self.lower.hand_over(seq_ids)
         if self.adapter is not None:
-            self.adapter.release(seq_ids)
+            super().release(seq_ids)
         for seq_id in seq_ids:
             if seq_id in self.sequences:
                 self.sequences[seq_id].clear()

@@ -11,7 +11,7 @@ tokens lie in the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.expand import expand
 from forerun.draft.model.following import DraftRow, Following, UnseenGuesses
 from forerun.draft.model.levels import LevelReader
+from forerun.draft.model.reuse import Reuse
 from forerun.draft.model.steps import seen_chains, unseen_chains
 from forerun.errors import WrongTarget
 from forerun.models.chains import Chains, IdExchange, Start
@@ -51,6 +52,7 @@ class Follower:
         self.runner = runner
         self.ids = ids
         self.sequences: dict[int, Following] = {}
+        self.reuse = Reuse(runner, self.sequences)
         self.pass_s = 0.0  # in passes since the last call of `propose`
 
     def inputs(
@@ -84,7 +86,9 @@ class Follower:
         Raises WrongTarget for text without the states that are to be read.
         """
         for i, (seq_id, tokens, root) in enumerate(news.rows()):
-            following = self.sequences.setdefault(seq_id, Following())
+            if seq_id not in self.sequences:
+                self.sequences[seq_id] = Following(salt=news.salts[i] if news.salts else None)
+            following = self.sequences[seq_id]
             assert not tokens or following.root in (None, tokens[0]), "a sequence's news begin with its last root"
             following.text.extend(tokens)
             following.root = root
@@ -92,7 +96,9 @@ class Follower:
             if self.taps and news.features is not None:
                 following.features = news.features[news.offsets[i] : news.offsets[i + 1]]
         self.confirm(news.seq_ids)
-        if self.taps:
+        if self.taps and news.adopted:
+            self.take_over(news.seq_ids)
+        elif self.taps:
             self.learn(news.seq_ids)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
@@ -107,6 +113,19 @@ class Follower:
                 following.clear()
         if kept:
             self.runner.keep(kept, paths)
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        """As much as its own cache holds of the text; all where it could not follow the text in any case."""
+        if most > self.window or not self.reuse.has_room(most):
+            return most
+        return self.reuse.known(text[:most], salt).num_tokens
+
+    def take_over(self, seq_ids: Sequence[int]) -> None:
+        """Begin the rows of texts without states; a text that its own cache does not hold as a whole is lost."""
+        for seq_id in seq_ids:
+            self.reuse.begin(seq_id)
+            if self.unread(seq_id):
+                self.lose(seq_id)
 
     def learn(self, seq_ids: Sequence[int]) -> None:
         """Read these sequences' text from the target's states; where there is no room the youngest are lost."""
@@ -237,7 +256,12 @@ class Follower:
         return self.sequences[seq_id].text[self.runner.length(seq_id) :]
 
     def catch_up(self, wishes: list[DraftRow], left_unread: int) -> list[DraftRow]:
-        """Read and keep final text, in chunks, until no more than so much is unread; the wishes that had room."""
+        """Read and keep final text, in chunks, until no more than so much is unread; the wishes that had room.
+
+        A text without a row begins with what the cache holds of it, unless it is read from states.
+        """
+        for wish in wishes if not self.taps else ():
+            self.reuse.begin(wish.seq_id)
         while behind := [w.seq_id for w in wishes if len(self.unread(w.seq_id)) > left_unread]:
             reads, left = [], CHUNK_TOKENS
             for seq_id in behind:
@@ -335,8 +359,8 @@ class Follower:
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Give up these sequences' K, V; their text stays known and is read again when they are drafted again."""
-        self.runner.release(seq_ids)
         for seq_id in seq_ids:
+            self.reuse.give_up(seq_id)
             if seq_id in self.sequences:
                 self.sequences[seq_id].clear()
 

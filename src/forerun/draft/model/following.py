@@ -6,7 +6,7 @@ text stays when its end turns out to be different.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -35,6 +35,8 @@ class UnseenGuesses:
 class Following:
     """One sequence as the drafter knows it; how much of its text the cache holds is the runner's to say.
 
+    Texts of the same `salt` may share what was read of a common beginning; None forbids it.
+
     `tail` finds what was read behind the kept text, right or wrong: (parent node, token) -> node, numbered as the
     runner does; parent -1 is the kept text itself. `features` are the target's states at the end of the text, as long
     as they are not read. A `lost` sequence is not drafted: its features found no room, and are shown only once.
@@ -47,6 +49,7 @@ class Following:
     pending: UnseenGuesses | None = None  # guesses in the tail, behind all others, that the host has not seen
     features: Float[Tensor, "unread taps hidden"] | None = None
     lost: bool = False
+    salt: Hashable = None
 
     def add(self, parent: int, token: int) -> int:
         """Number a tail node that is about to be read."""

@@ -9,7 +9,7 @@ those before it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,7 +38,9 @@ class MedusaDrafter:
         self.pass_s = 0.0
 
     def observe(self, news: Committed) -> None:
-        """Keep the state after the last token. Raises WrongTarget for text without states."""
+        """Keep the state after the last token. Raises WrongTarget for text without states that was not adopted."""
+        if news.adopted:
+            return
         for i, (seq_id, tokens, _) in enumerate(news.rows()):
             if not tokens:
                 continue
@@ -48,6 +50,10 @@ class MedusaDrafter:
                     "engine that runs it, which shows them, as LLM(model, draft=...) does"
                 )
             self.states[seq_id] = news.features[news.offsets[i + 1] - 1, 0].clone()
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        """All: the root is read in any case, and the state after it is all that is needed."""
+        return most
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the heads' logits; the root alone where there is no state."""

@@ -8,7 +8,7 @@ from the target's states or the outputs of the module before, so what a round be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ class MtpDrafter(ShiftedFollower):
         self.num_modules = len(runner.decoder.modules)
         self.hidden = runner.decoder.config.hidden
         self.ends: dict[int, Float[Tensor, "further hidden"]] = {}  # of all modules but the last, behind each text
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        """Nothing where there are several modules: the outputs behind a text, which they read, are not kept."""
+        return super().adoptable(text, most, salt) if self.num_modules == 1 else 0
 
     def of_text(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]

@@ -9,7 +9,7 @@ reads, and which of its outputs a guess hands to the next one, is for each draft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -51,21 +51,38 @@ class ShiftedFollower(Follower):
 
     def observe(self, news: Committed) -> None:
         """Read what became final. Raises WrongTarget for text without states."""
-        super().observe(news if news.features is None else self.shifted(news))
+        if news.adopted:
+            super().observe(self.ahead(news))
+            for seq_id in news.seq_ids:
+                self.sequences[seq_id].root = None  # it is read already, and the next news begin behind it
+        else:
+            super().observe(news if news.features is None else self.shifted(news))
+
+    def ahead(self, news: Committed) -> Committed:
+        """Adopted news without the first token, and with the root: its own cache holds that beside the state before."""
+        tokens = [token for _, own, root in news.rows() for token in (*own[1:], root)]
+        salts = [(salt, own[0]) for salt, (_, own, _) in zip(news.salts, news.rows(), strict=True)]
+        return replace(news, tokens=tokens, salts=salts)
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        """As much as its own cache holds, the token behind it included: no state is shown for that one's sake."""
+        return super().adoptable(text[1 : most + 1], most, (salt, text[0]))
 
     def shifted(self, news: Committed) -> Committed:
         """The news, each token with the state after the one before it; the first token has none and is left out."""
         assert news.features is not None, "states are shifted"
         tokens: list[int] = []
-        offsets, states = [0], [news.features[:0]]
+        offsets, states, salts = [0], [news.features[:0]], list(news.salts)
         for i, (seq_id, own, _) in enumerate(news.rows()):
+            if own and salts and salts[i] is not None:
+                salts[i] = (salts[i], own[0])  # what the first token is decides about all states
             if own:
                 before, shown = self.last.get(seq_id), news.features[news.offsets[i] : news.offsets[i + 1]]
                 tokens += own if before is not None else own[1:]
                 states += [shown[:-1]] if before is None else [before[None], shown[:-1]]
                 self.last[seq_id] = shown[-1].clone()
             offsets.append(len(tokens))
-        return replace(news, tokens=tokens, offsets=offsets, features=torch.cat(states))
+        return replace(news, tokens=tokens, offsets=offsets, features=torch.cat(states), salts=salts)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the model; the root alone where text or memory is full."""

@@ -1,0 +1,197 @@
+"""What known beginnings save, and what looking for them costs: with and without a prefix cache, by turns.
+
+    python -m benchmarks.prefixes [--parameters 0.1B] [--draft DRAFT] [--repeats 3] [--only chats,alone,samples,copies]
+
+The widened target, in bfloat16 where the processor has it. Both engines share its weights and one cache, which is
+emptied before each case, and no text is drafted, unless `--draft` names a drafter: then chains of depth 4.
+
+- chats: a conversation of 6 turns on one document; seconds to the first token of each turn.
+- alone: prompts that have nothing in common, in a cache that is full of kept blocks: what looking and moving cost.
+- samples: 8 samples of one prompt of so many tokens; seconds until all have 16 tokens.
+- copies: seconds to copy the keys and values of a beginning, and to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from forerun.cache.beginnings import Beginning, LiveText, begin_row
+from forerun.commands.widening import read_amount
+from forerun.config import Speculation
+from forerun.demo.material import TARGET, widen
+from forerun.engine.controller import FixedDepth
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence as Text
+from forerun.llm import LLM
+from forerun.models.runner import Read
+from forerun.request import Request
+from forerun.sampling.params import SamplingParams
+
+DOCUMENT, QUESTION, ANSWER, TURNS = 600, 24, 40, 6
+PARTS = ("chats", "alone", "samples", "copies")
+
+
+@dataclass(slots=True)
+class Sides:
+    """Two engines over one model, one of which keeps beginnings."""
+
+    llm: LLM
+    depth: int
+    repeats: int
+
+    def engine(self, keeps: bool) -> Engine:
+        """A fresh one over an empty cache."""
+        own = self.llm.engine
+        own.runner.clear()
+        if self.llm.drafter is not None and hasattr(self.llm.drafter, "runner"):
+            self.llm.drafter.runner.clear()
+        options = replace(own.options, prefix_cache=keeps)
+        return Engine(own.runner, self.llm.drafter, options=options, controller=FixedDepth(), num_ids=own.num_ids)
+
+    def texts(self, prompt: Sequence[int], num_tokens: int, n: int = 1) -> list[Text]:
+        """The samples of a request."""
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=num_tokens, n=n, ignore_eos=True)
+        return self.llm.requests.sequences(Request.of(list(prompt), params, Speculation(self.depth)))
+
+    def by_turns(self, case: Callable[[Engine], list[float]]) -> tuple[list[float], list[float], list[float]]:
+        """Medians of what a case gives with and without, and of their ratios."""
+        found_by: dict[bool, list[list[float]]] = {True: [], False: []}
+        for repeat in range(self.repeats + 1):
+            for keeps in (True, False) if repeat % 2 else (False, True):
+                found = case(self.engine(keeps))
+                if repeat:  # the first is a warm-up
+                    found_by[keeps].append(found)
+        with_, without = (list(zip(*found_by[keeps], strict=True)) for keeps in (True, False))
+        ratios = [[b / a for a, b in zip(*pair, strict=True)] for pair in zip(with_, without, strict=True)]
+        return (
+            [statistics.median(e) for e in with_],
+            [statistics.median(e) for e in without],
+            list(map(statistics.median, ratios)),
+        )
+
+
+def random_text(length: int, seed: int) -> list[int]:
+    """Tokens at random: what is read makes no difference here."""
+    dice = random.Random(seed)
+    return [1, *(dice.randrange(10, 1000) for _ in range(length - 1))]
+
+
+def first_token_s(engine: Engine, texts: Sequence[Text]) -> float:
+    """Run texts to their ends; seconds until one has a token."""
+    started_s, first = time.perf_counter(), 0.0
+    for text in texts:
+        engine.submit(text)
+    while engine.has_work:
+        if engine.step() and not first:
+            first = time.perf_counter() - started_s
+    return first
+
+
+def chats(sides: Sides) -> None:
+    """A conversation, turn by turn."""
+
+    def case(engine: Engine) -> list[float]:
+        text, times = random_text(DOCUMENT, 1), []
+        for turn in range(TURNS):
+            (said,) = sides.texts([*text, *random_text(QUESTION, turn)], ANSWER)
+            times.append(first_token_s(engine, [said]))
+            text = said.tokens
+        return times
+
+    table("turn", range(1, TURNS + 1), *sides.by_turns(case))
+
+
+def alone(sides: Sides) -> None:
+    """Prompts without a common beginning, in a full cache."""
+    lengths, cache = (64, 256, 1024), sides.llm.engine.runner.cache
+
+    def case(engine: Engine) -> list[float]:
+        size = cache.blocks.block_size
+        for number in range(cache.blocks.num_blocks // 8 if engine.options.prefix_cache else 0):
+            cache.reserve([-2], [8 * size])
+            cache.keep([-2], range(8 * size), [0, 8 * size])
+            cache.retire(-2, random_text(8 * size, -number - 1), "")
+        times = []
+        for length in lengths:
+            started_s = time.perf_counter()
+            first_token_s(engine, sides.texts(random_text(length, length), 32))
+            times.append(time.perf_counter() - started_s)
+        return times
+
+    table("tokens", lengths, *sides.by_turns(case))
+
+
+def samples(sides: Sides) -> None:
+    """Eight samples of prompts of several lengths."""
+    lengths = (20, 40, 80, 160, 500)
+
+    def case(engine: Engine) -> list[float]:
+        times = []
+        for length in lengths:
+            started_s = time.perf_counter()
+            first_token_s(engine, sides.texts(random_text(length, length), 16, n=8))
+            times.append(time.perf_counter() - started_s)
+        return times
+
+    table("tokens", lengths, *sides.by_turns(case))
+
+
+def copies(sides: Sides) -> None:
+    """One copy of a beginning beside one reading of it."""
+    runner, lengths, read, copied = sides.llm.engine.runner, (64, 256, 1024), [], []
+    for length in lengths:
+        times: tuple[list[float], list[float]] = ([], [])
+        for repeat in range(sides.repeats + 1):
+            runner.clear()
+            text, started_s = random_text(length + 1, repeat), time.perf_counter()
+            for first in range(0, length, 512):
+                runner.read([Read(0, text[first : min(length, first + 512)])])
+                runner.keep([0], [range(min(512, length - first))])
+            read_s = time.perf_counter()
+            runner.retire(0, text, "")
+            begin_row(runner.cache, LiveText(1, "", text), Beginning(length))
+            for spent, own in zip((read_s - started_s, time.perf_counter() - read_s), times, strict=True):
+                own.append(spent)
+        read.append(statistics.median(times[0][1:]))
+        copied.append(statistics.median(times[1][1:]))
+    table("tokens", lengths, copied, read, [b / a for a, b in zip(copied, read, strict=True)])
+
+
+def table(
+    what: str, rows: Sequence[int], known: Sequence[float], plain: Sequence[float], ratio: Sequence[float]
+) -> None:
+    """Milliseconds with and without, and how many times as fast."""
+    print(f"{what:>8} {'with, ms':>10} {'without, ms':>12} {'ratio':>8}")
+    for row, a, b, r in zip(rows, known, plain, ratio, strict=True):
+        print(f"{row:8} {1e3 * a:10.1f} {1e3 * b:12.1f} {r:8.2f}")
+
+
+def main() -> None:
+    """All parts that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", default="0.1B")
+    parser.add_argument("--draft")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default=",".join(PARTS))
+    options = parser.parse_args()
+    folder = widen(TARGET, read_amount(options.parameters), None)
+    depth = 4 if options.draft else 0
+    llm = LLM(folder, options.draft, speculation=depth, max_model_len=1536, max_num_seqs=8, use_tqdm_on_load=False)
+    print(f"{llm!r}, {torch.get_num_threads()} threads; {llm.plan.cache_tokens} tokens in the cache")
+    sides = Sides(llm, depth, options.repeats)
+    for name, part in zip(PARTS, (chats, alone, samples, copies), strict=True):
+        if name in options.only.split(","):
+            print(f"\n{name}")
+            with torch.inference_mode():
+                part(sides)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""PrefixStore: full blocks of texts that were read, found again by their content, in cache blocks that no row holds.
+
+This module decides what of a released row stays known, under which name, and what is given up first. A kept block is
+named by its own tokens and by all tokens before it: blocks form a tree, whose branches are looked up by the tokens
+themselves. A lookup compares tokens, not only their hash, so no two texts are ever mixed up; and each salt has a tree
+of its own, so nobody finds what was kept under another one.
+
+Kept blocks are copied into the row of a text that begins with them, and are not shared by several rows. Attention reads
+a row as one run of slots, on CPUs and GPUs alike, in every format; a row in two runs would need a second start in every
+kernel. The copy costs next to nothing beside the reading that it saves: benchmarks/RESULTS.md has both times.
+
+The store owns no memory. What it keeps lies in blocks that count as free, and rows take these whenever they need them:
+a kept block in the way is moved to another free one, and where there is none the least recently used is given up. So
+kept blocks never make a sequence wait, and the memory plan knows nothing of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from forerun.cache.blocks import BlockRange, Blocks, Move
+
+
+@dataclass(slots=True, eq=False)
+class KeptBlock:
+    """A block of keys and values, and where it lies. `key` are its tokens; the root of a tree has the salt instead."""
+
+    parent: KeptBlock | None
+    key: Hashable
+    block: int = -1
+    used: int = 0  # the larger, the later
+    children: dict[Hashable, KeptBlock] = field(default_factory=dict)
+
+
+class PrefixStore:
+    """What is kept in the free blocks of `blocks`; `move` carries out moves of whole blocks, in order."""
+
+    def __init__(self, blocks: Blocks, move: Callable[[Sequence[Move]], None]) -> None:
+        self.blocks = blocks
+        self.move = move
+        self.roots: dict[Hashable, KeptBlock] = {}
+        self.at: dict[int, KeptBlock] = {}  # by where they lie
+        self.order: OrderedDict[KeptBlock, None] = OrderedDict()  # the least recently used first
+        self.clock = 0
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __contains__(self, kept: KeptBlock) -> bool:
+        return kept in self.order
+
+    def find(self, tokens: Sequence[int], salt: Hashable) -> list[KeptBlock]:
+        """The longest chain of kept blocks with which this text begins."""
+        chain: list[KeptBlock] = []
+        place = self.roots.get(salt)
+        for key in self.keys(tokens) if place is not None else ():
+            assert place is not None, "a chain goes on from a block"
+            place = place.children.get(key)
+            if place is None:
+                break
+            chain.append(place)
+        return chain
+
+    def touch(self, chain: Sequence[KeptBlock]) -> None:
+        """Count a chain from its root as used now: the deeper a block, the sooner it is given up."""
+        for kept in reversed(chain):
+            self.clock += 1
+            kept.used = self.clock
+            self.order[kept] = None
+            self.order.move_to_end(kept)
+
+    def add(self, tokens: Sequence[int], salt: Hashable, first: int) -> None:
+        """Keep the full blocks of a text that lie one after the other from block `first` on, which are free now."""
+        place = self.roots.setdefault(salt, KeptBlock(None, salt))
+        chain: list[KeptBlock] = []
+        for i, key in enumerate(self.keys(tokens)):
+            child = place.children.get(key)
+            if child is None:
+                assert first + i not in self.at, f"block {first + i} is kept for another text"
+                child = place.children[key] = self.at[first + i] = KeptBlock(place, key, first + i)
+            place = child
+            chain.append(child)
+        self.touch(chain)
+        if not chain:
+            self.prune(place)
+
+    def make_way(self, taken: Sequence[BlockRange], moves: Sequence[Move]) -> None:
+        """Clear the blocks that rows have `taken`; call it before `moves` of rows, whose sources are not used either.
+
+        What lies there goes to free blocks; where there are none the least recently used blocks are given up.
+        """
+        inside = (self.at.get(block) for run in taken for block in range(run.start, run.end))
+        displaced = {kept: None for kept in inside if kept is not None}
+        if not displaced:
+            return
+        sources = {block for move in moves for block in range(move.source, move.source + move.count)}
+        holes, own = self.holes(sources, len(displaced)), []
+        for kept in sorted(displaced, key=lambda kept: -kept.used):  # the oldest are given up, and are the last here
+            hole = next(holes, None)
+            while hole is None and kept in self.order:
+                oldest = next(iter(self.order))
+                self.give_up(oldest)
+                hole = None if oldest in displaced else oldest.block
+            if hole is not None:
+                own.append(Move(kept.block, hole, 1))
+                del self.at[kept.block]
+                kept.block = hole
+                self.at[hole] = kept
+        self.move(own)
+
+    def holes(self, apart: set[int], num_displaced: int) -> Iterator[int]:
+        """Free blocks that hold nothing and are not `apart`, the last ones first: rows grow towards those later."""
+        if self.blocks.num_free <= len(self.at) - num_displaced:
+            return
+        for gap in reversed(self.blocks.gaps()):
+            for block in reversed(range(gap.start, gap.end)):
+                if block not in self.at and block not in apart:
+                    yield block
+
+    def give_up(self, kept: KeptBlock) -> None:
+        """Forget a block, behind which nothing is kept."""
+        assert not kept.children, "what is behind a block is used no later than the block"
+        del self.order[kept], self.at[kept.block]
+        if kept.parent is not None:
+            del kept.parent.children[kept.key]
+            self.prune(kept.parent)
+
+    def prune(self, place: KeptBlock) -> None:
+        """Forget the root of a tree without blocks."""
+        if place.parent is None and not place.children:
+            self.roots.pop(place.key, None)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.roots.clear()
+        self.at.clear()
+        self.order.clear()
+
+    def keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        """The full blocks of a text, each as bytes."""
+        size = self.blocks.block_size
+        for end in range(size, len(tokens) + 1, size):
+            yield array("i", tokens[end - size : end]).tobytes()
+
+    def check(self) -> None:
+        """Assert that blocks lie outside all rows, and that no block is used later than the one before it."""
+        free = {block for gap in self.blocks.gaps() for block in range(gap.start, gap.end)}
+        assert set(self.at) <= free, f"kept within rows: {sorted(set(self.at) - free)}"
+        assert [*self.order] == sorted(self.at.values(), key=lambda kept: kept.used), "the order is not that of use"
+        for block, kept in self.at.items():
+            assert kept.block == block, f"block {kept.block} is said to lie in {block}"
+            assert kept.parent is not None, "a root has no block"
+            assert kept.parent.children[kept.key] is kept, "a block hangs where it is not found"
+            assert kept.parent.parent is None or kept.parent.used > kept.used, "a block outlives the one before it"
+        assert all(root.children for root in self.roots.values()), "a tree without blocks"

@@ -1,0 +1,261 @@
+"""What is known of a beginning changes no answer: not a token, not a bit of a log-probability.
+
+Conversations, equal prompts and several samples come, go on, are cancelled and preempted, under two tenants. Every
+answer is compared with that of plain decoding, alone, where nothing is kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from drafters import DRAFTERS, TARGET, built, story
+from equality import FORMATS
+from fuzz import Bench
+
+from forerun.config import EngineOptions, Speculation
+from forerun.draft.base import Drafter
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence
+from forerun.models.runner import Runner
+from forerun.request import Request
+from forerun.sampling.logprobs import TokenLogprobs
+from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
+from unchecked import unchecked
+
+SMALL = Path(__file__).resolve().parent.parent / "data" / "stories280k"
+SYSTEM = story(150, 1)
+WISHES = [Speculation(3), Speculation(3, 2, 5), Speculation(tree=StaticTree([[0], [1], [0, 0]])), Speculation(0)]
+NO_SHARING = ("documented:taps", "mtp-of-3")  # they are shown the states of all tokens
+
+
+@pytest.fixture(scope="module")
+def bench_of() -> Callable[[str], Bench]:
+    return cache(lambda name: Bench.of(TARGET, SMALL, name))
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request under way: its samples, and what was said of them."""
+
+    request: Request
+    samples: list[Sequence]
+    logprobs: dict[int, list[TokenLogprobs]]
+
+
+class Crowd:
+    """Requests that begin alike, over an engine with room for a few."""
+
+    def __init__(self, bench: Bench, drafter: Callable[[Runner], Drafter] | None, num_tokens: int, seed: int) -> None:
+        self.bench, self.rng = bench, random.Random(seed)
+        self.requests = bench.requests()
+        options = EngineOptions(max_num_seqs=4, chunk_tokens=96)
+        self.engine = bench.engine(None, num_tokens, options=options)
+        self.engine.drafter = None if drafter is None else drafter(self.engine.runner)
+        self.live: dict[int, Asked] = {}
+        self.ended: list[Asked] = []
+        self.past = {"a": [SYSTEM], "b": [SYSTEM]}
+        self.num_preempted = 0
+
+    def prompt(self, tenant: str) -> list[int]:
+        """The system's words, or an earlier conversation, or a part of one, and something new or nothing."""
+        begun = self.rng.choice(self.past[tenant])
+        if self.rng.random() < 0.4:
+            begun = begun[: self.rng.randint(1, len(begun))]
+        new = story(self.rng.choice([1, 1, 20, 70]), self.rng.randrange(1000))[1:]
+        return [*begun, *new][:300]
+
+    def ask(self) -> None:
+        tenant = self.rng.choice("aab")
+        params = SamplingParams(
+            temperature=self.rng.choice([0.0, 0.9]),
+            max_tokens=self.rng.randrange(1, 24),
+            n=self.rng.choice([1, 1, 3]),
+            seed=self.rng.randrange(1000),
+            logprobs=1,
+            prompt_logprobs=self.rng.choice([None, None, None, 0]),
+            ignore_eos=True,
+        )
+        request = Request.of(self.prompt(tenant), params, self.rng.choice(WISHES), tenant)
+        samples = self.requests.sequences(request)
+        asked = Asked(request, samples, {sample.id: [] for sample in samples})
+        for sample in samples:
+            self.live[sample.id] = asked
+            self.engine.submit(sample)
+
+    def round(self) -> None:
+        if self.live and self.rng.random() < 0.03:
+            asked = self.rng.choice(list(self.live.values()))
+            self.engine.cancel(asked.samples[0].request_id)
+            self.live = {seq_id: other for seq_id, other in self.live.items() if other is not asked}
+        for delta in self.engine.step():
+            asked = self.live[delta.seq_id]
+            asked.logprobs[delta.seq_id] += delta.logprobs
+            if delta.finish_reason is not None:
+                del self.live[delta.seq_id]
+                tokens = next(sample.tokens for sample in asked.samples if sample.id == delta.seq_id)
+                self.past[asked.request.tenant].append(tokens)
+                if not any(other is asked for other in self.live.values()):
+                    self.ended.append(asked)
+        self.engine.runner.cache.check()
+
+    def play(self, num_requests: int) -> None:
+        while self.live or num_requests:
+            if num_requests and len(self.live) < 6:
+                self.ask()
+                num_requests -= 1
+            self.round()
+        assert len(self.ended) > 4
+
+    def plain(self) -> Iterator[tuple[Asked, Sequence, Asked, Sequence]]:
+        """Each sample that ended, and the same decoded alone."""
+        for asked in self.ended:
+            engine = self.bench.engine(None, 1024, options=EngineOptions(1, 512, prefix_cache=False))
+            request = replace(asked.request, speculation=False)
+            samples = self.requests.sequences(request)
+            alone = Asked(request, samples, {sample.id: [] for sample in samples})
+            for sample in samples:
+                engine.submit(sample)
+            while engine.has_work:
+                for delta in engine.step():
+                    alone.logprobs[delta.seq_id] += delta.logprobs
+            assert engine.stats.num_prefix_hits == 0
+            yield from ((asked, *pair) for pair in zip(asked.samples, [alone] * len(samples), samples, strict=True))
+
+    def assert_plain(self) -> None:
+        for asked, sample, alone, anew in self.plain():
+            assert sample.tokens == anew.tokens
+            assert asked.logprobs[sample.id] == alone.logprobs[anew.id]
+            assert sample.prompt_logprobs == anew.prompt_logprobs
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("num_tokens", [672, 4096], ids=["short of memory", "roomy"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_answers_are_those_of_texts_read_alone(bench_of: Callable[[str], Bench], name: str, num_tokens: int) -> None:
+    crowd = Crowd(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, 7)
+    with unchecked():
+        crowd.play(14)
+        crowd.assert_plain()
+    assert (crowd.engine.stats.num_prefix_hits > 300) == (name not in NO_SHARING)
+    assert not crowd.engine.strikes, "no drafter raised an error"
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_in_every_number_format(bench_of: Callable[[str], Bench], format_: str) -> None:
+    bench = bench_of(format_)
+    crowd = Crowd(bench, lambda _: bench.model_drafter(2048), 1024, 11)
+    with unchecked():
+        crowd.play(10)
+        crowd.assert_plain()
+    assert crowd.engine.stats.num_prefix_hits > 300
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
+def test_in_random_crowds(bench_of: Callable[[str], Bench], seed: int) -> None:
+    rng = random.Random(seed)
+    name, num_tokens = rng.choice(list(DRAFTERS)), rng.choice([600, 900, 2000])
+    crowd = Crowd(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, seed)
+    with unchecked():
+        crowd.play(30)
+        crowd.assert_plain()
+
+
+def run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def test_samples_and_equal_prompts_share_one_reading(bench_of: Callable[[str], Bench]) -> None:
+    bench = bench_of("float32")
+    engine, requests = bench.engine(), bench.requests()
+    prompt = story(130, 3)
+    for _ in range(2):
+        for sample in requests.sequences(Request.of(prompt, SamplingParams(n=3, max_tokens=4, seed=1))):
+            engine.submit(sample)
+    run(engine)
+    stats = engine.stats
+    assert stats.num_prompt_tokens == 129, "each token of the prompt but its root, once"
+    assert (stats.num_prefix_queries, stats.num_prefix_hits) == (6 * 129, 5 * 129)
+    assert stats.prefix_hit_rate == pytest.approx(5 / 6)
+
+
+def test_a_conversation_is_read_on_where_it_ended(bench_of: Callable[[str], Bench]) -> None:
+    """All full blocks of 16 of the first turn, its answer included, are known in the second one."""
+    bench = bench_of("float32")
+    engine, requests = bench.engine(), bench.requests()
+    (first,) = requests.sequences(Request.of(story(100, 4), SamplingParams(max_tokens=30, ignore_eos=True, seed=1)))
+    engine.submit(first)
+    run(engine)
+    (second,) = requests.sequences(Request.of([*first.tokens, 5, 6, 7], SamplingParams(max_tokens=3)))
+    engine.submit(second)
+    run(engine)
+    assert len(first.tokens) == 130
+    assert (first.num_cached, second.num_cached) == (0, 128)
+    assert engine.stats.num_prompt_tokens == 99 + 4
+
+
+def test_no_tenant_finds_what_another_said(bench_of: Callable[[str], Bench]) -> None:
+    """Neither while it is read nor later; and nothing of a sequence that no one may be drafted with is kept."""
+    bench = bench_of("float32")
+    engine, requests = bench.engine(), bench.requests()
+    for tenants in (("a", "b"), ("c",)):
+        for tenant in tenants:
+            engine.submit(requests.sequences(Request.of(SYSTEM, SamplingParams(max_tokens=3), None, tenant))[0])
+        run(engine)
+    assert engine.stats.num_prefix_hits == 0
+    kept = len(engine.runner.cache.kept)
+    (nobody,) = requests.sequences(Request.of(story(150, 9), SamplingParams(max_tokens=3)))
+    nobody.tenant = None
+    engine.submit(nobody)
+    run(engine)
+    assert len(engine.runner.cache.kept) == kept
+
+
+def test_nothing_is_kept_where_it_is_off(bench_of: Callable[[str], Bench]) -> None:
+    bench = bench_of("float32")
+    drafter = bench.model_drafter()
+    engine, requests = bench.engine(drafter, options=EngineOptions(prefix_cache=False)), bench.requests()
+    for _ in range(2):
+        for sample in requests.sequences(Request.of(SYSTEM, SamplingParams(n=2, max_tokens=3), Speculation(2))):
+            engine.submit(sample)
+        run(engine)
+    assert (engine.stats.num_prefix_queries, engine.stats.prefix_hit_rate) == (0, None)
+    assert engine.stats.num_prompt_tokens == 4 * 149
+    assert not len(engine.runner.cache.kept)
+    assert not len(drafter.runner.cache.kept)
+
+
+@pytest.mark.parametrize("name", ["model:stories280k", "eagle", "early-exit:adapted"])
+def test_what_a_drafter_has_in_its_own_cache_is_not_read_again(bench_of: Callable[[str], Bench], name: str) -> None:
+    """The second of two equal prompts costs the drafter no reading of more than a block and its guesses."""
+    bench = bench_of("float32")
+    engine, requests = bench.engine(), bench.requests()
+    engine.drafter = drafter = built(name, engine.runner)
+    read: list[int] = []
+    runner = drafter.runner  # type: ignore[attr-defined]
+    own = runner.decoder.forward
+
+    def forward(batch: object, *args: object, **words: object) -> object:
+        read.append(len(batch.tokens))  # type: ignore[attr-defined]
+        return own(batch, *args, **words)
+
+    runner.decoder.forward = forward
+    most = []
+    for _ in range(2):
+        for sample in requests.sequences(Request.of(SYSTEM, SamplingParams(max_tokens=6, seed=2), Speculation(2))):
+            engine.submit(sample)
+        run(engine)
+        most.append(max(read, default=0))
+        read.clear()
+    runner.decoder.forward = own
+    assert most[0] > 100
+    assert most[1] <= 64
+    assert engine.stats.num_prefix_hits > 60
