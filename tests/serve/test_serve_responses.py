@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 
 from forerun.serve import reasoning
@@ -209,3 +210,21 @@ def test_a_stream_that_fails_says_so_in_its_last_event(server: Running, monkeypa
     last = json.loads(answer.text.strip().rpartition("data: ")[2])
     assert_valid(last, "ResponseFailedEvent")
     assert last["response"]["error"] == {"code": "server_error", "message": "it took too long."}
+
+
+class Person(pydantic.BaseModel, extra="forbid"):
+    color: Literal["red", "green"]
+    alive: bool
+
+
+def test_openais_client_parses_the_form_that_it_asked_for(server: Running) -> None:
+    asked: dict[str, Any] = {**ASKED, "max_output_tokens": 200, EXTRA: {"chat_template": PLAIN, "seed": 2}}
+    found = server.client().responses.parse(**asked, text_format=Person)
+    assert isinstance(found.output_parsed, Person)
+    assert Person.model_validate_json(found.output_text) == found.output_parsed
+    body = {**ASKED, "max_output_tokens": 200, "chat_template": PLAIN, "seed": 2}
+    form = {"type": "json_schema", "name": "Person", "schema": Person.model_json_schema(), "strict": True}
+    whole = server.post("/v1/responses", **body, text={"format": form}).json()
+    assert_valid(whole, "Response")
+    assert whole["text"]["format"] == form
+    assert Person.model_validate_json(whole["output"][0]["content"][0]["text"])

@@ -23,11 +23,11 @@ from forerun.request import Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, ApiError, refused
 from forerun.serve.reasoning import ReasoningTags, reasoning_tags
-from forerun.serve.response_input import input_messages, response_logprobs
+from forerun.serve.response_input import input_messages, input_tools, response_logprobs
 from forerun.serve.schema import SAMPLING, TEMPLATE, Endpoint, served_fields
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE
 from forerun.serve.structured import constraining, form_of
-from forerun.serve.tools import ToolUse, tools_of, with_objects
+from forerun.serve.tools import ToolUse, tool_list, tools_of, with_objects
 from forerun.shape import StaticTree
 
 MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
@@ -41,8 +41,8 @@ MOST_CHAT_LOGPROBS = 128
 class Asked:
     """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer.
 
-    `limit_field` is the field that says how many tokens an answer may have, if one does. `reasoning` are the tags of a
-    chat's reasoning, which is told if `include_reasoning` says so; `tools` are the functions that it may call. `body`
+    `limit_field` is the field that says how many tokens an answer may have, if one does. `reasoning` are the tags of
+    its reasoning, which is told if `include_reasoning` says so; `tools` are the functions that it may call. `body`
     is what was sent, for answers that repeat it, and `arms` are the names of what drafts.
     """
 
@@ -95,12 +95,17 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     """What a body asks for. Raises InvalidRequest or ApiError, naming the field at fault."""
     given = served_fields(body, endpoint, lenient)
     if endpoint == "responses":
-        given = {**given, "messages": input_messages(given)}
+        given = {**given, "messages": input_messages(given), **input_tools(given)}
     stream = switch(given, "stream")
     params = params_of(given, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
         raise refused("prompt_logprobs", "prompt_logprobs: a stream has none; leave out one of both.")
     wish = wish_of(given.get("speculation"))
+    tools = None if endpoint == "completions" else tools_of(given, template_of(given).source(llm.tokenizer))
+    if tools is not None and endpoint == "responses" and params.logprobs is not None:
+        field = "top_logprobs" if "top_logprobs" in given else "include"
+        problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
+        raise refused(field, f"{field}: {problem}.", "unsupported_parameter")
     requests, reasoning = (completion_requests if endpoint == "completions" else chat_requests)(
         given, params, wish, tenant, llm
     )
@@ -108,7 +113,6 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")
         requests = [replace(request, draft_details=True) for request in requests]
-    tools = None if endpoint != "chat" else tools_of(given, template_of(given).source(llm.tokenizer))
     requests = formed(requests, given, tools, reasoning, llm)
     asked = Asked(
         endpoint=endpoint,
@@ -313,7 +317,7 @@ def template_of(given: Mapping[str, Any]) -> ChatOptions:
         chat_template=template,
         add_generation_prompt=switch(given, "add_generation_prompt", not goes_on),
         continue_final_message=goes_on,
-        tools=given.get("tools") if given.get("tool_choice") != "none" else None,
+        tools=tool_list(given) if given.get("tool_choice") != "none" else None,
         chat_template_kwargs={**options, **{name: given[name] for name in ("documents",) if name in given}},
     )
 

@@ -1,4 +1,4 @@
-"""What a body of /v1/responses is to be answered to: its input items as the messages of a chat."""
+"""What a body of /v1/responses is to be answered to: its input items and its tools as those of a chat."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ MOST_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
 WITHOUT_EFFECT = ("reasoning.encrypted_content",)  # of reasoning that is told in plain text here
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+OF_FUNCTIONS = ("name", "description", "parameters")
+OF_TOOLS = ("type", "strict")  # schemas hold with `strict` and without
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -79,6 +81,34 @@ ITEMS: Mapping[str, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {
     "function_call": called,
     "function_call_output": returned,
 }
+
+
+def input_tools(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The `tools` and the `tool_choice` of a body as a chat has them, where each names its function inside."""
+    found: dict[str, Any] = {}
+    tools, choice = given.get("tools"), given.get("tool_choice")
+    if isinstance(tools, list):
+        found["tools"] = [tool_of(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and kind == "function":
+        found["tool_choice"] = {"type": kind, kind: {"name": choice.get("name")}}
+    elif isinstance(choice, dict) and kind == "allowed_tools":
+        listed = choice.get("tools")
+        names = [{"type": "function", "function": each} for each in listed] if isinstance(listed, list) else listed
+        found["tool_choice"] = {"type": kind, kind: {"mode": choice.get("mode"), "tools": names}}
+    return found
+
+
+def tool_of(tool: Any, name: str) -> dict[str, Any]:
+    """One tool so. What would change when it is called, or what is said of it, is not left out but refused."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        problem = f'{name}: {shown(tool)} is no function: give {{"type": "function", "name": ..., "parameters": ...}}'
+        raise refused("tools", f"{problem}; other kinds are not served here.", "unsupported_parameter")
+    for key, value in tool.items():
+        if key not in (*OF_FUNCTIONS, *OF_TOOLS) and value is not None and value is not False:
+            problem = f"{name}: {shown(key)} is not served here: a function has {', '.join(OF_FUNCTIONS)}"
+            raise refused("tools", f"{problem}.", "unsupported_parameter")
+    return {"type": "function", "function": {key: tool[key] for key in OF_FUNCTIONS if tool.get(key) is not None}}
 
 
 def text_of(content: object, name: str) -> str:

@@ -1,8 +1,8 @@
 """Responses: an answer as the object and the events of OpenAI's /v1/responses.
 
-An answer is at most two items: the reasoning, where the template has some, and the message. A stream opens each item
-and its one part, adds texts, and closes them; the whole object stands in the first events and in the last one. Nothing
-is kept here, so a response cannot be asked for again by its id.
+An answer is the reasoning, where the template has some, and then messages and calls of functions, each an item of the
+output. A stream opens an item, adds texts or a call's arguments, and closes it; the whole object stands in the first
+events and in the last one. Nothing is kept here, so a response cannot be asked for again by its id.
 """
 
 from __future__ import annotations
@@ -10,27 +10,32 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from forerun.engine.delta import Delta
 from forerun.output import Answers
 from forerun.serve.answers import counts_of, num_reasoning, speculation_object
 from forerun.serve.asking import Asked
 from forerun.serve.problems import ApiError
-from forerun.serve.reasoning import PartKind, ReasoningSplitter, TokenCounter
+from forerun.serve.reasoning import ReasoningSplitter, TokenCounter
 from forerun.serve.spelled import TokenTexts, chat_entries
+from forerun.serve.tools import CallSplitter, ToolCall
 
+ItemKind = Literal["reasoning", "content", "call"]
+IDS: dict[ItemKind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
 EVENTS = {"reasoning": "response.reasoning_text", "content": "response.output_text"}
 ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "top_logprobs", "max_output_tokens")
 
 
 @dataclass(slots=True)
 class OutputItem:
-    """One item of the output: its kind, its id and what it says so far."""
+    """One item of the output: its kind, its id and what it says so far, or the function that it calls."""
 
-    kind: PartKind
+    kind: ItemKind
     id: str
     index: int
+    call: ToolCall | None = None
+    status: str = "in_progress"
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -40,9 +45,12 @@ class OutputItem:
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
-    def item(self, status: str, empty: bool = False) -> dict[str, Any]:
+    def item(self, empty: bool = False) -> dict[str, Any]:
         """The item; when it is opened it is still empty."""
-        own: dict[str, Any] = {"id": self.id, "status": status, "content": [] if empty else [self.part()]}
+        if self.call is not None:
+            called = {"name": self.call.name, "arguments": "" if empty else self.call.arguments}
+            return {"type": "function_call", "id": self.id, "status": self.status, "call_id": self.call.id, **called}
+        own: dict[str, Any] = {"id": self.id, "status": self.status, "content": [] if empty else [self.part()]}
         if self.kind == "reasoning":
             return {"type": "reasoning", "summary": [], **own}
         return {"type": "message", "role": "assistant", **own}
@@ -63,10 +71,12 @@ class ResponseWriter:
     num_events: int = 0
     named = True
     splitter: ReasoningSplitter = field(init=False)
+    caller: CallSplitter = field(init=False)
     counter: TokenCounter = field(init=False)
 
     def __post_init__(self) -> None:
         self.splitter = ReasoningSplitter(self.asked.reasoning)
+        self.caller = CallSplitter(self.asked.tools)
         self.counter = TokenCounter(self.asked.reasoning, self.texts)
 
     def whole(self) -> dict[str, Any]:
@@ -80,7 +90,7 @@ class ResponseWriter:
         """The events of one delta; those that open the response come with the first."""
         found = []
         if not self.num_events:
-            found += [self.event(f"response.{kind}", response=self.response("in_progress", [])) for kind in OPENING]
+            found += [self.event(f"response.{kind}", response=self.response("in_progress")) for kind in OPENING]
         return found + self.take(delta)
 
     def last_chunks(self) -> list[dict[str, Any]]:
@@ -90,7 +100,9 @@ class ResponseWriter:
 
     def failed(self, problem: ApiError) -> dict[str, Any]:
         """An error in the midst of a stream."""
-        response = self.response("failed", [each.item("incomplete") for each in self.items])
+        for item in self.items[-1:]:
+            item.status = item.status.replace("in_progress", "incomplete")
+        response = self.response("failed")
         error = {"code": "server_error", "message": problem.message}
         return self.event("response.failed", response=response | {"error": error})
 
@@ -103,18 +115,31 @@ class ResponseWriter:
         """Add a delta to the items; the events that say so."""
         ends = delta.finish_reason is not None
         logprobs = self.logprobs_of(delta)
-        parts = self.splitter.feed(delta.text) + (self.splitter.close() if ends else [])
-        if not self.asked.include_reasoning:
-            parts = [(kind, text) for kind, text in parts if kind == "content"]
+        parts = self.parts_of(delta.text, ends)
         if logprobs and not any(kind == "content" for kind, _ in parts):
             parts.append(("content", ""))
-        if ends and not any(kind == "content" for kind, _ in parts) and not self.items:
+        if ends and not parts and not self.items:
             parts.append(("content", ""))  # an answer has an item at least
         found: list[dict[str, Any]] = []
-        for kind, text in parts:
-            found += self.grow(kind, text, logprobs if kind == "content" else [])
+        for kind, part in parts:
+            if isinstance(part, ToolCall):
+                found += self.called(part)
+                continue
+            found += self.grow(kind, part, logprobs if kind == "content" else [])
             logprobs = [] if kind == "content" else logprobs
         return found + (self.close(delta.finish_reason) if ends else [])
+
+    def parts_of(self, text: str, ends: bool) -> list[tuple[ItemKind, str | ToolCall]]:
+        """What is certain with the next text, in order: reasoning, content and calls."""
+        found: list[tuple[ItemKind, str | ToolCall]] = []
+        for kind, own in self.splitter.feed(text) + (self.splitter.close() if ends else []):
+            if kind == "content":
+                found += [("call" if isinstance(part, ToolCall) else kind, part) for part in self.caller.feed(own)]
+            elif self.asked.include_reasoning:
+                found.append((kind, own))
+        if ends:
+            found += [("call" if isinstance(part, ToolCall) else "content", part) for part in self.caller.close()]
+        return found
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
         """The log-probabilities of the tokens that are now known to be of the message."""
@@ -127,16 +152,33 @@ class ResponseWriter:
         found, self.entries = self.entries[first:last], self.entries[last:]
         return found
 
-    def grow(self, kind: PartKind, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def opened(self, kind: ItemKind, call: ToolCall | None = None) -> list[dict[str, Any]]:
+        """Open an item, behind closing the one before it."""
+        found = self.close("stop")
+        item = OutputItem(kind, f"{IDS[kind]}_{secrets.token_hex(24)}", len(self.items), call)
+        self.items.append(item)
+        told = item.item(empty=True)
+        return [*found, self.event("response.output_item.added", output_index=item.index, item=told)]
+
+    def called(self, call: ToolCall) -> list[dict[str, Any]]:
+        """Add a call, which is whole when it is known."""
+        found = self.opened("call", call)
+        item = self.items[-1]
+        item.status = "completed"
+        place, kind = {"item_id": item.id, "output_index": item.index}, "response.function_call_arguments"
+        return [
+            *found,
+            self.event(f"{kind}.delta", **place, delta=call.arguments),
+            self.event(f"{kind}.done", **place, name=call.name, arguments=call.arguments),
+            self.event("response.output_item.done", output_index=item.index, item=item.item()),
+        ]
+
+    def grow(self, kind: ItemKind, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add text to the item of its kind, which is opened first, and the one before it closed."""
         found = []
         if not self.items or self.items[-1].kind != kind:
-            found += self.close("stop")
-            prefix = "rs" if kind == "reasoning" else "msg"
-            item = OutputItem(kind, f"{prefix}_{secrets.token_hex(24)}", len(self.items))
-            self.items.append(item)
-            opened = item.item("in_progress", empty=True)
-            found.append(self.event("response.output_item.added", output_index=item.index, item=opened))
+            found += self.opened(kind)
+            item = self.items[-1]
             found.append(self.event("response.content_part.added", **self.place(item), part=item.part()))
         item = self.items[-1]
         item.text += text
@@ -147,29 +189,28 @@ class ResponseWriter:
         return found
 
     def close(self, finish_reason: str | None) -> list[dict[str, Any]]:
-        """Close the last item, if there is one."""
-        if not self.items:
+        """Close the last item, if there is one that is open."""
+        if not self.items or self.items[-1].status != "in_progress":
             return []
-        item, status = self.items[-1], STATUS.get(finish_reason or "", "incomplete")
+        item = self.items[-1]
+        item.status = STATUS.get(finish_reason or "", "incomplete")
         more = {"logprobs": list(item.logprobs)} if item.kind == "content" else {}
         return [
             self.event(f"{EVENTS[item.kind]}.done", **self.place(item), text=item.text, **more),
             self.event("response.content_part.done", **self.place(item), part=item.part()),
-            self.event("response.output_item.done", output_index=item.index, item=item.item(status)),
+            self.event("response.output_item.done", output_index=item.index, item=item.item()),
         ]
 
     def place(self, item: OutputItem) -> dict[str, Any]:
         """Where a part is."""
         return {"item_id": item.id, "output_index": item.index, "content_index": 0}
 
-    def response(self, status: str = "", output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """The response object; of a finished one without arguments."""
+    def response(self, status: str = "") -> dict[str, Any]:
+        """The response object; of a finished one without a status."""
         (sequence,) = self.answers.sequences
-        if output is None:
+        if not status:
             reason = self.answers.answers[sequence.id].deltas[-1].finish_reason
             status = STATUS.get(reason or "", "incomplete")
-            output = [each.item("completed") for each in self.items[:-1]]
-            output += [each.item(status) for each in self.items[-1:]]
         body, params = self.asked.body, sequence.params
         return {
             "id": self.id,
@@ -181,9 +222,9 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.get("instructions"),
             "model": self.model,
-            "output": output,
+            "output": [each.item() for each in self.items],
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-            "tools": [],
+            "tools": [{"strict": None, "parameters": None, **tool} for tool in body.get("tools") or ()],
             "tool_choice": body.get("tool_choice") or "auto",
             "temperature": params.temperature,
             "top_p": params.top_p,

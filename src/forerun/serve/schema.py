@@ -44,7 +44,6 @@ CHAT: tuple[Endpoint, ...] = ("chat",)
 OLDER: tuple[Endpoint, ...] = ("completions", "chat")  # what /v1/responses says otherwise, or does not have
 TALKS: tuple[Endpoint, ...] = ("chat", "responses")
 RESPONSES: tuple[Endpoint, ...] = ("responses",)
-NO_TOOLS = "tools are served by /v1/chat/completions; leave it out"
 
 
 def _each(kind: FieldClass, *names: str, endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS) -> dict[str, BodyField]:
@@ -91,9 +90,9 @@ FIELDS: Mapping[str, BodyField] = {
     **_each("served", "add_special_tokens", endpoints=("completions", "tokenize")),
     **_each("served", "messages", endpoints=("chat", "tokenize")),
     **_each("served", *TEMPLATE, endpoints=("chat", "responses", "tokenize")),
-    **_each("served", "tools", "tool_choice", endpoints=("chat", "tokenize")),
-    **_each("served", "max_completion_tokens", "parallel_tool_calls", endpoints=CHAT),
-    **_each("served", "top_logprobs", "include_reasoning", endpoints=TALKS),
+    **_each("served", "tools", "tool_choice", endpoints=("chat", "responses", "tokenize")),
+    **_each("served", "max_completion_tokens", endpoints=CHAT),
+    **_each("served", "top_logprobs", "include_reasoning", "parallel_tool_calls", endpoints=TALKS),
     **_each("served", "input", "instructions", "max_output_tokens", "include", endpoints=RESPONSES),
     **_each("served", "return_token_strs", endpoints=("tokenize",)),
     **_each("served", "tokens", endpoints=("detokenize",)),
@@ -137,12 +136,7 @@ FIELDS: Mapping[str, BodyField] = {
 
 
 OTHERWISE: Mapping[Endpoint, Mapping[str, BodyField]] = {  # names that mean something else here
-    "responses": {
-        "prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES),
-        "tools": _not([], answer=NO_TOOLS, only=RESPONSES),
-        "tool_choice": _not("none", "auto", answer=NO_TOOLS, only=RESPONSES),
-        "parallel_tool_calls": BodyField("idle", endpoints=RESPONSES),  # without tools nothing is called
-    }
+    "responses": {"prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES)}
 }
 
 

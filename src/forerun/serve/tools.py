@@ -1,4 +1,4 @@
-"""Tools: functions that a chat's answer may call, and the calls in its text.
+"""Tools: functions that an answer may call, and the calls in its text.
 
 This file decides how a body describes tools, in which form a template asks for calls, which grammar makes an answer
 call, and how calls are told apart from the text around them, whole and in a stream. A call that is no JSON, or of a
@@ -182,9 +182,7 @@ def certain(text: str, opening: str) -> int:
 
 def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
     """The tools of a body whose prompt this template makes; None where none may be called."""
-    tools, choice = given.get("tools"), given.get("tool_choice")
-    if not isinstance(tools, list | None):
-        raise refused("tools", f"tools: {shown(tools)} is no list of tools.")
+    tools, choice = tool_list(given), given.get("tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refused("tool_choice", f"tool_choice: {shown(choice)} needs tools, and there are none.")
@@ -194,7 +192,7 @@ def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
     schemas = dict(function_of(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     if len(schemas) < len(tools):
         raise refused("tools", "tools: two functions have the same name.")
-    mode, allowed = choice_of(choice, schemas)
+    mode, allowed, one = choice_of(choice, schemas)
     if choice == "none":
         return None
     if "tools" not in template:
@@ -207,7 +205,15 @@ def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
     several = given.get("parallel_tool_calls", True)
     if not isinstance(several, bool):
         raise refused("parallel_tool_calls", f"parallel_tool_calls: {shown(several)} must be true or false.")
-    return ToolUse(tools, allowed, own, mode, several and not isinstance(choice, dict))
+    return ToolUse(tools, allowed, own, mode, several and not one)
+
+
+def tool_list(given: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a body, of which nothing is known but that they are objects; None without the field."""
+    tools = given.get("tools")
+    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+        raise refused("tools", f"tools: {shown(tools)} is no list of tools.")
+    return tools
 
 
 def function_of(tool: Any, name: str) -> tuple[str, Mapping[str, Any]]:
@@ -223,19 +229,29 @@ def function_of(tool: Any, name: str) -> tuple[str, Mapping[str, Any]]:
     return own, NOTHING if schema is None else schema
 
 
-def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mapping[str, Mapping[str, Any]]]:
-    """Whether a function must be called, and which may be."""
+def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mapping[str, Mapping[str, Any]], bool]:
+    """Whether a function must be called, which may be, and whether that is one call of a function that was named."""
     if choice in (None, "none", "auto", "required"):
-        return ("required" if choice == "required" else "auto"), schemas
-    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = named.get("name") if isinstance(named, dict) else None
-    if not isinstance(name, str) or name not in schemas:
-        known = ", ".join(schemas)
-        raise refused(
-            "tool_choice",
-            f'tool_choice: {shown(choice)} is none of "none", "auto", "required" and the functions {known}.',
-        )
-    return "required", {name: schemas[name]}
+        return ("required" if choice == "required" else "auto"), schemas, False
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    own = choice.get(kind) if kind in ("function", "allowed_tools") else None
+    if kind == "allowed_tools" and isinstance(own, dict) and own.get("mode") in ("auto", "required"):
+        listed = own.get("tools")
+        names = [named(each) for each in listed] if isinstance(listed, list) else []
+        if names and all(name in schemas for name in names):
+            return own["mode"], {name: schemas[name] for name in names if name is not None}, False
+    elif kind == "function" and (name := named(choice)) is not None and name in schemas:
+        return "required", {name: schemas[name]}, True
+    known = '"none", "auto", "required", allowed_tools'
+    problem = f"tool_choice: {shown(choice)} is none of {known} and the functions {', '.join(schemas)}."
+    raise refused("tool_choice", problem)
+
+
+def named(tool: Any) -> str | None:
+    """The name of the function that an object names; None for any other value."""
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def with_objects(messages: Seq[Any]) -> list[Any]:
