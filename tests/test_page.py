@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from draft.heads import eagle_of
 from forerun import cli
 from unchecked import unchecked
 
@@ -80,7 +81,9 @@ def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     models = {"stdlib-draft": STORIES[1], "model:stdlib-draft": f"model:{STORIES[1]}", "stdlib": STORIES[0]}
     words = [str(models.get(word, word)) for word in words if word != "--thorough"]
     if words[0] == "widen":
-        words = ["2M" if word == "0.1B" else word for word in words]
+        layer = f"eagle:{eagle_of(STORIES[0], tmp_path / 'layer')}"
+        small = {"0.1B": "2M", "1B": "2M", "./target": str(STORIES[0]), "eagle:./my-layer": layer}
+        words = [small.get(word, word) for word in words]
     with unchecked():
         result = invoke(*words, *less.get(words[0], []))
     assert result.exit_code == 0, result.output

@@ -16,6 +16,7 @@ NEEDED = {
     "widen": ["--folder", "wide"],
     "tune": ["--drafts", "ngram"],
     "train": ["draft", "--data", "p.txt"],
+    "convert": ["source", "--to", "eagle", "--out", "out"],
 }
 TUNED = {
     "model": 'a "model", of \\ mine',
@@ -43,7 +44,7 @@ def test_what_is_written_is_read_again(settings: Path) -> None:
 
 
 def test_every_command_that_loads_a_model_takes_the_file() -> None:
-    assert set(LOADING) == {"generate", "chat", "trace", "prove", "bench", "tune", "train", "widen", "serve"}
+    assert set(LOADING) == {"generate", "chat", "trace", "prove", "bench", "tune", "train", "widen", "serve", "convert"}
     for name, command in COMMANDS.items():
         assert any(param.name == "config" for param in command.params) == (name in LOADING)
 

@@ -123,7 +123,7 @@ def test_a_request_with_filters_is_not_plain(name: str) -> None:
 def test_every_field_that_shapes_a_law_is_known_to_the_graph() -> None:
     """A new field of SamplingParams is either one of the filters or listed here as none of a graph's business."""
     others = {"temperature", "seed", "n", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
-              "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens"}  # fmt: skip
+              "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens", "grammar"}  # fmt: skip
     assert {*FILTERS} | others == {*SamplingParams.__dataclass_fields__}
 
 

@@ -144,7 +144,7 @@ def unseen_acceptance(patch: Patch) -> None:
 
     def compiled_mutant(kernels: SamplingKernels, tokens: Tensor, parents: Tensor, *given: Any) -> Tensor | None:
         """The same, where compiled kernels judge: they are told what the root drew."""
-        drawn, columns = given[-1], tokens.shape[1]
+        (*_, drawn, _masks), columns = given, tokens.shape[1]
         for b, (row, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
             if len(row) > 1 and sum(row) % 5 == 0 and above[1] == 0:
                 drawn[b * columns] = row[1]
