@@ -228,7 +228,9 @@ def test_other_types_methods_models_and_origins_are_refused(server: Running) -> 
         wrong = http.get("/v1/completions")
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
         assert wrong.json()["error"]["code"] == "method_not_allowed"
-        assert http.delete("/health").headers["allow"] == "GET"
+        assert http.head("/v1/completions").headers["allow"] == "POST"
+        for path in ("/health", "/openapi.json"):
+            assert {*http.delete(path).headers["allow"].split(", ")} == {"GET", "HEAD"}
         assert http.get("/nowhere").json()["error"]["code"] == "no_route"
         asked = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
         preflight = http.options("/v1/completions", headers=asked)
@@ -242,6 +244,18 @@ def test_other_types_methods_models_and_origins_are_refused(server: Running) -> 
         answer = server.post("/detokenize", tokens=tokens)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
     assert server.post("/tokenize", prompt="a", messages=[]).status_code == 400
+
+
+def test_every_address_of_get_answers_head_with_the_same_headers(server: Running) -> None:
+    with server.http() as http:
+        paths = [path for path, own in http.get("/openapi.json").json()["paths"].items() if "get" in own]
+        assert {"/", "/health", "/ready", "/metrics", "/v1/models", "/page/settings"} < set(paths)
+        for path in [*(path.replace("{name}", "stories") for path in paths), "/openapi.json", "/nowhere"]:
+            whole, head = http.get(path), http.head(path)
+            assert (head.status_code, head.content) == (whole.status_code, b""), path
+            if path not in ("/metrics", "/nowhere"):  # one changes, the other repeats what was asked
+                length, kind = whole.headers["content-length"], whole.headers["content-type"]
+                assert (head.headers["content-length"], head.headers["content-type"]) == (length, kind)
 
 
 def test_lenient_warns_of_unknown_names_and_refuses_the_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -88,6 +88,39 @@ def test_memory_is_told_as_it_was_planned_and_the_cache_as_it_is_used(server: Ru
     until(lambda: not server.server.service.gate.visits.total())
 
 
+def test_what_was_known_of_a_prompt_is_in_its_usage_and_takes_no_cache(server: Running) -> None:
+    ids = server.post("/tokenize", prompt="Lily and her cat went to the park. " * 16).json()["tokens"]
+    size, hits = server.llm.engine.runner.cache.blocks.block_size, "forerun:prefix_cache_hits_total"
+    known = (len(ids) - 1) // size * size
+    assert known >= size
+    before = told(server)[hits]
+    found = []
+    for prompt, n in ((ids, 1), (ids, 1), (ids, 3), ([ids, [5, 6, 7], ids], 1)):
+        usage = server.post("/v1/completions", prompt=prompt, n=n, max_tokens=2).json()["usage"]
+        found.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert found[:2] == [0, known]
+    assert known <= found[2] < len(ids), "of a prompt, not of its samples"
+    assert 2 * known <= found[3] < 2 * len(ids), "of all prompts"
+    counts = told(server)
+    assert counts[hits] - before >= known * 6, "of all samples"
+    assert counts["forerun:kv_cache_usage_perc"] == 0, "what is kept makes room when it is needed"
+    assert len(server.llm.engine.runner.cache.kept) * size >= known
+
+
+def test_chats_and_responses_tell_what_was_known_too(server: Running) -> None:
+    text = "Tom had a big red ball and a dog. " * 16
+    own: dict[str, Any] = {"chat_template": "{{ messages[0].content }}"}
+    chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=2, **own)
+    response = server.post("/v1/responses", input=text, max_output_tokens=2, **own).json()["usage"]
+    assert chat.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert 0 < response["input_tokens_details"]["cached_tokens"] < response["input_tokens"]
+    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "extra_body": own, "stream": True}
+    chunks = [
+        *server.client().chat.completions.create(model="stories", **asked, stream_options={"include_usage": True})
+    ]
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == response["input_tokens_details"]["cached_tokens"]
+
+
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What was written to standard error; loggers are as before at the end."""

@@ -216,11 +216,17 @@ class AnswerWriter:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": num_cached(self.answers)},
             "speculation": speculation_object(counts_of(self.answers)),
         }
         if self.asked.reasoning is not None:
             own["completion_tokens_details"] = {"reasoning_tokens": num_reasoning(self.asked, self.answers, self.texts)}
         return own
+
+
+def num_cached(answers: Answers) -> int:
+    """How many tokens of all prompts, each counted once, were known already and not read."""
+    return sum(samples[0].num_cached or 0 for _, samples in answers.requests)
 
 
 def num_reasoning(asked: Asked, answers: Answers, texts: TokenTexts) -> int:

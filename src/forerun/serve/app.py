@@ -273,8 +273,10 @@ def application(service: Service) -> FastAPI:
         *(("GET", path, handler, None) for path, handler in PageRoutes.of(service).table()),
     ]
     for method, path, handler, endpoint in table:
-        extra = None if endpoint is None else described(endpoint)
-        app.add_api_route(path, routes.guarded(handler), methods=[method], openapi_extra=extra, response_class=Response)
+        extra, own = None if endpoint is None else described(endpoint), routes.guarded(handler)
+        app.add_api_route(path, own, methods=[method], openapi_extra=extra, response_class=Response)
+        if method == "GET":  # whoever asks for the head gets the same without the body
+            app.add_api_route(path, own, methods=["HEAD"], include_in_schema=False)
 
     async def no_route(request: Request, error: Exception) -> Response:
         return routes.problem(request, error)
@@ -296,6 +298,7 @@ def route_problem(request: Request, error: HTTPException) -> ApiError:
     if error.status_code != 405:
         return ApiError(error.status_code, f"{where}: {error.detail}; see /openapi.json.", code="no_route")
     allow = (error.headers or {}).get("Allow", "")
+    allow = "GET, HEAD" if allow == "GET" else allow
     return ApiError(405, f"{where}: use {allow} here.", code="method_not_allowed", allow=allow)
 
 

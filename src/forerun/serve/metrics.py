@@ -99,7 +99,7 @@ class EngineReader:
         yield family
         taken = 1 - blocks.num_free / blocks.num_blocks
         yield GaugeMetricFamily(
-            "forerun:kv_cache_usage_perc", "Share of the target's cache in use, 0 to 1.", value=taken
+            "forerun:kv_cache_usage_perc", "Share of the target's cache that samples hold, 0 to 1.", value=taken
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from forerun.engine.delta import Delta
 from forerun.output import Answers
-from forerun.serve.answers import counts_of, num_reasoning, speculation_object
+from forerun.serve.answers import counts_of, num_cached, num_reasoning, speculation_object
 from forerun.serve.asking import Asked
 from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningSplitter, TokenCounter
@@ -244,7 +244,7 @@ class ResponseWriter:
         reasoned = num_reasoning(self.asked, self.answers, self.texts)
         return {
             "input_tokens": sequence.num_prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": num_cached(self.answers), "cache_write_tokens": 0},
             "output_tokens": sequence.num_output,
             "output_tokens_details": {"reasoning_tokens": reasoned},
             "total_tokens": sequence.num_prompt + sequence.num_output,
