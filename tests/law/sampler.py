@@ -47,7 +47,7 @@ def drafted(draws: Draws, model: Tensor, depth: int, width: int = 1) -> DraftTre
 
 
 def judged_round(draws: Draws, tree: DraftTree, target: Tensor, rule: Verification) -> Verdict:
-    return verify(tree, target[tree.tokens.flatten()], draws, rule)
+    return verify(tree, target[tree.tokens[tree.valid]], draws, rule)
 
 
 def emitted(tree: DraftTree, verdict: Verdict) -> Tensor:

@@ -23,7 +23,8 @@ from sampler import chi_square, drafted, emitted, judged_round, transitions
 from torch import Tensor
 
 from forerun.config import Speculation, Verification
-from forerun.errors import InvalidRequest
+from forerun.engine.constrained import constrained_tree
+from forerun.errors import InvalidGrammar, InvalidRequest, RequestFailed
 from forerun.llm import LLM
 from forerun.output import RequestOutput
 from forerun.sampling.constraint import Allowed, Constraint
@@ -107,6 +108,7 @@ def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     for speculation, batch in BATCHES:
         assert compared(answers(llm, batch, speculation)) == compared(plain()[:batch]), (speculation, batch)
     assert llm.stats.num_accepted > 0
+    assert not llm.engine.strikes, "no round failed"
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
@@ -160,6 +162,38 @@ def test_forced_tokens_are_drafted_without_a_drafter_and_all_accepted() -> None:
     assert drafted_.metrics.num_rounds < plain_.metrics.num_rounds / 2
     assert drafted_.metrics.num_accepted == drafted_.metrics.num_drafted > 0
     assert plain_.metrics.num_drafted == 0
+
+
+def test_forced_tokens_may_go_deeper_than_the_guesses_of_a_mix_beside_them() -> None:
+    llm = LLM(str(TARGET), "mix[ngram,suffix]", dtype="float32")
+    form = Grammar.regex(r'\{"the name of the boy": "(Tom|Tim)", "the name of the dog": "(Max|Spot)"\}')
+    params = [SamplingParams(temperature=0, grammar=form), SamplingParams(temperature=0, max_tokens=60)]
+    prompts = ["x", f"{2 * 'Once upon a time there was a girl. '}Once upon"]
+    expected = llm.generate(prompts, params, speculation=False)
+    found = llm.generate(prompts, params, speculation=Speculation(2, drafter="ngram"))
+    assert compared(found) == compared(expected)
+    assert not llm.engine.strikes, "no round failed"
+    assert found[1].metrics.num_drafted > 0
+
+
+def test_a_grammar_that_gives_up_on_what_was_said_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may do so behind a round's last token, when other rows of the round were looked at already."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32")
+    expected = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+    asked_of, num_asked = Constraint.completed_by, itertools.count(1)
+
+    def completed_by(constraint: Constraint, tokens: Sequence[int]) -> int | None:
+        if next(num_asked) == 4:
+            raise RequestFailed(constraint.seq_id) from InvalidGrammar("it takes too much work.")
+        return asked_of(constraint, tokens)
+
+    monkeypatch.setattr(Constraint, "completed_by", completed_by)
+    other = llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=12))
+    text = next(other).text
+    with pytest.raises(InvalidGrammar):
+        list(llm.stream("x", SamplingParams(grammar=Grammar.regex("[a-z ]{30}")), speculation=False))
+    assert text + "".join(delta.text for delta in other) == expected
+    assert not llm.engine.strikes, "the drafter is not blamed"
 
 
 def test_an_answer_ends_with_the_token_that_completes_it_whatever_else_was_asked_for() -> None:
@@ -234,6 +268,24 @@ def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int)
     wrong = target.double().softmax(1)
     before = transitions(text, ROOT, 0, VOCAB)[ROOT]
     assert (before - wrong[ROOT] * COUNT).abs().max() > 10 * COUNT**0.5, "the mask matters here"
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_guesses_that_no_text_gets_to_do_not_change_the_law_of_those_before(rule: Verification) -> None:
+    """Behind a token that completes the text nothing may follow. Whether a row has such guesses hangs on what was
+    drawn, so it must be judged by the same rule as rows that guessed otherwise."""
+    generator = torch.Generator().manual_seed(4)
+    target, model = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
+    table = Table(torch.ones(VOCAB, VOCAB, dtype=torch.bool))
+    table.places[VOCAB - 1] = Allowed(complete=True)
+    target[ROOT], model[ROOT] = 0, torch.tensor([0.0] * (VOCAB - 1) + [1.6])
+    rows = [RowSampling(i, SamplingParams(), 78 * COUNT + i, 0, [0, ROOT], 2, constraint=table) for i in range(COUNT)]
+    with unchecked():
+        draws = Draws(rows, VOCAB, rejection=True)
+        tree = constrained_tree(drafted(draws, model, 2), draws, [[]] * COUNT)
+        text = emitted(tree, judged_round(draws, tree, target, rule))
+    counts = transitions(text, ROOT, 0, VOCAB)
+    assert chi_square(counts, target.double().softmax(1) * counts.sum(1, keepdim=True)) > 1e-4
 
 
 def test_deltas_of_a_stream_join_to_the_answer() -> None:

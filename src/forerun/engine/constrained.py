@@ -2,7 +2,9 @@
 
 This file decides which tokens are drafted because a grammar leaves no choice, which need no drafter and are always
 accepted, and removes guesses that a grammar forbids, which never are. A sequence with forced tokens is drafted with
-them alone: its next round drafts what comes behind.
+them alone: its next round drafts what comes behind. Guesses that were drawn from a law all stay: what is removed
+follows from what was drawn, so the rest would not have that law any more, and the token rule and the block rule would
+not be lossless.
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
+from forerun.accept.commit import Accepted
+from forerun.annotations import Int
 from forerun.cache.paged import PagedCache
-from forerun.device import upload
 from forerun.engine.scheduler import RowPlan
+from forerun.engine.sequence import Sequence
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostView
 
@@ -37,6 +43,15 @@ def forced_chain(row: RowPlan) -> list[int]:
     return sequence.constraint.forced(sequence.room - 1)
 
 
+def completions(rows: Seq[Sequence], runs: Seq[Accepted]) -> list[int | None]:
+    """How many tokens of each accepted run complete its sequence's grammar; None for none or no grammar.
+
+    Grammars may raise RequestFailed here: ask before any sequence is told of the round, which has no effect then.
+    """
+    own = zip((sequence.constraint for sequence in rows), runs, strict=True)
+    return [None if constraint is None else constraint.completed_by(run.tokens) for constraint, run in own]
+
+
 def guessing_room(row: RowPlan, forced: Seq[int]) -> int:
     """How deep a drafter may guess for a row: as far as all guesses could still be said."""
     slow = row.sequence.constraint is not None and row.sequence.constraint.slow
@@ -46,21 +61,26 @@ def guessing_room(row: RowPlan, forced: Seq[int]) -> int:
 def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> DraftTree:
     """The tree without guesses that grammars forbid, and with the chains that they force behind bare roots.
 
-    A row that changes has no law any more: its tokens were not drawn from it. Guesses that a device has drawn and the
-    host has not seen are waited for.
+    Rows with a law keep their guesses. Those that a device has drawn and the host has not seen are waited for.
     """
     if all(row.constraint is None for row in draws.rows):
         return tree
+    law = tree.rows_with_law()
+    lawful = [False] * len(draws.rows) if law is None else law.tolist()
     unseen = tree.known is not None and tree.known.tokens is None
     seen = (replace(tree, known=None) if unseen else tree).host()
     assert seen.tokens is not None, "they were looked up"
     rows = [list(zip(*own, strict=True)) for own in zip(seen.nodes, seen.parents, seen.tokens, strict=True)]
-    kept = [permitted(own, draws, row) for row, own in enumerate(rows)]
+    kept = [list(own) if lawful[row] else permitted(own, draws, row) for row, own in enumerate(rows)]
     for own, chain in zip(kept, forced, strict=True):
         own += [(column, column - 1, token) for column, token in enumerate(chain, 1)]
-    changed = [row for row, (old, new) in enumerate(zip(rows, kept, strict=True)) if old != new]
     depth = max([tree.depth, *map(len, forced)])
-    return rebuilt(tree, kept, changed, depth) if changed or unseen else tree
+    return rebuilt(tree, kept, depth) if kept != rows or unseen else tree
+
+
+def arms_of(arm: Int[Tensor, "batch columns"] | None, tree: DraftTree) -> Int[Tensor, "batch nodes"] | None:
+    """Who guessed each node of a constrained tree, which may have more columns than were proposed; -1 for nobody."""
+    return None if arm is None else pad(arm, (0, tree.tokens.shape[1] - arm.shape[1]), value=-1)
 
 
 def permitted(nodes: Seq[tuple[int, int, int]], draws: Draws, row: int) -> list[tuple[int, int, int]]:
@@ -77,8 +97,8 @@ def permitted(nodes: Seq[tuple[int, int, int]], draws: Draws, row: int) -> list[
     return kept
 
 
-def rebuilt(tree: DraftTree, rows: Seq[Seq[tuple[int, int, int]]], changed: Seq[int], depth: int) -> DraftTree:
-    """A tree of these nodes, in the columns they had; `changed` rows lose their laws."""
+def rebuilt(tree: DraftTree, rows: Seq[Seq[tuple[int, int, int]]], depth: int) -> DraftTree:
+    """A tree of these nodes, in the columns they had."""
     columns = max(tree.tokens.shape[1], *(1 + max(column for column, _, _ in own) for own in rows))
     tokens, parents = (torch.full((len(rows), columns), -1, dtype=torch.long) for _ in range(2))
     for row, own in enumerate(rows):
@@ -87,7 +107,6 @@ def rebuilt(tree: DraftTree, rows: Seq[Seq[tuple[int, int, int]]], changed: Seq[
         parents[row, places] = torch.tensor([parent for _, parent, _ in own])
     q = tree.q
     if q is not None:
-        laws = torch.nn.functional.pad(q.row, (0, columns - q.row.shape[1]), value=-1)
-        q = replace(q, row=laws.index_fill(0, upload(changed, torch.long, laws.device), -1))
+        q = replace(q, row=pad(q.row, (0, columns - q.row.shape[1]), value=-1))
     known = HostView(*([[node[i] for node in own] for own in rows] for i in range(3)))
     return replace(tree, tokens=tokens, parents=parents, depth=depth, q=q, known=known)

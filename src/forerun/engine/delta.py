@@ -70,13 +70,14 @@ def delta_of(
     logits: Float[Tensor, "rows vocab"],
     first: int = 0,
     kernels: SamplingKernels | None = None,
+    completed_by: int | None = None,
 ) -> Delta:
     """What an accepted run adds to its sequence, up to the token that ends it; its nodes' logits begin at `first`.
 
-    The sequence is not told yet, but for its stop checker, which has seen the run.
+    Where its first `completed_by` tokens complete the text by its grammar, they end it. The sequence is not told yet,
+    but for its stop checker, which has seen the run.
     """
     constraint = sequence.constraint
-    completed_by = None if constraint is None else constraint.completed_by(run.tokens)
     stop = sequence.stop.push(run.tokens, completed_by)
     tokens = run.tokens[: stop.num_kept]
     origins, num_before = run_origins(run)[: stop.num_kept], len(sequence.origins)

@@ -20,7 +20,7 @@ from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Draft, Drafter
-from forerun.engine.constrained import constrained_tree, forced_chains
+from forerun.engine.constrained import arms_of, completions, constrained_tree, forced_chains
 from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.delta import Delta, delta_of, score_prompt
 from forerun.engine.inquiry import Inquiry
@@ -291,6 +291,7 @@ class Engine:
         tree = constrained_tree(tree, plan.draws, forced)
         if draft.resume is not None and not resumable(proposed, tree, drafter.taps):
             draft = replace(draft, resume=None)
+        draft = replace(draft, arm=arms_of(draft.arm, tree))
         begun = begun_rows(proposed) if draft.resume is not None else ()
         seq_ids = plan.draws.seq_ids
         left = [seq_id for row, seq_id in enumerate(seq_ids) if row not in begun and self.runner.cache.tail(seq_id)]
@@ -317,7 +318,8 @@ class Engine:
         """
         accepted = accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn)
         reading.check_drawn(accepted)
-        runs = iter(accepted)
+        drawing = [part.row.sequence for part in reading.parts if part.tree]
+        runs = iter(zip(accepted, completions(drawing, accepted), strict=True))
         deltas, outcomes, kept, places = [], [], [], []
         logits = reading.states.logits[:, : self.num_ids]  # padding ids have no log-probabilities
         for part, first in zip(reading.parts, reading.first_rows(), strict=True):
@@ -327,8 +329,8 @@ class Engine:
             if part.tree is None:
                 kept.append(CommittedPart(part, []))
                 continue
-            run = next(runs)
-            delta = delta_of(sequence, run, logits, first + part.num_scored, self.kernels)
+            run, completed_by = next(runs)
+            delta = delta_of(sequence, run, logits, first + part.num_scored, self.kernels, completed_by)
             assert delta.outcome is not None, "a committed run has an outcome"
             outcomes.append(delta.outcome)
             deltas.append(delta)
