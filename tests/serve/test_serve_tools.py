@@ -115,6 +115,7 @@ def test_calls_are_told_apart_wherever_the_text_is_cut(template: str, text: str,
         ({"tools": TOOLS, "tool_choice": allowing("none", "weather")}, "tool_choice", "weather"),
         ({"tools": TOOLS, "tool_choice": allowing("auto")}, "tool_choice", "weather"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         ({"tool_choice": "required"}, "tool_choice", "there are none"),
     ],
 )

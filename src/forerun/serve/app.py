@@ -19,11 +19,12 @@ from forerun import __version__
 from forerun.errors import EngineClosed, ForerunError
 from forerun.limits import values_in_json
 from forerun.serve.answers import Writer
+from forerun.serve.described import described
 from forerun.serve.gate import Visit
 from forerun.serve.metrics import CONTENT_TYPE
 from forerun.serve.page_routes import PageRoutes
 from forerun.serve.problems import ApiError, problem_of
-from forerun.serve.schema import KNOWN, Endpoint
+from forerun.serve.schema import Endpoint
 from forerun.serve.service import ClientGone, Service, unless_gone
 from forerun.serve.settings import BODY_S
 from forerun.serve.texts import detokenized, tokenized
@@ -283,13 +284,6 @@ def application(service: Service) -> FastAPI:
 
     app.add_exception_handler(HTTPException, no_route)
     return app
-
-
-def described(endpoint: Endpoint) -> dict[str, Any]:
-    """The body of an endpoint for the application's OpenAPI document: its fields, by their class."""
-    properties = {name: {"description": field.kind} for name, field in KNOWN[endpoint].items()}
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def route_problem(request: Request, error: HTTPException) -> ApiError:

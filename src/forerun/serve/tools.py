@@ -183,6 +183,9 @@ def certain(text: str, opening: str) -> int:
 def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
     """The tools of a body whose prompt this template makes; None where none may be called."""
     tools, choice = tool_list(given), given.get("tool_choice")
+    several = given.get("parallel_tool_calls", True)
+    if not isinstance(several, bool):
+        raise refused("parallel_tool_calls", f"parallel_tool_calls: {shown(several)} must be true or false.")
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refused("tool_choice", f"tool_choice: {shown(choice)} needs tools, and there are none.")
@@ -202,9 +205,6 @@ def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
     if own is None:
         problem = "tools: the template asks for calls in a form that is not known here"
         raise refused("tools", f"{problem}: known are those of Hermes and Llama 3.", "unsupported_parameter")
-    several = given.get("parallel_tool_calls", True)
-    if not isinstance(several, bool):
-        raise refused("parallel_tool_calls", f"parallel_tool_calls: {shown(several)} must be true or false.")
     return ToolUse(tools, allowed, own, mode, several and not one)
 
 

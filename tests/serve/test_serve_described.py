@@ -1,0 +1,55 @@
+"""The OpenAPI document: it names every field, and forbids no body that the server takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forerun.errors import ForerunError
+from forerun.serve.asking import asked_of
+from forerun.serve.described import TYPES, described
+from forerun.serve.problems import ApiError
+from forerun.serve.schema import KNOWN, TEXT_ENDPOINTS, Endpoint
+from serve.servers import needed, plain
+from serve.test_serve_tools import HERMES
+
+LEAST: dict[Endpoint, dict[str, Any]] = {
+    "completions": {"prompt": "a"},
+    "chat": {"messages": [{"role": "user", "content": "a"}], "chat_template": HERMES},
+    "responses": {"input": "a", "chat_template": HERMES},
+}
+VALUES: list[Any] = [None, True, 1, 0.5, "auto", [], [1], ["a"], {}, {"1": 1}]
+
+
+def schema_of(endpoint: Endpoint) -> Any:
+    found = described(endpoint)["requestBody"]["content"]["application/json"]["schema"]
+    return needed("jsonschema").Draft202012Validator(found)
+
+
+def taken(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
+    """Bodies that are taken, each with one field more."""
+    for name in TYPES.keys() & KNOWN[endpoint].keys() - {"model"}:  # whose name the service checks
+        for value in VALUES:
+            body = {**LEAST[endpoint], name: value}
+            try:
+                asked_of(body, endpoint, plain(), "")
+            except (ApiError, ForerunError):
+                continue
+            yield body
+
+
+@pytest.mark.parametrize("endpoint", TEXT_ENDPOINTS)
+def test_what_the_server_takes_is_allowed_by_its_description(endpoint: Endpoint) -> None:
+    schema, found = schema_of(endpoint), [*taken(endpoint)]
+    assert len(found) > 50
+    for body in found:
+        schema.validate(body)
+    assert not schema.is_valid({})
+    assert not schema.is_valid({**LEAST[endpoint], "temperature": "warm"})
+
+
+def test_every_type_is_that_of_a_served_field() -> None:
+    served = {name for fields in KNOWN.values() for name, field in fields.items() if field.kind == "served"}
+    assert TYPES.keys() <= served
