@@ -202,6 +202,24 @@ def test_a_conversation_is_read_on_where_it_ended(bench_of: Callable[[str], Benc
     assert engine.stats.num_prompt_tokens == 99 + 4
 
 
+def test_what_is_known_of_an_answer_does_not_count_as_known_of_the_prompt(bench_of: Callable[[str], Bench]) -> None:
+    """A preempted sequence may find its own text again; its prompt was read all the same."""
+    bench = bench_of("float32")
+    engine, requests = bench.engine(), bench.requests()
+    for length, scored in ((4, None), (40, 0)):  # neither was looked up when it began
+        params = SamplingParams(max_tokens=60, ignore_eos=True, prompt_logprobs=scored)
+        (sequence,) = requests.sequences(Request.of(story(length, 5), params, speculation=False))
+        engine.submit(sequence)
+        while sequence.num_output < 40:
+            engine.step()
+        engine.forget([engine.scheduler.preempt(sequence)])
+        engine.step()
+        assert sequence.num_read > 32, "it was found again"
+        assert not sequence.num_cached
+        run(engine)
+    assert engine.stats.num_prefix_hits <= engine.stats.num_prefix_queries
+
+
 def test_no_tenant_finds_what_another_said(bench_of: Callable[[str], Bench]) -> None:
     """Neither while it is read nor later; and nothing of a sequence that no one may be drafted with is kept."""
     bench = bench_of("float32")

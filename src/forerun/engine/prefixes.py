@@ -98,8 +98,8 @@ class Prefixes:
         return sequence.num_read
 
     def count(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count what was found for a sequence, the first time that it is read."""
-        if sequence.num_cached is None:
+        """Count what was found for a sequence, the first time that it is read; of a prompt alone, not of an answer."""
+        if sequence.num_cached is None and not sequence.num_output:
             sequence.num_cached = num_tokens
             self.num_queried += sequence.num_prompt - 1
             self.num_hits += num_tokens
