@@ -24,6 +24,7 @@ EXAMPLES = """
 forerun convert RedHatAI/Qwen3-8B-speculator.eagle3 --to eagle --out qwen3-eagle
 forerun convert my-layer --to speculators --model ./target --out for-vllm
 forerun convert ./medusa-vicuna-7b --to medusa --out my-heads
+forerun convert ./speculator.dflash --to dflash --model ./target --out my-block
 """
 
 
@@ -33,7 +34,7 @@ class ConversionOptions:
 
     TITLE: ClassVar[str] = "Conversion"
 
-    to: Annotated[str, typer.Option(help="Format to write: eagle, medusa, medusa-pt or speculators.")]
+    to: Annotated[str, typer.Option(help="Format to write: eagle, dflash, medusa, medusa-pt or speculators.")]
     out: Annotated[Path, typer.Option(help="Folder to write; one that holds something is not overwritten.")]
     model: Annotated[
         str | None,

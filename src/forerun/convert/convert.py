@@ -71,7 +71,7 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     layout = recognise(found)
     wanted = layout_of(to, layout.method)
     target = None if model is None else TargetFacts.of(model)
-    files = layout.read(found)
+    files = layout.read(found, target)
     layout.method.meaning(files, target)
     files = wanted.complete(files, target)
     written = wanted.write(files, target)
@@ -118,7 +118,7 @@ def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
 
 def compare(folder: Path, files: DraftFiles, layout: DraftLayout, target: TargetFacts | None) -> None:
     """Raise UnsupportedModel where what a folder holds is not this drafter."""
-    found = layout.read(DraftSource.at(folder))
+    found = layout.read(DraftSource.at(folder), target)
     meanings = [layout.method.meaning(each, target) for each in (files, found)]
     differing = [
         name

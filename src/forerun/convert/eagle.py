@@ -8,7 +8,6 @@ same as `d2t`, is left out there and written anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from forerun.annotations import Int
 from forerun.convert.draft_files import DraftFiles, TargetFacts, check_tensors_of, listed
 from forerun.convert.source import DraftSource
+from forerun.convert.speculators import FORMAT_KEYS, KEPT, VERSION, speculators_config
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.models.config import MOST_LAYERS, ModelConfig, config_of
@@ -35,10 +35,7 @@ from forerun.models.eagle_fields import (
 from forerun.models.eagle_tensors import EMBEDDING, HEAD, MASK, OFFSETS, PLACES, EagleTensors
 from forerun.models.weights import BUFFERS
 
-VERSION = "0.9.0"  # of the package whose layout is written
-KEPT = "speculators_config"  # what the layout says beside the layer: the target's name, and how many guesses to make
 USUAL_GUESSES = 3  # what the package's own converter writes
-FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "eagle_config", "transformers_version", KEPT)
 BLOCK_NORM = "hidden_norm.weight"  # of block drafters, whose tensors are otherwise named like these
 FUSED, JOINED = PLACES  # where EAGLE-3 and EAGLE-1 have the layer
 
@@ -61,7 +58,7 @@ def is_joined(source: DraftSource) -> bool:
     return is_eagle(source) and not is_fused(source)
 
 
-def read_fused(source: DraftSource) -> DraftFiles:
+def read_fused(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     """EAGLE-3, in either spelling."""
     config = dict(author_fields(source.fields).values)
     inside = config.pop("eagle_config", None)
@@ -73,7 +70,7 @@ def read_fused(source: DraftSource) -> DraftFiles:
     return in_order(DraftFiles(source.fields.path, config, placed(source, FUSED)))
 
 
-def read_joined(source: DraftSource) -> DraftFiles:
+def read_joined(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     """EAGLE-1 or EAGLE-2."""
     return DraftFiles(source.fields.path, dict(source.values), placed(source, JOINED))
 
@@ -165,7 +162,7 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     fields = files.fields
     if fields.flag("qkv_bias"):
         raise fields.refuse("qkv_bias", "speculators has no such layer: convert it to another format")
-    layer = {key: value for key, value in files.config.items() if key not in (*OUTSIDE, *FORMAT_KEYS)}
+    layer = {key: value for key, value in files.config.items() if key not in (*OUTSIDE, *FORMAT_KEYS, "eagle_config")}
     layer = {"model_type": "llama", "num_hidden_layers": 1} | layer
     own = replace(own_target(fields), layers=MOST_LAYERS)
     layer |= {"head_dim": own.head_dim, "num_key_value_heads": own.kv_heads, "rms_norm_eps": own.norm_eps}
@@ -173,7 +170,7 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
         "architectures": ["Eagle3Speculator"],
         SPECULATORS: "eagle3",
         "speculators_version": VERSION,
-        KEPT: speculators_config(fields, target),
+        KEPT: speculators_config(fields, target, "eagle3", USUAL_GUESSES),
         LAYER_CONFIG: layer | {"tie_word_embeddings": False},
         "draft_vocab_size": fields.whole("draft_vocab_size", fields.whole("vocab_size")),
         "target_hidden_size": fields.values.get("target_hidden_size"),
@@ -186,19 +183,3 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     names = {name: name.replace(f"{FUSED}.", f"{JOINED}.", 1) for name in files.tensors}
     tensors = {names[name]: tensor for name, tensor in files.tensors.items()}
     return DraftFiles(files.path, config, tensors | id_tables(files))
-
-
-def speculators_config(fields: Fields, target: TargetFacts | None) -> Mapping[str, Any]:
-    """What the layout says of the target; as it was read, unless another target is named."""
-    kept = fields.inside(KEPT).values
-    verifier = kept.get("verifier", {"name_or_path": None, "architectures": []})
-    if target is not None:
-        verifier = {"name_or_path": target.name, "architectures": target.architectures}
-    usual = {"proposal_type": "greedy", "speculative_tokens": USUAL_GUESSES}
-    return {
-        "algorithm": "eagle3",
-        "proposal_methods": [usual],
-        "default_proposal_method": "greedy",
-        **kept,
-        "verifier": verifier,
-    }

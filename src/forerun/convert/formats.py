@@ -10,6 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from forerun.convert.block import (
+    KINDS,
+    block_meaning,
+    is_block,
+    read_block_authors,
+    read_block_package,
+    with_the_targets_tables,
+    write_block_authors,
+    write_block_package,
+)
 from forerun.convert.draft_files import DraftFiles, TargetFacts
 from forerun.convert.eagle import (
     eagle_meaning,
@@ -35,7 +45,8 @@ from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.models.eagle_fields import SPECULATORS
 from forerun.near import nearest
 
-Write = Callable[[DraftFiles, TargetFacts | None], DraftFiles]
+ReadLayout = Callable[[DraftSource, TargetFacts | None], DraftFiles]
+WriteLayout = Callable[[DraftFiles, TargetFacts | None], DraftFiles]
 
 
 def unchanged(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
@@ -63,9 +74,9 @@ class DraftLayout:
     method: DraftMethod
     sign: str
     holds: Callable[[DraftSource], bool]
-    read: Callable[[DraftSource], DraftFiles]
-    write: Write
-    complete: Write = unchanged
+    read: ReadLayout
+    write: WriteLayout
+    complete: WriteLayout = unchanged
     file: str = "model.safetensors"
     is_pickle: bool = False
 
@@ -73,11 +84,12 @@ class DraftLayout:
 EAGLE3 = DraftMethod("EAGLE-3", "eagle", eagle_meaning)
 EAGLE1 = DraftMethod("EAGLE-1 or EAGLE-2", "eagle", eagle_meaning)
 MEDUSA = DraftMethod("Medusa", "medusa", medusa_meaning)
+BLOCK = DraftMethod("block drafter", "block", block_meaning)
 
 
-def of_speculators(kind: str) -> Callable[[DraftSource], bool]:
-    """Whether a folder's config.json is of this type in `speculators`."""
-    return lambda source: source.values.get(SPECULATORS) == kind
+def of_speculators(*kinds: str) -> Callable[[DraftSource], bool]:
+    """Whether a folder's config.json is of one of these types in `speculators`."""
+    return lambda source: source.values.get(SPECULATORS) in kinds
 
 
 LAYOUTS = (
@@ -102,15 +114,21 @@ LAYOUTS = (
         file="medusa_lm_head.pt",
         is_pickle=True,
     ),
+    DraftLayout(
+        "speculators",
+        BLOCK,
+        f"config.json with {SPECULATORS} dflash, dspark or dflash2",
+        of_speculators(*KINDS),
+        read_block_package,
+        write_block_package,
+        with_the_targets_tables,
+    ),
+    DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, read_block_authors, write_block_authors),
     DraftLayout("medusa", MEDUSA, "config.json with medusa_num_heads", is_medusa, read_medusa, write_medusa),
 )
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
-LATER = "folders of this type are not converted yet; block:DIR and mtp read their authors' layouts"
 NOT_RUN: Mapping[str, str] = {  # types of speculators that are not read, and why
-    "dflash": LATER,
-    "dflash2": LATER,
-    "dspark": LATER,
-    "mtp": LATER,
+    "mtp": "folders of this type are not converted yet; mtp:DIR reads the names of the models that ship modules",
     "peagle": "P-EAGLE guesses all tokens in one pass from a learned state, and there is no drafter for it",
     "xpress": "xPress combines the guesses of a block in a way that no drafter here computes",
 }

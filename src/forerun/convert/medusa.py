@@ -35,7 +35,7 @@ def holds_heads(source: DraftSource) -> bool:
     return HEADS in source.values or (bool(source.shapes) and all(TENSOR.fullmatch(name) for name in source.shapes))
 
 
-def read_medusa(source: DraftSource) -> DraftFiles:
+def read_medusa(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     """The heads, with the sizes that their tensors have."""
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in source.tensors().items()}
     first = tensors.get(FIRST)
