@@ -122,7 +122,10 @@ def tokens_before(kept: object) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("seed", "num_tokens"), [(0, 160), (1, 240), (2, 2000)])
+@pytest.mark.parametrize(
+    ("seed", "num_tokens"),
+    [(0, 160), pytest.param(1, 240, marks=pytest.mark.full), pytest.param(2, 2000, marks=pytest.mark.full)],
+)
 def test_rows_begun_from_others_are_those_of_a_text_read_at_once(seed: int, num_tokens: int) -> None:
     traffic = Traffic(seed, num_tokens)
     for number in range(400):

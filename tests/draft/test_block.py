@@ -154,7 +154,7 @@ def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, 
     assert sum(right) == sum(found[1]) > 25
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 def test_trees_of_any_form_are_plain_and_accepted_more_often_and_nothing_is_left(

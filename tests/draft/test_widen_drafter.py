@@ -89,10 +89,8 @@ def test_the_guesses_are_those_of_the_source(
     shutil.rmtree(wide / spec.name)
 
 
-FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("block", "mtp")]
-
-
-@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", *FULL])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", "block", "mtp"])
 def test_a_wrong_widening_guesses_otherwise(
     kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

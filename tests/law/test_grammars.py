@@ -100,7 +100,7 @@ def test_whole_answers_match_their_grammar() -> None:
     assert whole >= 12
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     """Log-probabilities too, which are those of the allowed tokens."""
@@ -244,7 +244,7 @@ class Table(Constraint):
         return self.places[behind[-1]]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int) -> None:

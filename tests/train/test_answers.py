@@ -208,6 +208,7 @@ def test_a_draft_model_reads_in_training_what_it_reads_when_serving(
     llm.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hydra", [False, True])
 def test_medusa_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, hydra: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,6 +245,7 @@ def test_medusa_reads_in_training_what_it_reads_when_serving(
     small.llm.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["eagle", "eagle, shared head", "mtp"])
 def test_layers_on_states_read_in_training_what_they_read_when_serving(
     kind: str, source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -294,6 +296,7 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
     assert num_guesses > 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [BlockShape(1, 48, 5), BlockShape(1, 48, 5, selector_rank=8)])
 def test_a_block_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, shape: BlockShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

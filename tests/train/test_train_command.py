@@ -119,10 +119,10 @@ def untrained(kind: str, folder: Path) -> str:
     ("kind", "margin"),
     [
         ("draft", 0.04),
-        ("early-exit", 0.08),
+        pytest.param("early-exit", 0.08, marks=pytest.mark.full),
         ("medusa", 0.04),
         pytest.param("eagle", 0.04, marks=pytest.mark.full),
-        ("block", 0.04),
+        pytest.param("block", 0.04, marks=pytest.mark.full),
         pytest.param("mtp", 0.04, marks=pytest.mark.full),
     ],
 )
