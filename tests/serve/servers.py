@@ -106,12 +106,12 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
         assert not server.service.gate.held.total()
 
 
-def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+def until(condition: Callable[[], object], patience_s: float = PATIENCE_S, pause_s: float = 0.002) -> None:
     """Wait for another thread to get there."""
     end_s = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < end_s, "it did not come to that"
-        time.sleep(0.002)
+        time.sleep(pause_s)
 
 
 @cache
