@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from drafters import DRAFTERS, EVERY_DTYPE, built
+from drafters import DRAFTERS, EVERY_DTYPE, SMALL, TARGET, built, story
 from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
 from hostile import HOSTILE, Situation, drafted
 from rebuilt import assert_same as assert_same_draft
@@ -274,3 +274,32 @@ def assert_empty(traffic: Traffic) -> None:
         assert not runner.tails
         assert runner.cache.num_rows == 0
         assert runner.cache.num_free_tokens == runner.cache.blocks.num_blocks * runner.cache.blocks.block_size
+
+
+def test_a_proposal_that_raises_leaves_nothing_behind_in_the_drafters_cache() -> None:
+    """The request's own code raises on a guess: its text is then read as if the block had not been."""
+    bench = Bench.of(TARGET, SMALL, "float32")
+    found = []
+    for raises in (True, False):
+        raised: list[int] = []
+
+        def processor(
+            text: Sequence[int], logits: torch.Tensor, raises: bool = raises, raised: list[int] = raised
+        ) -> torch.Tensor:
+            if raises and len(text) > 42 and not raised:
+                raised.append(len(text))
+                raise ValueError("on purpose")
+            return logits
+
+        engine = bench.engine()
+        engine.drafter = drafter = built("block", engine.runner)
+        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, logits_processors=[processor])
+        (sequence,) = bench.requests().sequences(Request.of(story(40, 1), params, Speculation(4)))
+        engine.submit(sequence)
+        while sequence.num_output < 3:
+            engine.step()
+        assert bool(raised) == raises
+        own = drafter.runner  # type: ignore[attr-defined]
+        found.append([rows[:, :, :42].clone() for rows in rows_of(own, sequence.id)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

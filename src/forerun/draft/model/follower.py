@@ -111,6 +111,8 @@ class Follower:
                 kept.append(seq_id)
                 paths.append(following.path(self.unread(seq_id)))
                 following.clear()
+            elif seq_id in self.runner.tails:  # of a proposal that raised
+                self.runner.drop([seq_id])
         if kept:
             self.runner.keep(kept, paths)
 
