@@ -13,6 +13,9 @@ from typer.testing import CliRunner, Result
 
 from draft.heads import eagle_of
 from forerun import cli
+from forerun.commands.train import KIND_NAMES, LOSS_NAMES
+from forerun.train.kinds import KINDS
+from forerun.train.losses import LOSSES
 from unchecked import unchecked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,6 +117,11 @@ def test_without_arguments_there_is_help() -> None:
     assert invoke().stdout == invoke("--help").stdout
 
 
+def test_help_and_completion_of_train_name_every_kind_and_loss() -> None:
+    assert sorted(KIND_NAMES) == sorted(KINDS)
+    assert sorted(LOSS_NAMES) == sorted(LOSSES)
+
+
 def test_the_shell_completes_commands_models_and_drafters() -> None:
     def completed(*words: str) -> list[str]:
         env = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
@@ -126,3 +134,5 @@ def test_the_shell_completes_commands_models_and_drafters() -> None:
     assert completed("forerun", "generate", "--model", "stdlib-d") == ["stdlib-draft", "stdlib-draft-1024"]
     assert completed("forerun", "bench", "-d", "ng") == ["ngram"]
     assert completed("forerun", "generate", "-m", "tests/da") == ["tests/data/"]
+    assert completed("forerun", "train", "e") == ["early-exit", "eagle"]
+    assert completed("forerun", "train", "eagle", "--loss", "lk") == ["lk-lambda", "lk-alpha"]

@@ -51,6 +51,11 @@ def complete_model(incomplete: str) -> Iterator[str]:
     yield from (f"{path}/" for path in Path().glob(f"{incomplete}*") if path.is_dir())
 
 
+def complete_from(*names: str) -> Callable[[str], Iterator[str]]:
+    """What completes an option that takes one of these names."""
+    return lambda incomplete: (name for name in names if name.startswith(incomplete))
+
+
 def depth_text(text: str) -> str:
     """What --depth takes: auto, or a whole number from 0 on."""
     if text != AUTO and not text.isdecimal():
@@ -85,7 +90,12 @@ REQUIRED_DRAFT = typer.Option(
     "--draft", "-d", help=f"Drafter: {DRAFTERS}.", autocompletion=complete_draft, rich_help_panel=MODEL
 )
 DtypeOption = Annotated[
-    str, typer.Option(help="Number format: auto, float32, float16 or bfloat16.", rich_help_panel=MODEL)
+    str,
+    typer.Option(
+        help="Number format: auto, float32, float16 or bfloat16.",
+        autocompletion=complete_from("auto", "float32", "float16", "bfloat16"),
+        rich_help_panel=MODEL,
+    ),
 ]
 QuantizeOption = Annotated[
     Quantization | None,

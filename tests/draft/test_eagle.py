@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_refused(
         ({}, {"fc.bias": None}, MissingWeights, "fc.bias"),
         ({}, {"d2t": torch.zeros(400, dtype=torch.long)}, UnsupportedModel, "d2t is none of"),
         ({}, {"layers.0.input_layernorm.weight": torch.ones(64)}, UnsupportedModel, "input_layernorm.weight is none"),
-        ({"hidden_size": 128}, {}, UnsupportedModel, "no lm_head.weight: add it"),
+        ({"hidden_size": 128}, {}, UnsupportedModel, "no lm_head.weight: name a drafter that was trained for it"),
         ({"qkv_bias": True}, {}, MissingWeights, "q_proj.bias"),
     ],
 )

@@ -52,8 +52,12 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert "cannot be listened on" in told("--port", str(taken.getsockname()[1]))
-    assert "host: no such host:8000 cannot be listened on" in told("--host", "no such host")
+        in_use = told("--port", str(taken.getsockname()[1]))
+    assert "cannot be listened on" in in_use
+    assert "name another, or 0 for a free one" in in_use
+    wrong_host = told("--host", "no such host")
+    assert "host: no such host:8000 cannot be listened on" in wrong_host
+    assert "name one of this machine's" in wrong_host
 
 
 @pytest.mark.parametrize("field", ["max_queue", "max_body_bytes", "port", "drain_s", "request_s"])

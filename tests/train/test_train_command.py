@@ -419,6 +419,9 @@ def test_a_state_is_replaced_whole_and_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(FolderTaken, match=r"checkpoint\.pt is damaged .*start over with --force"):
         folder.load()
+    folder.claim({"student": {"kind": "medusa", "heads": 2}}, force=True)
+    with pytest.raises(FolderTaken, match="is of a training of the kind medusa, not eagle: name another folder"):
+        folder.claim({"student": {"kind": "eagle", "layers": 1}}, force=False)
     folder.claim({"a": 2}, force=True)
     assert folder.load() is None
 

@@ -108,7 +108,7 @@ def test_what_cannot_be_read_at_all_is_refused(tmp_path: Path) -> None:
         read_prompts([latin], SETTINGS)
     with pytest.raises(InvalidRequest, match=r"data: .*missing\.txt: it cannot be read"):
         read_prompts([tmp_path / "missing.txt"], SETTINGS)
-    with pytest.raises(InvalidRequest, match="1 different prompts: give at least 2"):
+    with pytest.raises(InvalidRequest, match="different prompts in all: 1; give at least 2"):
         read_prompts([lines(tmp_path / "c.txt", "Once\n", "Once\n")], SETTINGS)
 
 

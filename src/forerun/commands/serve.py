@@ -10,7 +10,7 @@ import typer
 
 from forerun.commands.interrupt import importing
 from forerun.errors import InvalidRequest
-from forerun.options import ModelOptions, with_options
+from forerun.options import ModelOptions, complete_from, with_options
 from forerun.serve.packages import require_packages
 from forerun.serve.settings import ServeSettings
 from forerun.streams import show_note
@@ -58,7 +58,9 @@ class ServeOptions:
         bool, typer.Option("--log-prompts", help="Log what is asked; otherwise nothing of it is in the log.")
     ] = False
     access_log: Annotated[bool, typer.Option("--access-log", help="Log two lines for each request.")] = False
-    log_format: Annotated[str, typer.Option(help="Form of the log's lines: text or json.")] = "text"
+    log_format: Annotated[
+        str, typer.Option(help="Form of the log's lines: text or json.", autocompletion=complete_from("text", "json"))
+    ] = "text"
     otlp_traces_endpoint: Annotated[
         str, typer.Option(help="Send OpenTelemetry traces there, as OTLP over HTTP. Needs forerun[otel].")
     ] = ""

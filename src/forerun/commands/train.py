@@ -25,6 +25,7 @@ from forerun.options import (
     OutputOptions,
     QuantizeOption,
     ThreadsOption,
+    complete_from,
     model_spec,
     with_options,
 )
@@ -61,7 +62,8 @@ def told_on(console: Console) -> Iterator[None]:
         logger.setLevel(before)
 
 
-LOSS_NAMES = "lk-lambda, kl, reverse-kl, jsd, tv, lk-alpha, ce or dspark"
+KIND_NAMES = ("draft", "early-exit", "medusa", "eagle", "mtp", "block")  # named here, so that help needs no torch
+LOSS_NAMES = ("lk-lambda", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "ce", "dspark")
 EXAMPLES = """
 forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --steps 2000 --out my-draft
 forerun train early-exit --exit 2 --model stdlib --data prompts.jsonl --hours 1 --out my-adapter
@@ -142,9 +144,14 @@ class LearningOptions:
     ] = None
     top_k: Annotated[int | None, typer.Option(help="That of serving.")] = None
     top_p: Annotated[float | None, typer.Option(help="That of serving.")] = None
-    loss: Annotated[str, typer.Option(help=f"{LOSS_NAMES}.")] = "lk-lambda"
+    loss: Annotated[str, typer.Option(help=f"{', '.join(LOSS_NAMES)}.", autocompletion=complete_from(*LOSS_NAMES))] = (
+        "lk-lambda"
+    )
     kl_share: Annotated[float, typer.Option(help="Share of the training, at its beginning, whose loss is KL.")] = 0.1
-    place_weights: Annotated[str, typer.Option(help="How much depths count: decay or d-pace.")] = "decay"
+    place_weights: Annotated[
+        str,
+        typer.Option(help="How much depths count: decay or d-pace.", autocompletion=complete_from("decay", "d-pace")),
+    ] = "decay"
     decay: Annotated[float, typer.Option(help="With decay: how much less each depth counts.")] = 1.0
     draft_depth: Annotated[int, typer.Option(help="Guesses of a round where drafts are judged.")] = 8
     rate: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3
@@ -166,7 +173,10 @@ class LearningOptions:
 @with_options(EXAMPLES)
 def train(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="What to train: draft, early-exit, medusa, eagle, mtp or block.")
+        str,
+        typer.Argument(
+            metavar="KIND", help=f"What to train: {', '.join(KIND_NAMES)}.", autocompletion=complete_from(*KIND_NAMES)
+        ),
     ],
     options: TargetOptions,
     student: StudentOptions,

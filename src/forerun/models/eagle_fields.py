@@ -57,7 +57,8 @@ def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target
     tensors = read_tensors(fields, stored, of)
     for name, is_own in ((EMBEDDING, tensors.own_embedding), (HEAD, tensors.own_head)):
         if not is_own and tensors.config.hidden != of.hidden:
-            raise fields.refuse("hidden_size", f"{target} has {of.hidden}, and the folder has no {name}: add it")
+            fix = "name a drafter that was trained for it, or add that tensor"
+            raise fields.refuse("hidden_size", f"{target} has {of.hidden}, and the folder has no {name}: {fix}")
     if not tensors.own_head and tensors.draft_vocab != of.vocab_size:
         raise fields.refuse("draft_vocab_size", f"the folder has no {HEAD} for so many tokens: add it")
     return tensors

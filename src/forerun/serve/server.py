@@ -94,8 +94,12 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
             return sock
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        field = "port" if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES) else "host"
-        raise InvalidRequest(field, f"{settings.host}:{settings.port} cannot be listened on ({reason}).") from error
+        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        field, fix = (
+            ("port", "name another, or 0 for a free one") if is_port else ("host", "name one of this machine's")
+        )
+        where = f"{settings.host}:{settings.port}"
+        raise InvalidRequest(field, f"{where} cannot be listened on ({reason}): {fix}.") from error
 
 
 def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = lambda: None) -> DrainingServer:

@@ -133,7 +133,9 @@ def read_data(paths: Sequence[Path], reader: PromptReader) -> TrainingData:
     refuse_bad(bad, num_lines)
     if len(prompts) < 2:
         names = ", ".join(map(str, paths)) or "none"
-        raise InvalidRequest("data", f"{names}: {len(prompts)} different prompts: give at least 2, one is held out.")
+        raise InvalidRequest(
+            "data", f"{names}: different prompts in all: {len(prompts)}; give at least 2, one is held out."
+        )
     by_hash = sorted(prompts, key=lambda ids: hashlib.sha256(repr(ids).encode()).digest())
     num_held_out = max(1, min(reader.settings.held_out, len(by_hash) // 4))
     held_out = by_hash[:num_held_out]

@@ -86,6 +86,12 @@ class TrainFolder:
             raise FolderTaken(f"{head} is damaged ({error}): start over with --force") from error
         before, now = flat(found), flat(about)
         differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        kinds = before.get("student.kind"), now.get("student.kind")
+        if kinds[0] != kinds[1]:
+            raise FolderTaken(
+                f"{self.folder} is of a training of the kind {kinds[0]}, not {kinds[1]}: name another folder with "
+                "--out, or start over with --force"
+            )
         if differing:
             name = differing[0]
             raise FolderTaken(
