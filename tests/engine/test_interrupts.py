@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.oracles import seen
 from forerun import llm as llm_module
 from forerun.engine.delta import Delta
+from forerun.engine.roster import Roster
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from unchecked import unchecked
@@ -130,6 +132,20 @@ def interrupted(draft: str | None, seed: int, num_trials: int) -> None:
             beside(llm, Interrupt(at).during, rng.randrange(7))
         assert seen(llm.generate(PROMPTS[4], asking(4))[0]) == seen(llm_with(None).generate(PROMPTS[4], asking(4))[0])
     assert llm.engine.drafter is llm.drafter
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_an_interrupt_where_a_sequence_leaves_leaves_nothing_that_nobody_finds(at: int) -> None:
+    """What is still known by its id is removed by the next attempt; nothing else may be left."""
+    roster = Roster()
+    sequence: Any = SimpleNamespace(id=3, request_id=5)  # as much of one as a roster asks for
+    with unchecked():
+        roster.add(sequence, lambda delta: None)
+        Interrupt(at).during(lambda: roster.remove(sequence))
+        for left in list(roster.sequences.values()):
+            roster.remove(left)
+    assert not roster.readers
+    assert not roster.samples
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)

@@ -42,13 +42,13 @@ class Roster:
         return list(self.samples.get(request_id, {}).values())
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, if it is there."""
-        self.sequences.pop(sequence.id, None)
+        """Remove a sequence, if it is there. Whatever interrupts that, what is left is found by its id and removed."""
         self.readers.pop(sequence.id, None)
         samples = self.samples.get(sequence.request_id, {})
         samples.pop(sequence.id, None)
         if not samples:
             self.samples.pop(sequence.request_id, None)
+        self.sequences.pop(sequence.id, None)
 
     def settle(self) -> None:
         """Apply `decided`: tokens to sequences, deltas to readers. Sequences that are gone already have theirs."""
