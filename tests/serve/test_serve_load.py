@@ -356,8 +356,9 @@ def test_a_signal_drains_the_server(sent: signal.Signals, status: int) -> None:
         out, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == status, errors
         assert out == ""
-        told = [line.partition("forerun.serve.server: ")[2] for line in errors.splitlines()]
-        assert told == [
+        server = "forerun.serve.server: "
+        told = [line.partition(server)[2] for line in errors.splitlines() if server in line]
+        assert told == [  # the controller may say beside it that drafting does not pay
             "Shutting down: no new requests; 1 are answered first, within 60 s.",
             "Every request is answered; the server ends.",
         ]
