@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -31,34 +31,39 @@ SHIPPED = ("config.json", "model.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One of the family's heads: its kind, its sizes, and how long it is trained. `about` is for its card."""
+    """One of the family's heads: its kind, its sizes, and how it is trained. `about` is for its card."""
 
     kind: str
     sizes: StudentSizes
-    steps: int
-    bfloat16: bool
+    settings: TrainSettings
+    threads: int
     about: str
-
-    @property
-    def settings(self) -> TrainSettings:
-        """How it is trained."""
-        return TrainSettings(steps=self.steps, look_every=200, bfloat16=self.bfloat16)
 
     @property
     def command(self) -> str:
         """The same on the command line; corpus.jsonl has the training files as texts."""
-        given = {name: getattr(self.sizes, name) for name in self.sizes.__dataclass_fields__}
-        options = [f"--{n.replace('_', '-')}{'' if v is True else f' {v}'}" for n, v in given.items() if v is not None]
-        options += [f"--steps {self.steps}", "--look-every 200", *(["--bfloat16"] if self.bfloat16 else [])]
-        return f"forerun train {self.kind} --model stdlib --data corpus.jsonl {' '.join(options)} --threads 1"
+        usual = asdict(TrainSettings())
+        learning = {name: value for name, value in asdict(self.settings).items() if value != usual[name]}
+        given = {**asdict(self.sizes), **learning, "threads": self.threads}
+        options = [spelled(name, value) for name, value in given.items() if value is not None]
+        return " ".join([f"forerun train {self.kind} --model stdlib --data corpus.jsonl", *options])
+
+
+def spelled(name: str, value: object) -> str:
+    """An option of `forerun train`."""
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return option
+    told = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"{option} {told}"
 
 
 HEADS: Mapping[str, Head] = {
     "early-exit": Head(
         "early-exit",
         StudentSizes(exit=2, mlp=96),
-        500,
-        False,
+        TrainSettings(steps=500, look_every=200),
+        1,
         "An adapter: a layer of 96 neurons that reads the target's states behind its second layer",
     ),
 }
@@ -99,7 +104,8 @@ def corpus_file(work: Path) -> Path:
 def make(head: Head, folder: Path, data: Path, target: Path) -> Path:
     """Train it, or go on; returns the folder."""
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
-        train(TrainTask(head.kind, ModelSpec(str(target)), [data], folder, head.sizes, threads=1), head.settings, bar)
+        task = TrainTask(head.kind, ModelSpec(str(target)), [data], folder, head.sizes, threads=head.threads)
+        train(task, head.settings, bar)
     return folder
 
 
@@ -110,11 +116,18 @@ def ship(made: Path, folder: Path) -> None:
         shutil.copyfile(made / name, folder / name)
 
 
+def learnt_from(settings: TrainSettings) -> str:
+    """What a training learnt from, as a sentence without its end."""
+    times = "" if settings.passes == 1 else f", each answer learnt from {settings.passes} times"
+    return f"{settings.steps:,} steps of {settings.batch} answers of the target at temperature 1{times}"
+
+
 def write_card(name: str, head: Head, made: Path, folder: Path, figures: DrafterFigures) -> None:
     """The card of a head, as Markdown."""
     looks = [json.loads(line) for line in (made / "train.jsonl").read_text("utf-8").splitlines()]
     minutes = max(look.get("seconds", 0) for look in looks) / 60
     size = sum((folder / each).stat().st_size for each in SHIPPED) / 1e6
+    cores = "one core" if head.threads == 1 else f"{head.threads} cores"
     rows = "\n".join(
         f"| {temperature} | {' '.join(f'{rate:.2f}' for rate in each.acceptance_at_depth)} "
         f"| {each.tokens_per_round[-1]:.2f} |"
@@ -127,8 +140,8 @@ def write_card(name: str, head: Head, made: Path, folder: Path, figures: Drafter
 It drafts for the bundled target `stdlib`, as `--draft {figures.draft}`; {size:.1f} MB.
 
 Made by this command, which `python -m recipes.stdlib.heads` runs; `corpus.jsonl` holds the training files of
-[corpus.tsv](../corpus.tsv), a text a line, and none of the held-out ones. {head.steps} steps of eight answers of the
-target at temperature 1; {minutes:.0f} minutes on one core, while other work ran.
+[corpus.tsv](../corpus.tsv), a text a line, and none of the held-out ones. {learnt_from(head.settings)};
+{minutes:.0f} minutes on {cores}, while other work ran.
 
 ```sh
 {head.command}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,10 @@ from forerun.train.answers import TRAINED, AnswerSource
 from forerun.train.base import Student, TargetText, TextBatch
 from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.train.eagle import STEPS as EAGLE_STEPS
 from forerun.train.eagle import EagleStudent
 from forerun.train.medusa import MedusaStudent
+from forerun.train.mtp import STEPS as MTP_STEPS
 from forerun.train.mtp import MtpStudent
 from forerun.train.network import NORM
 from forerun.train.settings import TrainSettings
@@ -269,14 +272,15 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
     llm, tokens = served(student.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)
     llm.close()
     assert tuple(tokens) == text.tokens
-    inputs: list[Tensor] = []
+    inputs: list[dict[int, Tensor]] = []  # of each step, the first text's by position
     plain_layer = getattr(learner, method)
 
     def learning(
-        own: Student, embedded: Tensor, states: Tensor, step: int, past: list[tuple[Tensor, Tensor]]
+        own: Student, embedded: Tensor, states: Tensor, places: Tensor, past: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        inputs.append(states.detach())
-        output: Tensor = plain_layer(own, embedded, states, step, past)
+        positions = (places[0] + len(inputs)).tolist()
+        inputs.append(dict(zip(positions, states[0].detach(), strict=True)))
+        output: Tensor = plain_layer(own, embedded, states, places, past)
         return output
 
     monkeypatch.setattr(learner, method, learning)
@@ -284,11 +288,7 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
     small.llm.close()
     final, num_guesses = set(), 0
     for position, token, state in shown:
-        close = [
-            torch.allclose(states[0, position - step], state, atol=1e-4)
-            for step, states in enumerate(inputs)
-            if position - step >= 0
-        ]
+        close = [position in states and torch.allclose(states[position], state, atol=1e-4) for states in inputs]
         if close[0] and token == text.tokens[position + 1]:
             final.add(position)
         num_guesses += any(close[1:])
@@ -347,9 +347,19 @@ def test_a_block_reads_in_training_what_it_reads_when_serving(
     small.llm.close()
 
 
-def test_a_block_learns_from_some_roots_of_every_answer(source: AnswerSource) -> None:
-    """As many as guess each token about once, others in other steps; the confidence's loss is in the step's."""
-    student = BlockStudent.fresh(Blueprint.of(str(STORIES)), BlockShape(1, 48, 5), 0)
+def students_of_drafts(target: Blueprint) -> list[tuple[Student, int]]:
+    """One of each kind that learns from some roots, and of how many places one is a root."""
+    return [
+        (BlockStudent.fresh(target, BlockShape(1, 48, 5), 0), 5),
+        (EagleStudent.fresh(target, 48, True, 0), EAGLE_STEPS),
+        (MtpStudent.fresh(target, 48, 0), MTP_STEPS),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3), ids=["block", "eagle", "mtp"])
+def test_drafts_of_a_step_begin_at_some_roots_of_every_answer(source: AnswerSource, number: int) -> None:
+    """As many as guess each token about once, others in other steps; the laws are those that all roots have there."""
+    student, one_in = students_of_drafts(Blueprint.of(str(STORIES)))[number]
     small = source_of(source.data, SETTINGS, student)
     batch = TextBatch.of(small.of_step(0, quiet))
     small.llm.close()
@@ -357,13 +367,42 @@ def test_a_block_learns_from_some_roots_of_every_answer(source: AnswerSource) ->
     assert torch.equal(found[0].roots, found[1].roots)
     assert not torch.equal(found[0].roots, found[2].roots)
     for text, own in zip(batch.texts, found[0].roots.tolist(), strict=True):
-        assert len(set(own)) == len(own) == -(-batch.roots.shape[1] // 5)
+        assert len(set(own)) == len(own) == -(-batch.roots.shape[1] // one_in)
         assert len(set(own) & set(text.roots)) == min(len(own), len(text.roots))
     whole = student.predict(batch, None)
     for prediction in found:
         places = prediction.roots - batch.first_root
         for logits, every in zip(prediction.logits, whole.logits, strict=True):
             assert torch.allclose(logits, every[torch.arange(len(places))[:, None], places], atol=1e-4)
+
+
+def test_answers_are_learnt_from_as_often_as_asked_in_orders_of_their_own(source: AnswerSource) -> None:
+    """All answers of a group once in their order, then again in others; a step's depend on its number alone."""
+    settings = replace(SETTINGS, steps=100, passes=3, max_tokens=4)
+    small = source_of(source.data, settings, adapter_of_nothing())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.train.settings.POOL", 9)
+        steps = [[text.seed for text in small.of_step(step, quiet)] for step in range(18)]
+        once = source_of(source.data, replace(SETTINGS, max_tokens=4), adapter_of_nothing())
+        plain = [[text.seed for text in once.of_step(step, quiet)] for step in range(6)]
+        once.llm.close()
+        assert [[text.seed for text in small.of_step(step, quiet)] for step in (4, 13, 4)] == [
+            steps[i] for i in (4, 13, 4)
+        ]
+    small.llm.close()
+    assert steps[:3] == plain[:3]
+    assert steps[9:12] == plain[3:]
+    turns = [list(chain(*steps[i : i + 3])) for i in range(0, 18, 3)]
+    assert sorted(turns[0]) == sorted(turns[1]) == sorted(turns[2])
+    assert sorted(turns[3]) == sorted(turns[4]) == sorted(turns[5])
+    assert len(set(map(tuple, turns))) == 6
+    assert not set(turns[0]) & set(turns[3])
+    assert replace(settings, steps=4).group_steps == 2, "no more answers are written than the steps learn from"
+
+
+def adapter_of_nothing() -> AdapterStudent:
+    """A student of which only the taps count."""
+    return AdapterStudent.fresh(Blueprint.of(str(STORIES)), EXIT, 1, 8, 0)
 
 
 def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(

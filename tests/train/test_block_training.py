@@ -57,7 +57,7 @@ def trained(source: AnswerSource, settings: TrainSettings, folder: Path, stop_at
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_a_training_that_was_stopped_ends_with_the_same_weights(bfloat16: bool, tmp_path: Path) -> None:
     settings = TrainSettings(
-        steps=6, batch=4, max_tokens=16, look_every=4, checkpoint_every=2, held_out=3, bfloat16=bfloat16
+        steps=6, batch=4, max_tokens=16, look_every=4, checkpoint_every=2, held_out=3, bfloat16=bfloat16, passes=2
     )
     source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, fresh())
     with unchecked():

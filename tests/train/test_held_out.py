@@ -106,7 +106,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
         assert (*answer.prompt_token_ids, *answer.outputs[0].token_ids) == text.tokens
     llm.close()
     assert figures.acceptance_at_depth == tuple(accepted[j] / offered[j] for j in sorted(offered))
-    assert figures.acceptance_at_depth[0] > {"eagle": 0.05, **dict.fromkeys(BLOCKS, 0.03)}.get(kind, 0.1)
+    assert figures.acceptance_at_depth[0] > {"eagle": 0.03, **dict.fromkeys(BLOCKS, 0.03)}.get(kind, 0.1)
     assert figures.tokens_per_round[-1] == 1 + sum(rounds) / len(rounds)
 
 

@@ -128,6 +128,12 @@ class StudentOptions:
     confidence: Annotated[
         bool | None, typer.Option("--confidence/--no-confidence", help="block: with or without a confidence head.")
     ] = None
+    taps: Annotated[
+        str | None,
+        typer.Option(
+            help="eagle, block: the layers of the target whose inputs it reads, as 2,4; its last: what it leaves."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +160,7 @@ class LearningOptions:
     ] = "decay"
     decay: Annotated[float, typer.Option(help="With decay: how much less each depth counts.")] = 1.0
     draft_depth: Annotated[int, typer.Option(help="Guesses of a round where drafts are judged.")] = 8
+    passes: Annotated[int, typer.Option(help="How often each answer is learnt from.")] = 1
     rate: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3
     held_out: Annotated[int, typer.Option(help="Prompts that judge; at most a quarter of all.")] = 16
     look_every: Annotated[int, typer.Option(help="Steps from one look at held-out answers to the next.")] = 100
@@ -168,6 +175,16 @@ class LearningOptions:
         """What was given, by name."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
+
+
+def layers_of(told: str | None) -> tuple[int, ...] | None:
+    """Numbers between commas; None where nothing is said."""
+    if told is None:
+        return None
+    try:
+        return tuple(int(each) for each in told.split(","))
+    except ValueError as error:
+        raise InvalidRequest("taps", f"{told!r} must be numbers of layers between commas, such as 2,4.") from error
 
 
 @with_options(EXAMPLES)
@@ -206,7 +223,8 @@ def train(
     settings = TrainSettings(**{**served, **learning.values()}, steps=options.steps, hours=options.hours)
     if not options.data:
         raise InvalidRequest("data", "there is none: give a file with --data.")
-    sizes = StudentSizes(**{each.name: getattr(student, each.name) for each in fields(student)})
+    said = {each.name: getattr(student, each.name) for each in fields(student)}
+    sizes = StudentSizes(**{**said, "taps": layers_of(student.taps)})
     spec = model_spec(options, options.model)
     task = TrainTask(
         kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, options.threads

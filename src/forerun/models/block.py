@@ -42,7 +42,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.mlp import pad_rows
 from forerun.models.native import find_kernels
 from forerun.models.runner import Runner
-from forerun.models.source import find_checkpoint
+from forerun.models.source import find_heads
 from forerun.models.weights import Checkpoint
 
 MASKED = -1  # stands for the token of a masked place
@@ -167,7 +167,7 @@ def is_multiplied(name: str) -> bool:
 
 def plan_block_drafter(model: str, target: Blueprint) -> BlockBlueprint:
     """The drafter in the folder `model`. Raises ModelError for a folder that is not there or cannot be used."""
-    folder, of = find_checkpoint(model), target.config
+    folder, of = find_heads(model), target.config
     if target.placement.fixed:
         raise UnsupportedModel(f"{model}: block drafters are computed on CPUs: use device cpu, or another drafter")
     fields = read_fields(folder / "config.json")

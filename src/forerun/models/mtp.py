@@ -34,7 +34,7 @@ from forerun.models.mlp import pad_rows
 from forerun.models.mtp_tensors import MtpTensors, check_modules
 from forerun.models.native import Kernels, find_kernels
 from forerun.models.runner import Runner
-from forerun.models.source import find_checkpoint
+from forerun.models.source import find_heads
 from forerun.models.weights import Checkpoint
 
 UNKNOWN = math.nan  # stands for a state that the same pass computes, as the module before reads the row before
@@ -194,7 +194,7 @@ class MtpBlueprint:
 
 def plan_modules(model: str | None, target: Blueprint) -> MtpBlueprint:
     """The modules in the folder `model`, or those that ship with the target. Raises ModelError as `check_modules`."""
-    folder = target.folder if model is None else find_checkpoint(model)
+    folder = target.folder if model is None else find_heads(model)
     if target.placement.fixed:
         raise UnsupportedModel(f"{folder}: MTP modules are computed on CPUs: use device cpu, or another drafter")
     tensors = check_modules(model, Checkpoint(folder, target.dtype), target)

@@ -29,8 +29,8 @@ from forerun.train.base import TargetText
 from forerun.train.data import PromptIds, TrainingData
 from forerun.train.settings import TrainSettings
 
-MOST_SEQUENCES = 32  # answers that are written at a time, unless a step learns from more
 TRAINED, HELD_OUT = 0, 1  # what an answer's seed is drawn for
+ORDER = 3  # what an order of a group's answers is drawn for
 SEEDS = 2**63
 
 
@@ -87,7 +87,8 @@ class AnswerSource:
     """Answers to training prompts by number, and to the held-out ones; `taps` are the student's.
 
     Answers to training prompts are written in groups that begin at multiples of the group's size, and the latest
-    group is kept. Every prompt is answered once before any is answered again, in an order of its own each time.
+    group is kept: its answers are learnt from once in their order and then, as `passes` says, again in other orders.
+    Every prompt is answered once before any is answered again, in an order of its own each time.
     """
 
     llm: LLM
@@ -104,29 +105,26 @@ class AnswerSource:
         self.llm.engine.drafter = self.recorder
 
     @property
-    def group_steps(self) -> int:
-        """Steps whose answers are written together."""
-        return max(1, MOST_SEQUENCES // self.settings.batch)
-
-    @property
     def stats(self) -> Stats:
         """What the engine counted while it wrote."""
         return self.llm.engine.stats
 
     def of_step(self, step: int, progress: ProgressCallback) -> Seq[TargetText]:
         """The answers that a step learns from."""
-        number, batch = step // self.group_steps, self.settings.batch
+        batch, group_steps = self.settings.batch, self.settings.group_steps
+        number, place = divmod(step, group_steps * self.settings.passes)
         if self.group[0] != number:
             texts = None if self.cache is None else self.cache.load(number)
             if texts is None:
-                first = number * self.group_steps * batch
-                numbers = range(first, first + self.group_steps * batch)
+                numbers = range(number * group_steps * batch, (number + 1) * group_steps * batch)
                 texts = self.written([self.prompt(i) for i in numbers], TRAINED, numbers, progress)
                 if self.cache is not None:
                     self.cache.save(number, texts)
             self.group = number, texts
-        start = step % self.group_steps * batch
-        return self.group[1][start : start + batch]
+        turn, start = divmod(place, group_steps)
+        dice = torch.Generator().manual_seed(mix((self.settings.seed, ORDER, number, turn)) % SEEDS)
+        order = torch.randperm(len(self.group[1]), generator=dice) if turn else torch.arange(len(self.group[1]))
+        return [self.group[1][int(i)] for i in order[start * batch : (start + 1) * batch]]
 
     def held_out(self, progress: ProgressCallback) -> Seq[TargetText]:
         """The answers to the held-out prompts."""

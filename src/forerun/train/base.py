@@ -84,6 +84,16 @@ class TextBatch:
         rows, length = self.read.shape
         return torch.arange(self.first_root, length, device=self.tokens.device).expand(rows, -1)
 
+    def some_roots(self, one_in: int, dice: torch.Generator) -> Int[Tensor, "batch roots"]:
+        """Roots of every text, one in so many places, in their order; other places where a text has too few roots."""
+        places = self.roots
+        starts = torch.tensor([[text.roots.start] for text in self.texts])
+        ends = torch.tensor([[text.roots.stop] for text in self.texts])
+        outside = (places.cpu() < starts) | (places.cpu() >= ends)
+        order = torch.rand(places.shape, generator=dice) + outside
+        count = -(-places.shape[1] // one_in)
+        return places[0, 0] + order.argsort(1)[:, :count].sort(1).values.to(places.device)
+
 
 @dataclass(frozen=True, slots=True)
 class Predictions:

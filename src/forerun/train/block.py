@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from forerun.models.block_layout import (
     SELECTOR,
     SUCCESSORS,
     BlockTensors,
+    layer_ids,
 )
 from forerun.models.decoder import rms_norm, rotate
 from forerun.models.loading import Blueprint
@@ -44,7 +45,7 @@ from forerun.sampling.winners import largest
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
 from forerun.train.network import EMBEDDING, HEAD, NORM, SPREAD, save_weights, trainable
-from forerun.train.settings import MOST_DEPTH, check_most
+from forerun.train.settings import MOST_DEPTH, check_most, check_taps
 
 LAYERS, BLOCK_SIZE = 2, 8  # unless said
 MOST_RANK, RANK_SHARE = 256, 4  # of a Markov head, unless said: a part of the width
@@ -62,6 +63,7 @@ class BlockShape:
     markov_rank: int | None = None
     selector_rank: int | None = None
     confidence: bool | None = None
+    taps: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class BlockStudent:
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every guess of the blocks from these roots, and the confidence in it."""
         c = self.tensors.config
-        roots = batch.roots if dice is None else some_roots(batch, c.most_depth, dice)
+        roots = batch.roots if dice is None else batch.some_roots(c.most_depth, dice)
         states = self.states(batch, roots)
         padded = functional.pad(batch.tokens, (0, c.block_size))
         rows = torch.arange(len(roots), device=roots.device)[:, None]
@@ -243,6 +245,8 @@ def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
     check_most("block", block, MOST_DEPTH)
     usual = 0 if shape.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
     rank = usual if shape.markov_rank is None else shape.markov_rank
+    own = None if shape.taps is None else layer_ids(check_taps(shape.taps, of.layers), of.layers)
+    layers = usual_layers(of.layers) if own is None else own
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -258,7 +262,7 @@ def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
         "rope_theta": of.rope.theta,
         "dtype": "bfloat16" if of.dtype in HALF else "float32",
         INSIDE: {
-            "target_layer_ids": usual_layers(of.layers),
+            "target_layer_ids": layers,
             "block_size": block,
             "causal": True,
             "sample_from_anchor": True,
@@ -274,14 +278,3 @@ def usual_layers(num_layers: int) -> list[int]:
     """The target's layers that are read: evenly spaced from the second to the last but two, as the authors choose."""
     first, last = min(1, num_layers - 1), max(0, num_layers - 3)
     return sorted({round(first + i * (last - first) / (NUM_TAPS - 1)) for i in range(NUM_TAPS)})
-
-
-def some_roots(batch: TextBatch, depth: int, dice: torch.Generator) -> Int[Tensor, "batch roots"]:
-    """Roots of every text, one for so many places, in their order; places that are no roots where there are too few."""
-    places = batch.roots
-    starts = torch.tensor([[text.roots.start] for text in batch.texts])
-    ends = torch.tensor([[text.roots.stop] for text in batch.texts])
-    outside = (places.cpu() < starts) | (places.cpu() >= ends)
-    order = torch.rand(places.shape, generator=dice) + outside
-    count = -(-places.shape[1] // depth)
-    return places[0, 0] + order.argsort(1)[:, :count].sort(1).values.to(places.device)

@@ -33,9 +33,9 @@ from forerun.models.rope import rope_tables
 from forerun.models.weights import Checkpoint
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
-from forerun.train.drafted_layer import DraftedLayer, KeysAndValues
+from forerun.train.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
 from forerun.train.network import EMBEDDING, HEAD, NORM, SPREAD, trainable
-from forerun.train.settings import check_most
+from forerun.train.settings import check_most, check_taps
 
 STEPS = 5  # of a draft that training goes through
 DEPTH_WEIGHT = 0.8  # of each step, of the one before it
@@ -69,6 +69,7 @@ class EagleStudent:
         shared_head: bool,
         seed: int,
         vocabulary: int | Sequence[int] | None = None,
+        taps: Sequence[int] | None = None,
     ) -> EagleStudent:
         """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train.
 
@@ -76,7 +77,8 @@ class EagleStudent:
         are, and for some of them where the head is shared.
         """
         of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
-        taps, ids = usual_taps(of.layers), head_ids(target, shared_head, vocabulary)
+        ids = head_ids(target, shared_head, vocabulary)
+        taps = usual_taps(of.layers) if taps is None else check_taps(taps, of.layers)
         num_ids = of.vocab_size if ids is None else len(ids)
         values = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -125,32 +127,26 @@ class EagleStudent:
         return {"kind": "eagle", "config": dict(self.values), "shared_head": HEAD not in self.weights}
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The law of every step of a draft, behind every root."""
-        length, found = batch.read.shape[1], []
-        states = functional.linear(batch.taps[:, : length - 1].flatten(2).float(), self.weights["fc.weight"])
-        tokens = functional.pad(batch.tokens, (0, STEPS))
-        past: list[KeysAndValues] = []
-        for step in range(STEPS):
-            embedded = self.embedding[tokens[:, 1 + step : length + step]]
-            states = self.layer(embedded, states, step, past)
-            judged = states[:, max(0, batch.first_root - 1) :]
-            judged = rms_norm(judged, self.weights["norm.weight"], self.config.norm_eps)
-            logits = functional.linear(judged, self.weights.get(HEAD, self.head))
-            missing = batch.roots.shape[1] - logits.shape[1]  # nothing is before a first token
-            found.append(functional.pad(logits, (0, 0, missing, 0)))
-        return Predictions(found, batch.roots)
+        """The law of every step of the drafts from these roots."""
+        drafts = DraftSteps.of(batch, STEPS, dice)
+        fused = functional.linear(batch.taps[:, :-1].flatten(2).float(), self.weights["fc.weight"])
+        found = []
+        for states in drafts.run(fused, self.embedding, self.layer):
+            judged = rms_norm(states, self.weights["norm.weight"], self.config.norm_eps)
+            found.append(functional.linear(judged, self.weights.get(HEAD, self.head)))
+        return Predictions(found, drafts.roots)
 
     def layer(
         self,
         embedded: Float[Tensor, "batch places hidden"],
         states: Float[Tensor, "batch places hidden"],
-        step: int,
+        places: Int[Tensor, "batch places"],
         past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
-        """The layer's output where the draft from each place is at this step; its keys and values join the past."""
+        """The layer's output where the drafts from these places are; its keys and values join the past."""
         own = self.own
         joined = torch.cat([own.normed(embedded, "input_layernorm"), own.normed(states, "hidden_norm")], dim=2)
-        x = states + own.mix(joined, step, past)
+        x = states + own.mix(joined, places, past)
         return x + own.mlp(x)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:

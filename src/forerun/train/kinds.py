@@ -41,6 +41,7 @@ class StudentSizes:
     markov_rank: int | None = None
     selector_rank: int | None = None
     confidence: bool | None = None
+    taps: Sequence[int] | None = None
 
     def only(self, kind: str, *names: str) -> None:
         """Raise InvalidRequest where something is said that the kind does not have."""
@@ -76,13 +77,13 @@ def medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
 
 def eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     """An EAGLE-3 layer."""
-    sizes.only("eagle", "mlp", "shared_head", "draft_vocab")
-    return EagleStudent.fresh(target, sizes.mlp, bool(sizes.shared_head), seed, sizes.draft_vocab)
+    sizes.only("eagle", "mlp", "shared_head", "draft_vocab", "taps")
+    return EagleStudent.fresh(target, sizes.mlp, bool(sizes.shared_head), seed, sizes.draft_vocab, sizes.taps)
 
 
 def block(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     """A block drafter: layers, and heads on their states."""
-    own = ("layers", "mlp", "block", "markov_rank", "selector_rank", "confidence")
+    own = ("layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps")
     sizes.only("block", *own)
     return BlockStudent.fresh(target, BlockShape(**{name: getattr(sizes, name) for name in own}), seed)
 

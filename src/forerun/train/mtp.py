@@ -32,7 +32,7 @@ from forerun.models.rope import rope_tables
 from forerun.models.weights import Checkpoint
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
-from forerun.train.drafted_layer import DraftedLayer, KeysAndValues
+from forerun.train.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
 from forerun.train.network import EMBEDDING, HEAD, NORM, SPREAD, save_weights, trainable
 
 STEPS = 4  # of a draft that training goes through
@@ -98,30 +98,23 @@ class MtpStudent:
         return {"kind": "mtp", "config": dict(self.values)}
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The law of every step of a draft, behind every root."""
-        length, found = batch.read.shape[1], []
-        states, tokens = batch.taps[:, : length - 1, 0].float(), functional.pad(batch.tokens, (0, STEPS))
-        past: list[KeysAndValues] = []
-        for step in range(STEPS):
-            embedded = self.embedding[tokens[:, 1 + step : length + step]]
-            states = self.module(embedded, states, step, past)
-            logits = functional.linear(states[:, max(0, batch.first_root - 1) :], self.head)
-            missing = batch.roots.shape[1] - logits.shape[1]  # nothing is before a first token
-            found.append(functional.pad(logits, (0, 0, missing, 0)))
-        return Predictions(found, batch.roots)
+        """The law of every step of the drafts from these roots."""
+        drafts = DraftSteps.of(batch, STEPS, dice)
+        steps = drafts.run(batch.taps[:, :-1, 0].float(), self.embedding, self.module)
+        return Predictions([functional.linear(states, self.head) for states in steps], drafts.roots)
 
     def module(
         self,
         embedded: Float[Tensor, "batch places hidden"],
         states: Float[Tensor, "batch places hidden"],
-        step: int,
+        places: Int[Tensor, "batch places"],
         past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
-        """The module's output where the draft from each place is at this step; its keys and values join the past."""
+        """The module's output where the drafts from these places are; its keys and values join the past."""
         own = self.own
         joined = torch.cat([self.normed(embedded, QWEN.embedding_norm), self.normed(states, QWEN.state_norm)], dim=2)
         x = functional.linear(joined, self.weights[QWEN.projection])
-        x = x + own.mix(own.normed(x, "input_layernorm"), step, past)
+        x = x + own.mix(own.normed(x, "input_layernorm"), places, past)
         return self.normed(x + own.mlp(x), QWEN.norm)
 
     def normed(self, x: Tensor, name: str) -> Tensor:

@@ -5,6 +5,7 @@ This file decides which values are allowed, how long the loss is KL, and how the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +21,22 @@ USUAL_STEPS = 2000
 RISE = 100  # steps at most in which the learning rate rises
 RISE_SHARE = 10  # of all steps: one in so many at most
 MOST_DEPTH = 16
-COUNTS = ("batch", "max_tokens", "prompt_tokens", "held_out", "look_every", "patience", "checkpoint_every")
+MOST_SEQUENCES = 32  # answers that are written at a time, unless a step learns from more
+POOL = 256  # answers that are kept where they are learnt from several times
+COUNTS = ("batch", "max_tokens", "prompt_tokens", "held_out", "look_every", "patience", "checkpoint_every", "passes")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
     """How long to train, on how much, by what, and when to look.
 
-    A step learns from `batch` answers of at most `max_tokens` tokens. `steps` or `hours` end the training; both None
-    stand for USUAL_STEPS. `kl_share` of it the loss is KL, then `loss`. Depths weigh as the kind says, times `decay` to
-    the depth, or by D-PACE, by how far drafts get; drafts are taken to be `draft_depth` deep. Every `look_every` steps
-    the `held_out` prompts judge; after `patience` looks without a rise training stops. The state is kept at every look
-    and every `checkpoint_every` steps. A text is cut into prompts of `prompt_tokens`. `rate` is AdamW's. With
-    `bfloat16` a step multiplies in that format; weights, losses and looks stay in float32. Raises InvalidRequest.
+    A step learns from `batch` answers of at most `max_tokens` tokens, and each answer is learnt from `passes` times.
+    `steps` or `hours` end the training; both None stand for USUAL_STEPS. `kl_share` of it the loss is KL, then `loss`.
+    Depths weigh as the kind says, times `decay` to the depth, or by D-PACE, by how far drafts get; drafts are taken to
+    be `draft_depth` deep. Every `look_every` steps the `held_out` prompts judge; after `patience` looks without a rise
+    training stops. The state is kept at every look and every `checkpoint_every` steps. A text is cut into prompts of
+    `prompt_tokens`. `rate` is AdamW's. With `bfloat16` a step multiplies in that format; weights, losses and looks
+    stay in float32. Raises InvalidRequest.
     """
 
     steps: int | None = None
@@ -55,6 +59,7 @@ class TrainSettings:
     checkpoint_every: int = 25
     seed: int = 0
     bfloat16: bool = False
+    passes: int = 1
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.hours is not None:
@@ -83,10 +88,17 @@ class TrainSettings:
 
     @property
     def num_answers(self) -> int:
-        """Answers that a whole training learns from. Raises InvalidRequest where only its time is known."""
+        """Different answers that a training learns from. Raises InvalidRequest where only its time is known."""
         if self.steps is None:
             raise InvalidRequest("cache", "its size cannot be told for --hours: give --steps, or leave --cache out.")
-        return self.steps * self.batch
+        return -(-self.steps * self.batch // self.passes)
+
+    @property
+    def group_steps(self) -> int:
+        """Steps that learn once from all answers of a group, which are written together and kept for `passes`."""
+        if self.passes == 1:
+            return max(1, MOST_SEQUENCES // self.batch)
+        return -(-(POOL if self.steps is None else min(POOL, self.num_answers)) // self.batch)
 
     @property
     def law_temperature(self) -> float:
@@ -122,3 +134,13 @@ def check_most(name: str, value: int, most: int) -> None:
     """Raise InvalidRequest for more than there can be."""
     if value > most:
         raise InvalidRequest(name, f"{value} must be at most {most}.")
+
+
+def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The target's states, each named by the layer that it enters. Raises InvalidRequest for what is no layer."""
+    if not taps or len(set(taps)) < len(taps) or not all(0 <= tap <= num_layers for tap in taps):
+        told = ",".join(map(str, taps))
+        raise InvalidRequest(
+            "taps", f"{told!r} must be different layers, from 0 to {num_layers}, such as 2,{num_layers}."
+        )
+    return tuple(taps)

@@ -17,14 +17,14 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.train.answer_cache import AnswerCache, state_bytes
-from forerun.train.answers import MOST_SEQUENCES, AnswerSource
+from forerun.train.answers import AnswerSource
 from forerun.train.base import Student, TargetText
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.files import write_whole
 from forerun.train.kinds import StudentSizes, make_student
 from forerun.train.objective import Objective
 from forerun.train.report import TrainReport
-from forerun.train.settings import TrainSettings
+from forerun.train.settings import MOST_SEQUENCES, TrainSettings
 from forerun.train.speed import round_times
 from forerun.train.state import TrainFolder, TrainState
 from forerun.train.static_tree import NUM_NODES, TREE, shares_right, worthiest
@@ -128,6 +128,7 @@ def open_cache(
         "taps": student.taps,
         "data": data.digest,
         **{name: getattr(settings, name) for name in drawn},
+        **({} if settings.passes == 1 else {"group_steps": settings.group_steps}),
     }
     longest = data.longest + settings.max_tokens
     num_bytes = state_bytes(settings.num_answers, longest, len(student.taps), target.config.hidden, torch.float32)
