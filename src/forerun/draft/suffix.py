@@ -223,7 +223,7 @@ def as_draft(roots: Sequence[int], found: Sequence[Guesses], budgets: Sequence[B
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE stores; created if missing."""
+    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE stores; created with the first answer."""
     refuse_members(spec)
     file = None if spec.argument is None else PastFile(spec.argument, context.tokenizer.fingerprint())
 

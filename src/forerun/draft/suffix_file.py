@@ -56,8 +56,9 @@ class PastAnswer:
 class PastFile:
     """A file of past answers, in the ids of the tokenizer with the fingerprint `vocabulary`.
 
-    Created at once if it does not exist, readable by its user only. Raises PastFileError for a file that is damaged, is
-    something else, or cannot be read and written here, VocabularyMismatch for one in the ids of another tokenizer.
+    One that does not exist is created with the first answer, readable by its user only. Raises PastFileError for a file
+    that is damaged, is something else, or cannot be read and written here, VocabularyMismatch for one in the ids of
+    another tokenizer.
     """
 
     def __init__(self, path: str | Path, vocabulary: str) -> None:
@@ -68,6 +69,10 @@ class PastFile:
 
     def restore(self, take: Callable[[list[PastAnswer]], list[PastAnswer] | None]) -> None:
         """Hand over all that is kept, the oldest first. What `take` returns, unless None, replaces it."""
+        with self.reachable():
+            self.check_place()
+            if not self.path.exists():
+                return
         with self.reachable(), self.alone() as file:
             wanted = take(self.read(file))
             if wanted is not None:
@@ -94,13 +99,20 @@ class PastFile:
             fix = "name a file in a folder that exists, where you may read and write"
             raise PastFileError(f"{self.path} cannot be used for past answers ({error.strerror}): {fix}") from error
 
-    @contextmanager
-    def alone(self) -> Iterator[FileIO]:
-        """The file, open at its end, while no other process reads or writes it."""
-        if not self.path.parent.is_dir():
+    def check_place(self) -> None:
+        """Raise OSError where no file can be, or none can be made."""
+        folder = self.path.parent
+        if not folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))  # some versions of filelock would make it
         if self.path.exists() and not self.path.is_file():
             raise OSError(errno.EINVAL, "it is not a regular file")
+        if not os.access(folder, os.W_OK | os.X_OK):  # the lock is beside the file
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    @contextmanager
+    def alone(self) -> Iterator[FileIO]:
+        """The file, open at its end, while no other process reads or writes it."""
+        self.check_place()
         lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), mode=0o600)
         with lock.acquire(poll_interval=POLL_S), open(self.path, "ab+", buffering=0, opener=for_its_user) as file:
             if not os.fstat(file.fileno()).st_size:
