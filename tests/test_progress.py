@@ -4,6 +4,7 @@ import io
 import sys
 
 import pytest
+from rich.console import Console
 
 from forerun import progress
 
@@ -65,3 +66,17 @@ def test_the_bar_goes_when_the_work_fails(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="on purpose"), progress.reporting(None, True):
         raise ValueError("on purpose")
     assert stopped == [True]
+
+
+def test_work_of_hours_tells_a_file_how_far_it_is_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = [100.0], io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.LoadingBar(Console(file=file), lines_s=30.0) as bar:
+        for step in range(1, 101):
+            clock[0] += 1
+            bar("training", step / 100, f"loss [{step}]")
+    assert file.getvalue() == "".join(f"training {step}%: loss [{step}]\n" for step in (30, 60, 90))
+    with progress.LoadingBar(Console(file=Terminal()), lines_s=30.0) as bar:
+        clock[0] += 99
+        bar("training", 0.1)
+    assert "training 10%" not in file.getvalue()

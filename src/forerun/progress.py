@@ -1,7 +1,7 @@
-"""Progress: a bar for work that takes long, shown where standard error is a terminal.
+"""Progress: a bar for work that takes long, where standard error is a terminal; lines elsewhere, of work of hours.
 
-This file decides when a bar is shown and how often it is drawn. Callers report what they do and which share of it is
-done; the same report can go to a callback of the user instead.
+This file decides when a bar is shown, how often it is drawn, and how lines look. Callers report what they do and which
+share of it is done; the same report can go to a callback of the user instead.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ REDRAW_S = 0.1  # drawing takes tens of microseconds, which every token of a bat
 
 
 class LoadingBar:
-    """A progress callback that shows a bar once the work has taken two seconds, if a person is looking."""
+    """A progress callback that shows a bar once the work has taken two seconds, if a person is looking.
 
-    def __init__(self, console: Console) -> None:
+    Where nobody is, it prints a line every `lines_s` seconds, or nothing without them.
+    """
+
+    def __init__(self, console: Console, lines_s: float | None = None) -> None:
         self._console = console
-        self._started_s = time.monotonic()
+        self._lines_s = lines_s
+        self._started_s = self._told_s = time.monotonic()
         self._drawn_s = 0.0
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -48,7 +52,10 @@ class LoadingBar:
     def __call__(self, what: str, done: float, detail: str = "") -> None:
         """`done` is the fraction of `what` that is finished; `detail` says what of it runs now."""
         now_s = time.monotonic()
-        if not self._console.is_terminal or now_s - self._started_s < PATIENCE_S:
+        if not self._console.is_terminal:
+            self._tell(f"{what} {done:.0%}" + (f": {detail}" if detail else ""), now_s)
+            return
+        if now_s - self._started_s < PATIENCE_S:
             return
         if done < 1 and now_s - self._drawn_s < REDRAW_S and not detail:
             return
@@ -60,6 +67,12 @@ class LoadingBar:
         if what not in self._tasks:
             self._tasks[what] = self._bar.add_task(what, total=1.0)
         self._bar.update(self._tasks[what], completed=done, description=f"{what} {detail}".rstrip())
+
+    def _tell(self, line: str, now_s: float) -> None:
+        """Print a line, if lines are wanted and the last one was long ago."""
+        if self._lines_s is not None and now_s - self._told_s >= self._lines_s:
+            self._told_s = now_s
+            self._console.print(line, markup=False)
 
 
 @contextmanager

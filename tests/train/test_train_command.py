@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.config import Speculation
-from forerun.draft.record import DrafterRecord
+from forerun.draft.record import RECORD, DrafterRecord
 from forerun.errors import FolderTaken
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
@@ -141,11 +142,10 @@ def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
 @pytest.mark.parametrize(
     "kind",
     [
-        "block",
         "draft",
         "early-exit",
         "medusa",
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("eagle", "mtp")),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("block", "eagle", "mtp")),
     ],
 )
 def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
@@ -189,18 +189,78 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
     assert f"early-exit:3:{folder}" in result.stdout.replace("\n", "")
     assert "accepted, before" in result.stdout
     steps = KINDS["early-exit"][-1]
-    assert re.fullmatch(rf"{re.escape(str(folder))} goes on from step {steps}: .* predicted\n", result.stderr)
+    assert re.fullmatch(rf"{re.escape(str(folder))} is finished, after step {steps}: .* predicted\n", result.stderr)
     assert {path: path.read_bytes() for path in before} == before
     for more, said in (
         (["--seed", "1"], "settings.seed was 0 and is 1"),
         (["--loss", "kl"], "settings.loss was 'lk-lambda' and is 'kl'"),
         (["--exit", "2"], "student.config.exit_layer was 3 and is 2"),
+        (["--steps", "9"], f"settings.steps was {steps} and is 9"),
+        (["--steps", "99", "--seed", "1"], "settings.seed was 0 and is 1"),
     ):
         result = invoke(*arguments, *more)
         assert result.exit_code == 2
         assert said in result.stderr.replace("\n", " ")
         assert "--force" in result.stderr
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_training_that_is_over_goes_on_with_more_steps(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same weights also where it is killed on its way; one that is not over has to come to its end first."""
+    few, save, killed_at = ["-n", "8", "--checkpoint-every", "1", "--data", str(prompts)], TrainFolder.save, [-1]
+
+    def saving(own: TrainFolder, state: TrainState) -> None:
+        save(own, state)
+        if state.step == killed_at[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainFolder, "save", saving)
+
+    def trained_to(steps: int, name: str) -> Result:
+        return invoke("early-exit", *QUICK, *few, "--out", str(tmp_path / name), "--steps", str(steps))
+
+    assert trained_to(3, "a").exit_code == 0
+    short = contents(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    result = trained_to(5, "a")
+    assert result.exit_code == 0, result.output
+    assert "goes on from step 3: " in result.stderr
+    assert "5 steps in" in result.stdout
+    assert DrafterRecord.read(tmp_path / "a") is not None
+    killed_at[0] = 4
+    assert trained_to(5, "b").exit_code != 0
+    told = trained_to(6, "b")
+    assert told.exit_code == 2
+    assert "with --steps 5 that is not over: let it end with --steps 5 first" in told.stderr.replace("\n", " ")
+    killed_at[0] = -1
+    assert "goes on from step 4: " in trained_to(5, "b").stderr
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(tmp_path / "a")["last"] != short["last"]
+
+
+def test_a_training_is_longer_only_behind_its_end(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    about = {"settings": {"steps": 3, "hours": None, "rate": 1.0}}
+    longer, other = ({"settings": about["settings"] | more} for more in ({"steps": 5}, {"steps": None, "hours": 9.0}))
+    folder.claim(about, force=False)
+    for state in (None, TrainState(step=2, asked=3.0), TrainState(step=2, stopped="it is over", asked=2.0)):
+        if state is not None:
+            folder.save(state)
+        with pytest.raises(FolderTaken, match="with --steps 3 that is not over: let it end with --steps 3 first"):
+            folder.claim(longer, force=False)
+        folder.claim(about, force=False)
+    folder.save(TrainState(step=3, stopped="it is over", asked=3.0))
+    with pytest.raises(FolderTaken, match=r"settings\.hours, settings\.steps; settings\.hours was None and is 9\.0"):
+        folder.claim(other, force=False)
+    (tmp_path / RECORD).write_text("of the shorter one")
+    folder.claim(longer, force=False)
+    assert not (tmp_path / RECORD).exists()
+    with pytest.raises(FolderTaken, match=r"settings\.steps was 5 and is 3"):
+        folder.claim(about, force=False)
+    with pytest.raises(FolderTaken, match="with --steps 5 that is not over"):
+        folder.claim({"settings": about["settings"] | {"steps": 7}}, force=False)
 
 
 def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, tmp_path: Path) -> None:
@@ -357,10 +417,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_run_that_is_killed_while_it_learns_ends_with_the_same_weights(
     trained: Trained, prompts: Path, tmp_path: Path
 ) -> None:
-    """Twice, at random moments of its first and of its second half."""
+    """At a random moment; the long proofs kill it ten times."""
     folder, rng = tmp_path / "out", random.Random(time.time_ns())
-    for step in (rng.randrange(1, 9), rng.randrange(9, 15)):
-        kill_behind(prompts, folder, step, rng.random() * 0.03)
+    kill_behind(prompts, folder, rng.randrange(1, 15), rng.random() * 0.03)
     finish(prompts, folder)
     assert contents(folder) == contents(trained("early-exit")[0])
 

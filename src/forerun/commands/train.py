@@ -62,6 +62,7 @@ def told_on(console: Console) -> Iterator[None]:
         logger.setLevel(before)
 
 
+LINES_S = 30.0  # between lines off a terminal; looks may be further apart
 KIND_NAMES = ("draft", "early-exit", "medusa", "eagle", "mtp", "block")  # named here, so that help needs no torch
 LOSS_NAMES = ("lk-lambda", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "ce", "dspark")
 EXAMPLES = """
@@ -230,7 +231,7 @@ def train(
         kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, options.threads
     )
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    with LoadingBar(errors) as bar, told_on(errors):
+    with LoadingBar(errors, LINES_S) as bar, told_on(errors):
         try:
             report = run(task, settings, bar)
         except KeyboardInterrupt:

@@ -105,12 +105,16 @@ class TrainSettings:
         """That of the laws that losses compare; at temperature 0, where a law is a single token, that of the model."""
         return 1.0 if self.sampling(0).greedy else self.temperature
 
+    @property
+    def length(self) -> float:
+        """The steps or hours that it is asked for."""
+        length = self.hours if self.steps is None else self.steps
+        assert length is not None, "something ends a training"
+        return float(length)
+
     def share_done(self, step: int, seconds: float) -> float:
         """How much of the training is over before this step, after so many seconds of training."""
-        if self.steps is not None:
-            return min(1.0, step / self.steps)
-        assert self.hours is not None, "something ends a training"
-        return min(1.0, seconds / (3600 * self.hours))
+        return min(1.0, (seconds / 3600 if self.steps is None else step) / self.length)
 
     def loss_at(self, share_done: float) -> str:
         """The loss of this part of the training."""

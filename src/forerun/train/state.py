@@ -3,12 +3,13 @@
 This file decides what belongs to it: weights and the optimizers' memory, how far it came, the best weights so far and
 what they were worth. Every step is a function of its number and of the weights before it, so nothing else is needed.
 The state is replaced as a whole. `run.json` beside it holds everything that decides the result: a folder with another
-one, or with anything else, is refused.
+one, or with anything else, is refused, but that a training that is over may be made longer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Mapping
@@ -26,11 +27,15 @@ from forerun.train.files import writable, write_whole
 FORM = 1  # of the files
 STATE = "state"  # the folder below that of the drafter
 HEAD, CHECKPOINT, LOG = "run.json", "checkpoint.pt", "train.jsonl"
+LENGTHS = ("settings.steps", "settings.hours")
 
 
 @dataclass(slots=True)
 class TrainState:
-    """How far a training came. `looks_since` are those since the best one; `stopped` says why it is over."""
+    """How far a training came. `looks_since` are those since the best one; `stopped` says why it is over.
+
+    `asked` are the steps or hours that it was asked for when it came so far: one that is asked for more is not over.
+    """
 
     step: int = 0
     seconds: float = 0.0
@@ -42,6 +47,7 @@ class TrainState:
     first_figures: dict[str, Any] | None = None
     looks_since: int = 0
     stopped: str = ""
+    asked: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,8 @@ class TrainFolder:
         """Make it this training's. With `force` another training there is forgotten, and files of the same names as
         those that this one writes will be replaced.
 
-        Raises FolderTaken, with nothing changed, where it holds anything else, or a training with other settings.
+        Raises FolderTaken, with nothing changed, where it holds anything else, a training with other settings, or one
+        that is to be longer and is not over yet.
         """
         about = json.loads(json.dumps({"form": FORM, **about}))
         head = self.state_folder / HEAD
@@ -67,7 +74,9 @@ class TrainFolder:
             if force and self.folder.exists():
                 self.clear()
             if head.exists():
-                self.check_head(head, about)
+                if self.check_head(head, about):
+                    (self.folder / RECORD).unlink(missing_ok=True)
+                    write_whole(head, lambda part: part.write_text(json.dumps(about) + "\n", "utf-8"))
                 return
             others = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
             if others and others != [STATE] and not force:
@@ -78,8 +87,11 @@ class TrainFolder:
             self.state_folder.mkdir(parents=True, exist_ok=True)
             write_whole(head, lambda part: part.write_text(json.dumps(about) + "\n", "utf-8"))
 
-    def check_head(self, head: Path, about: Mapping[str, Any]) -> None:
-        """Raise FolderTaken unless the folder is of this training."""
+    def check_head(self, head: Path, about: Mapping[str, Any]) -> bool:
+        """Whether this training goes on behind the end of the folder's; False where it is the same one.
+
+        Raises FolderTaken where it is neither.
+        """
         try:
             found = json.loads(head.read_text("utf-8"))
         except ValueError as error:
@@ -92,12 +104,27 @@ class TrainFolder:
                 f"{self.folder} is of a training of the kind {kinds[0]}, not {kinds[1]}: name another folder with "
                 "--out, or start over with --force"
             )
+        if len(differing) == 1 and differing[0] in LENGTHS and (before[differing[0]] or 0) < (now[differing[0]] or 0):
+            self.check_over(differing[0], float(before[differing[0]]))
+            return True
         if differing:
             name = differing[0]
             raise FolderTaken(
                 f"{self.folder} is of a training with other settings ({', '.join(differing)}; {name} was "
                 f"{before.get(name)!r} and is {now.get(name)!r}): name another folder with --out, or start over with "
                 "--force"
+            )
+        return False
+
+    def check_over(self, name: str, asked: float) -> None:
+        """Raise FolderTaken where the training has not come to the end that it was asked for: when it was stopped would
+        decide the weights."""
+        state = self.load()
+        if state is None or not state.stopped or state.asked < asked:
+            option = f"--{name.rpartition('.')[2]}"
+            raise FolderTaken(
+                f"{self.folder} is of a training with {option} {asked:g} that is not over: let it end with {option} "
+                f"{asked:g} first, or start over with --force"
             )
 
     def clear(self) -> None:

@@ -66,9 +66,12 @@ class Trainer:
         self.log = TrainLog.up_to(self.folder.folder / LOG, -1 if found is None else self.state.step)
         if found is None:
             self.look()
-        else:
-            logger.info("%s goes on from step %d: %s", self.folder.folder, self.state.step, self.worth)
-            self.publish()
+            return
+        if found.stopped and found.asked < self.settings.length:
+            found.stopped, found.looks_since = "", 0
+        told = "is finished, after step" if found.stopped else "goes on from step"
+        logger.info("%s %s %d: %s", self.folder.folder, told, found.step, self.worth)
+        self.publish()
 
     @property
     def best(self) -> HeldOutFigures:
@@ -171,6 +174,7 @@ class Trainer:
         state = self.state
         state.weights = {name: tensor.detach() for name, tensor in self.student.weights.items()}
         state.optimizers = states_of(self.optimizers)
+        state.asked = self.settings.length
         self.folder.save(state)
 
     def publish(self) -> None:
