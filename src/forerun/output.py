@@ -154,7 +154,7 @@ class Answers:
             num_cached_tokens=answers[0].sequence.num_cached or 0,
         )
         for answer in answers:
-            metrics.pace.add(answer.sequence.pace.round_s, answer.sequence.pace.plain_s)
+            metrics.pace.join(answer.sequence.pace)
             for delta in answer.deltas:
                 if delta.outcome is not None:
                     metrics.count(delta.outcome)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams, Speculation
+from forerun.accept.outcome import LEAST_MEASURED
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.suffix import SuffixDrafter
 from forerun.engine import calibration
@@ -270,3 +271,15 @@ def test_results_and_stats_tell_the_gain() -> None:
     assert llm.stats.gain != pytest.approx(plain.metrics.gain)
     (unknown,) = started("ngram", speculation=4).generate(PROMPTS[0], params)
     assert unknown.metrics.gain is None
+
+
+def test_a_few_tokens_tell_no_gain() -> None:
+    """What the first rounds take, with nothing in the caches, would be told as a loss."""
+    params = SamplingParams(temperature=0.7, max_tokens=LEAST_MEASURED // 2, seed=3, ignore_eos=True)
+    llm = started(f"model:{DRAFT}")
+    (answer,) = llm.generate(PROMPTS[0], params)
+    assert answer.metrics.pace.plain_s > 0
+    assert (answer.metrics.gain, llm.stats.gain) == (None, None)
+    for _ in range(3):
+        llm.generate(PROMPTS[0], params)
+    assert llm.stats.gain is not None

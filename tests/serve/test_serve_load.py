@@ -309,7 +309,7 @@ def test_metrics_count_what_the_engine_did() -> None:
         assert counts["num_requests_running"] == counts["num_requests_waiting"] == 0
         assert counts['http_responses_total{status="200"}'] == 3
         assert "estimated_gain" not in counts, "nothing is known of it where the depth is fixed"
-        llm.stats.pace.add(2.0, 3.0)
+        llm.stats.pace.add(2.0, 3.0, 99)
         llm.forecasts = (Forecast(8, "", 4, 1.25),)
         with server.http() as http:
             text = http.get("/metrics").text

@@ -46,7 +46,7 @@ def test_every_metric_of_the_dashboard_is_told(server: Running) -> None:
     expressions = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
     named = {name for each in expressions for name in re.findall(r"\b(?:forerun:|process_)\w+", each)}
     assert len(named) > 20
-    server.llm.stats.pace.add(2.0, 3.0)
+    server.llm.stats.pace.add(2.0, 3.0, 99)
     found = {name.partition("{")[0] for name in told(server)}
     assert named - found == {"forerun:forecast_gain"}, "which is known where the depth is chosen"
     labels = {each for expression in expressions for each in re.findall(r"by \((\w+)\)", expression)} - {"le"}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+LEAST_MEASURED = 16  # tokens, below which a gain would mostly tell what the first rounds took
+
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
@@ -78,16 +80,23 @@ class LiveGain:
 
     round_s: float = 0.0
     plain_s: float = 0.0
+    num_tokens: int = 0
 
-    def add(self, round_s: float, plain_s: float) -> None:
-        """Add a round."""
+    def add(self, round_s: float, plain_s: float, num_tokens: int) -> None:
+        """Add a round that gave so many tokens."""
         self.round_s += round_s
         self.plain_s += plain_s
+        self.num_tokens += num_tokens
+
+    def join(self, other: LiveGain) -> None:
+        """Add the rounds of another one."""
+        self.add(other.round_s, other.plain_s, other.num_tokens)
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast it was as plain decoding would have been; None where that is not known."""
-        return self.plain_s / self.round_s if self.round_s and self.plain_s else None
+        """How many times as fast it was as plain decoding would have been; None where too little was measured."""
+        known = self.round_s and self.plain_s and self.num_tokens >= LEAST_MEASURED
+        return self.plain_s / self.round_s if known else None
 
 
 @dataclass(slots=True)
@@ -131,7 +140,7 @@ class Counts:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as plain decoding, estimated from measured rounds; None where that is not known."""
+        """How many times as fast as plain decoding, by measured rounds; None where too little was measured."""
         return self.pace.gain
 
     @property
@@ -183,4 +192,4 @@ class Stats(Counts):
             self.count(row)
         if outcome.plain_s is not None:
             num_tokens = sum(row.num_emitted for row in outcome.rows)
-            self.pace.add(outcome.round_s, outcome.plain_s * num_tokens / len(outcome.rows))
+            self.pace.add(outcome.round_s, outcome.plain_s * num_tokens / len(outcome.rows), num_tokens)

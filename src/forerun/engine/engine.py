@@ -246,7 +246,7 @@ class Engine:
         self.stats.record(outcome)
         if plain_s is not None:
             for row, told in zip(plan.drawing, rows, strict=True):
-                row.sequence.pace.add(outcome.round_s, plain_s * told.num_emitted)
+                row.sequence.pace.add(outcome.round_s, plain_s * told.num_emitted, told.num_emitted)
         return deltas
 
     def plan(self) -> Round:

@@ -243,7 +243,7 @@ def counts_of(answers: Answers) -> Counts:
     """What became of the guesses of all samples."""
     counts = Counts()
     for answer in answers.answers.values():
-        counts.pace.add(answer.sequence.pace.round_s, answer.sequence.pace.plain_s)
+        counts.pace.join(answer.sequence.pace)
         for delta in answer.deltas:
             if delta.outcome is not None:
                 counts.count(delta.outcome)
