@@ -13,7 +13,7 @@ from forerun.settings_file import read_settings, written_settings
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 NEEDED = {
     "prove": ["--prompts", "p.txt"],
-    "widen": ["--folder", "wide"],
+    "widen": ["--out", "wide"],
     "tune": ["--drafts", "ngram"],
     "train": ["draft", "--data", "p.txt"],
     "convert": ["source", "--to", "eagle", "--out", "out"],

@@ -24,7 +24,7 @@ from forerun.device import Placement
 from forerun.sampling.recorded import Recorded
 from unchecked import unchecked
 
-QUICK = ["--tokens", "12", "--repeats", "2", "--num-prompts", "2", "--depth", "2,3"]
+QUICK = ["--max-tokens", "12", "--repeats", "2", "--num-prompts", "2", "--depth", "2,3"]
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
 
 
@@ -192,7 +192,7 @@ def test_a_state_of_other_settings_is_refused(run: Callable[..., Result], files:
         (["--workload", "code", "--replay", "a.jsonl"], "replay: it says what to run, and so does --workload"),
         (["--replay", "none.jsonl"], "none.jsonl: it cannot be read"),
         (["--widen"], "widen: "),
-        (["--tokens", "5000"], "5004 tokens of a context of 512"),
+        (["--max-tokens", "5000"], "5004 tokens of a context of 512"),
         (["--picture", "out.svg"], "picture: out.svg must be a .png"),
         (["--temperature", "-1"], "temperature"),
     ],
@@ -211,7 +211,7 @@ def test_mistakes_are_one_line_and_status_2(
 
 def test_too_little_memory_is_said(run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.cache.budget.available_bytes", lambda: 8_000_000)
-    result = run("--prompts", str(files / "tales.txt"), "--batch", "64", "--tokens", "200")
+    result = run("--prompts", str(files / "tales.txt"), "--batch", "64", "--max-tokens", "200")
     assert result.exit_code == 2
     assert "batch 64 does not fit" in result.stderr
 

@@ -25,7 +25,9 @@ def test_chance_is_that_of_independent_tokens(count: int, active: int) -> None:
 def test_a_benchmark_tells_experts_for_every_depth(tmp_path: Path) -> None:
     folder, out = tmp_path / "sparse", tmp_path / "bench.json"
     run = CliRunner()
-    made = run.invoke(app, ["widen", "--model", "stdlib", "--experts", "8", "--active", "2", "--folder", str(folder)])
+    made = run.invoke(
+        app, ["widen", "--model", "stdlib-draft", "--experts", "8", "--active", "2", "--out", str(folder)]
+    )
     assert made.exit_code == 0, made.output
     options = ["--depth", "3", "--workload", "code", "--num-prompts", "1", "-n", "12", "--repeats", "1", "-t", "0"]
     told = run.invoke(

@@ -348,7 +348,7 @@ def test_the_same_widening_is_reused_and_another_is_not(tmp_path: Path, draft_di
         (Wider(128, 6), 1),
     ]
     for wider, seed in others:
-        with pytest.raises(InvalidRequest, match=r"destination: .* is not this widening"):
+        with pytest.raises(InvalidRequest, match=r"out: .* is not this widening"):
             widen(str(draft_dir), folder, wider, seed=seed)
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
 
@@ -390,13 +390,13 @@ def test_a_place_that_cannot_be_written_is_named(
     tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidRequest, match=r"destination: .*file/wide cannot be written .*choose another"):
+    with pytest.raises(InvalidRequest, match=r"out: .*file/wide cannot be written .*choose another"):
         widen(str(draft_dir), tmp_path / "file" / "wide", Wider(128, 6))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(InvalidRequest, match=r"destination: .*file/forerun/widened/.* cannot be written"):
+    with pytest.raises(InvalidRequest, match=r"out: .*file/forerun/widened/.* cannot be written"):
         cached_widened(str(draft_dir), Wider(128, 6))
     monkeypatch.setattr(module, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
-    with pytest.raises(InvalidRequest, match="destination: no home: set HOME"):
+    with pytest.raises(InvalidRequest, match="cache: no home: set HOME"):
         cached_widened(str(draft_dir), Wider(128, 6))
 
 
@@ -453,7 +453,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
         free = 10**6
 
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage)
-    with pytest.raises(InvalidRequest, match=r"destination: .* are needed there, 0\.0 GB are free: choose another"):
+    with pytest.raises(InvalidRequest, match=r"out: .* are needed there, 0\.0 GB are free: choose another"):
         widen(str(draft_dir), tmp_path / "wide", Wider(256, 6))
     assert not made_in(tmp_path)
 
@@ -634,17 +634,17 @@ def test_a_damaged_label_is_refused(made: object, tmp_path: Path, target_dir: Pa
 def test_the_command_writes_and_reports(tmp_path: Path, draft_dir: Path) -> None:
     out = tmp_path / "wide"
     for _ in range(2):
-        result = run("widen", "--model", str(draft_dir), "--folder", str(out), "--parameters", "5M")
+        result = run("widen", "--model", str(draft_dir), "--out", str(out), "--parameters", "5M")
         assert result.exit_code == 0, result.stderr
         for words in ("0.28 M parameters: ", "4.9 M parameters: ", "logits  differ by at most ", str(out)):
             assert words in result.stdout
     explicit = run(
-        "widen", "-m", str(draft_dir), "-f", str(tmp_path / "b"), "--layers", "9", "--at-end", "--mlp", "512"
+        "widen", "-m", str(draft_dir), "--out", str(tmp_path / "b"), "--layers", "9", "--at-end", "--mlp", "512"
     )
     assert explicit.exit_code == 0
     assert read_config(tmp_path / "b").layers == 9
     assert read_config(tmp_path / "b").intermediate == 512
-    sparse = run("widen", "-m", str(draft_dir), "-f", str(tmp_path / "c"), "--experts", "4", "--active", "3")
+    sparse = run("widen", "-m", str(draft_dir), "--out", str(tmp_path / "c"), "--experts", "4", "--active", "3")
     assert sparse.exit_code == 0, sparse.stderr
     assert "4 experts of 192, 3 for a token" in sparse.stdout
 
@@ -660,7 +660,7 @@ def test_the_command_writes_and_reports(tmp_path: Path, draft_dir: Path) -> None
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path, draft_dir: Path) -> None:
-    result = run("widen", "--model", str(draft_dir), "--folder", str(tmp_path / "wide"), *arguments)
+    result = run("widen", "--model", str(draft_dir), "--out", str(tmp_path / "wide"), *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

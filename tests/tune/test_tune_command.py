@@ -25,7 +25,7 @@ from forerun.tune.translate import translations
 from unchecked import unchecked
 
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog", "One day, a <b>bird</b>"]
-QUICK = ["--tokens", "12", "--repeats", "2", "--threads", "1"]
+QUICK = ["--max-tokens", "12", "--repeats", "2", "--threads", "1"]
 FETCHES = re.compile(r"""(src|href)\s*=\s*["'](?!#)|@import|url\(\s*["']?(?!#)|https?://""")
 
 
@@ -181,7 +181,7 @@ def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_
         (["--drafts", "ngram", "--prompts", "none.jsonl"], "none.jsonl: it cannot be read"),
         (["--drafts", "ngram", "--template-options", "{"], "template_options: '{' is not JSON"),
         (["--drafts", "ngram", "--out", "/proc/none"], "out: /proc/none cannot be written"),
-        (["--drafts", "ngram", "--num-prompts", "2", "--tokens", "5000"], "of a context of"),
+        (["--drafts", "ngram", "--num-prompts", "2", "--max-tokens", "5000"], "of a context of"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2_and_load_nothing(

@@ -53,7 +53,7 @@ class Models:
         )
         if llm.plan.num_sequences_speculative < batch:
             room = "; ".join(llm.plan.lines())
-            raise NotEnoughMemory(f"batch {batch} does not fit: lower --batch, --depth or --tokens ({room})")
+            raise NotEnoughMemory(f"batch {batch} does not fit: lower --batch, --depth or --max-tokens ({room})")
         return llm
 
 

@@ -68,7 +68,9 @@ class BenchOptions:
     temperature: Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; replayed texts have none.")] = (
         "0,1"
     )
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")] = 48
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")
+    ] = 48
     num_prompts: Annotated[int, typer.Option(min=1, help="Most prompts of a workload; a batch repeats them.")] = 4
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each cell, by turns.")] = 3
     seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
@@ -91,7 +93,7 @@ class BenchOptions:
             batches=numbers("batch", self.batch, int),
             depths=numbers("depth", self.depth, depth_number),
             temperatures=numbers("temperature", self.temperature, float),
-            num_tokens=self.tokens,
+            num_tokens=self.max_tokens,
             num_prompts=self.num_prompts,
             repeats=self.repeats,
             seed=self.seed,

@@ -62,7 +62,7 @@ class LoadOptions:
     ] = None
     num_requests: Annotated[int, typer.Option(min=1, help="Requests of each load, mode and repetition.")] = 32
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions, modes by turns.")] = 3
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=2, help="Most new tokens per request.")] = 64
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most new tokens per request.")] = 64
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers of full length, where the server knows that field.")
     ] = False
@@ -72,8 +72,8 @@ class LoadOptions:
 
     def plan(self) -> dict[str, Any]:
         """The fields of a plan, without loads and modes."""
-        names = ("num_requests", "repeats", "ignore_eos", "temperature", "seed")
-        return {name: getattr(self, name) for name in names} | {"max_tokens": self.tokens}
+        names = ("num_requests", "repeats", "max_tokens", "ignore_eos", "temperature", "seed")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,9 @@ class TuneOptions:
     ] = "{}"
     batch: Annotated[str, typer.Option(help="Prompts at once, as in 1,8,32; the first decides the choice.")] = "1"
     temperature: Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; the first decides.")] = "0"
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")] = 64
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")
+    ] = 64
     num_prompts: Annotated[int, typer.Option(min=1, help="Most prompts; a quarter of them predicts.")] = 16
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement, by turns.")] = 3
     seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
@@ -80,7 +82,7 @@ class TuneOptions:
         return TuneSettings(
             batches=numbers("batch", self.batch, int),
             temperatures=numbers("temperature", self.temperature, float),
-            num_tokens=self.tokens,
+            num_tokens=self.max_tokens,
             num_prompts=self.num_prompts,
             repeats=self.repeats,
             seed=self.seed,

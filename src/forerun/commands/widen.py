@@ -13,10 +13,10 @@ from forerun.commands.interrupt import importing
 from forerun.options import ModelOption, OutputOptions, with_options
 
 EXAMPLES = """
-forerun widen --model stdlib --parameters 0.1B --folder stdlib-100M
-forerun widen --model ./target --draft eagle:./my-layer --parameters 1B --folder target-1B
-forerun widen --model stdlib --experts 16 --active 2 --folder stdlib-experts
-forerun widen --model stdlib-draft --hidden 256 --layers 8 --folder stdlib-draft-wide
+forerun widen --model stdlib --parameters 0.1B --out stdlib-100M
+forerun widen --model ./target --draft eagle:./my-layer --parameters 1B --out target-1B
+forerun widen --model stdlib --experts 16 --active 2 --out stdlib-experts
+forerun widen --model stdlib-draft --hidden 256 --layers 8 --out stdlib-draft-wide
 """
 
 
@@ -27,7 +27,7 @@ class ShapeOptions:
     TITLE: ClassVar[str] = "Checkpoint"
 
     model: ModelOption
-    folder: Annotated[Path, typer.Option("--folder", "-f", help="Folder to write; an existing one is not overwritten.")]
+    out: Annotated[Path, typer.Option(help="Folder to write; an existing one is not overwritten.")]
     parameters: Annotated[str | None, typer.Option(help="About how large: 0.5B, 21M. Chooses the whole shape.")] = None
     hidden: Annotated[
         int | None, typer.Option(help="Width of the residual stream; 4, 16, ... times as wide is exact.")
@@ -72,7 +72,7 @@ def widen(shape: ShapeOptions, output: OutputOptions) -> None:
     source = Blueprint.of(shape.model).config
     wider = wider_of(source, shape.parameters, shape.sizes(), shape.spread)
     with LoadingBar(Console(stderr=True)) as bar:
-        folder = write_widened(shape.model, shape.folder, wider, bar, shape.seed)
+        folder = write_widened(shape.model, shape.out, wider, bar, shape.seed)
         drafts = [str(widen_drafter(each, shape.model, folder, wider, shape.seed)) for each in shape.draft or ()]
     made = Widened(source, wider.shape(source), folder, drafts)
     if not result.as_json:

@@ -158,7 +158,7 @@ def widen(
         destination.parent.mkdir(parents=True, exist_ok=True)
         alone = FileLock(destination.with_name(f".{destination.name}.lock")).acquire()
     except OSError as error:
-        raise InvalidRequest("destination", f"{destination} cannot be written ({error}): choose another.") from error
+        raise InvalidRequest("out", f"{destination} cannot be written ({error}): choose another.") from error
     with alone:
         if not plan.is_at(destination):
             make(plan, destination, progress)
@@ -170,7 +170,7 @@ def cached_widened(source: str, wider: Wider, progress: ProgressCallback | None 
     try:
         folder = cache_folder("widened")
     except OSError as error:
-        raise InvalidRequest("destination", str(error)) from error
+        raise InvalidRequest("cache", str(error)) from error
     return widen(source, folder / Plan.of(source, wider, 0).recipe, wider, progress)
 
 
@@ -208,7 +208,7 @@ class Plan:
         made = read_fields(folder / "config.json").values.get(WIDENED) if (folder / "config.json").is_file() else None
         if isinstance(made, dict) and made.get("recipe") == self.recipe:
             return True
-        raise InvalidRequest("destination", f"{folder} exists and is not this widening: choose another, or remove it.")
+        raise InvalidRequest("out", f"{folder} exists and is not this widening: choose another, or remove it.")
 
 
 def refuse_what_cannot_be_said(plan: Plan) -> None:
@@ -240,7 +240,7 @@ def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> No
     free = shutil.disk_usage(destination.parent).free
     if size > free:
         wanted = f"{size / 1e9:.1f} GB are needed there, {free / 1e9:.1f} GB are free: choose another disk"
-        raise InvalidRequest("destination", f"{destination}: {wanted}")
+        raise InvalidRequest("out", f"{destination}: {wanted}")
     try:
         partial.mkdir()
         for path in companions(plan.source.folder):

@@ -113,7 +113,7 @@ class Trial:
             if llm.plan.num_sequences_speculative < batch:
                 room = "; ".join(llm.plan.lines())
                 llm.close()
-                raise NotEnoughMemory(f"batch {batch} does not fit: lower --batch or --tokens ({room})")
+                raise NotEnoughMemory(f"batch {batch} does not fit: lower --batch or --max-tokens ({room})")
             self.llm = llm
         return self.llm
 
