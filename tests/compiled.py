@@ -1,21 +1,28 @@
-"""Tests of the compiled kernels need a C++ compiler, as the kernels do; what it makes is shared by all workers."""
+"""Tests of the compiled kernels need a C++ compiler, as the kernels do; what it makes is kept for further runs."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 import subprocess
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-from forerun.kernels.build import FLAGS, NoKernels, compiler, cpp_files
+from forerun.kernels.build import FLAGS, SOURCES, NoKernels, compiler, cpp_files
 from forerun.kernels.variants import NATIVE, NATIVE_FLAGS, VARIANTS, architecture, runnable
 
-# What the compiler may use. Where there are variants, one of them has the bits of a native library, as a test proves.
-LEVELS = [variant.name for variant in VARIANTS] + [NATIVE] * (not runnable())
+KEPT = Path(__file__).resolve().parent.parent / "build" / "kernels-of-tests"
 FLAGS_OF = {NATIVE: NATIVE_FLAGS} | {variant.name: variant.flags for variant in VARIANTS}
+# What the compiler may use. Where there are variants, one of them has the bits of a native library, as a test proves.
+NAMES = [variant.name for variant in VARIANTS] + [NATIVE] * (not runnable())
+HERE = [variant.name for variant in runnable()] or [NATIVE]
+ENDS = {HERE[0], HERE[-1]}  # the short suite takes the most and the least that this processor can do
+LEVELS, LEVELS_HERE = (
+    [name if name in ENDS else pytest.param(name, marks=pytest.mark.full) for name in names] for names in (NAMES, HERE)
+)
 
 
 def require_compiler() -> None:
@@ -26,26 +33,30 @@ def require_compiler() -> None:
         pytest.skip(str(missing))
 
 
-def compiled_for(level: str, folder: Path, optimization: str = "-O3") -> ctypes.CDLL:
+def compiled_for(level: str, optimization: str = "-O3") -> ctypes.CDLL:
     """The library as compiled for a processor that can do less than this one, perhaps; skips where it cannot run."""
-    if level not in (NATIVE, *(variant.name for variant in runnable())):
+    if level not in (NATIVE, *HERE):
         pytest.skip(f"this processor does not run {level} code")
-    return ctypes.CDLL(str(library_for(level, folder, optimization)))
+    return ctypes.CDLL(str(library_for(level, optimization)))
 
 
-def library_for(level: str, folder: Path, optimization: str = "-O3") -> Path:
-    """The library's file, for any processor; skips where no compiler makes one.
-
-    `folder` is a temporary one of pytest, in whose place all workers of a run use the same.
-    """
+def library_for(level: str, optimization: str = "-O3") -> Path:
+    """The library's file, for any processor; skips where no compiler makes one. It is made anew where anything that
+    goes into it has changed."""
     command = compiler_for(level)
-    path = of_all_workers(folder) / f"kernels-{level}{optimization}.so"
-    with FileLock(f"{path}.lock"):
+    flags = [flag.replace("-O3", optimization) for flag in FLAGS] + [*FLAGS_OF.get(level, (f"-march={level}",))]
+    call = [command, *flags, "-Wall", "-Wextra", "-Werror", "-shared", *cpp_files()]
+    version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
+    digest = sha256(repr(call).encode() + version + b"".join(source.read_bytes() for source in SOURCES))
+    name = f"{level}{optimization}"
+    path = KEPT / f"{name}-{digest.hexdigest()[:16]}.so"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with FileLock(KEPT / f"{name}.lock"):
         if not path.exists():
-            flags = [flag.replace("-O3", optimization) for flag in FLAGS]
-            strict = [*FLAGS_OF[level], "-Wall", "-Wextra", "-Werror", "-shared"]
+            for old in KEPT.glob(f"{name}-????????????????.so"):
+                old.unlink()
             made = path.with_suffix(".part")
-            subprocess.run([command, *flags, *strict, *cpp_files(), "-o", str(made)], check=True)
+            subprocess.run([*call, "-o", str(made)], check=True)
             made.rename(path)
     return path
 
@@ -58,8 +69,3 @@ def compiler_for(level: str) -> str:
         return compiler()
     found = shutil.which(f"{foreign}-linux-gnu-g++")
     return found or pytest.skip(f"no {foreign}-linux-gnu-g++ here (Debian: g++-{foreign.replace('_', '-')}-linux-gnu)")
-
-
-def of_all_workers(folder: Path) -> Path:
-    """The temporary folder of the whole run, of which every worker has a part."""
-    return next((above for above in folder.parents if above.parent.name.startswith("pytest-of-")), folder)

@@ -1,13 +1,14 @@
 """README.md is true: its Python and its `forerun` lines run, its make targets and paths exist."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from forerun import cli
+from unchecked import unchecked
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,14 +34,12 @@ def test_python_blocks_run(source: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_forerun_commands_run_and_say_something(command: str) -> None:
+def test_forerun_commands_run_and_say_something(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     arguments = shlex.split(command, comments=True)[1:]
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
-    start = [sys.executable, "-c", "from forerun.cli import main; main()", *arguments]
-    run = subprocess.run(
-        start, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    with unchecked():
+        run = CliRunner().invoke(cli.app, arguments, env={"NO_COLOR": "1"})
+    assert run.exit_code == 0, run.output
     assert len(run.stdout.split()) > 3, run.stdout
 
 

@@ -95,7 +95,7 @@ def stops_within(text: str) -> st.SearchStrategy[list[str]]:
 
 
 @given(data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_runs_end_where_the_definition_says(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=14))
     max_tokens = data.draw(st.integers(1, len(ids)))

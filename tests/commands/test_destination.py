@@ -108,11 +108,26 @@ def lines(tmp_path: Path, target_dir: Path, draft_dir: Path) -> dict[str, list[s
     pair = ["--model", str(target_dir), "--draft", f"model:{draft_dir}"]
     prompts = ["--prompts", str(tmp_path / "prompts.txt"), "--num-prompts", "2"]
     return {
-        "generate": [*pair, "-n", "6", "Once"],
+        "generate": [*pair, "--depth", "3", "-n", "6", "Once"],
         "trace": [*pair, "-n", "6", "Once"],
         "prove": [*pair, *prompts, "-n", "4", "--num-texts", "100"],
-        "bench": [*pair, *prompts, "-n", "4", "--repeats", "1", "--depth", "2", "-t", "0", "--threads", "1"],
-        "widen": ["-m", str(draft_dir), "--parameters", "1M", "--folder", str(tmp_path / "wide")],
+        "bench": [
+            *pair,
+            *prompts,
+            "--state",
+            str(tmp_path / "runs.jsonl"),
+            "-n",
+            "4",
+            "--repeats",
+            "1",
+            "--depth",
+            "2",
+            "-t",
+            "0",
+            "--threads",
+            "1",
+        ],
+        "widen": ["-m", str(draft_dir), "--parameters", "1M", "--out", str(tmp_path / "wide")],
     }
 
 
@@ -121,7 +136,6 @@ def test_json_is_one_line_instead_and_output_a_file_beside(
     name: str, lines: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.bench.measure.bandwidth_bytes_per_s", lambda *_, **__: 1e9)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(*more: str) -> Result:
         with unchecked():

@@ -227,7 +227,9 @@ def texts_of(kind: str) -> list[list[int]]:
     return [[int(str(token)) for token in text] for text in texts]
 
 
-@pytest.mark.parametrize("kind", ["letters", "fresh", "twice"])
+@pytest.mark.parametrize(
+    "kind", ["letters", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("fresh", "twice"))]
+)
 def test_its_size_is_about_what_it_takes(kind: str) -> None:
     tree = SuffixTree(24)
     gc.collect()

@@ -413,8 +413,7 @@ def test_a_drafter_whose_tokens_cannot_be_compared_is_refused(
         assert part in str(error.value)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_the_bundled_draft_of_1024_tokens_is_accepted_nearly_as_often_as_the_familys(temperature: float) -> None:
     """On held-out code, sampled drafts too; measured at 0.6 to 0.7 of it. The output is plain decoding's."""
     prompts = [str(passage.prompt) for passage in shipped("code")]

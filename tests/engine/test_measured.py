@@ -154,7 +154,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:
@@ -180,7 +180,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("batch", "count", "num_texts"), [(1, 5000, 3), (8, 4000, 1)])
 @pytest.mark.parametrize("name", CHANGES)
 def test_it_follows_changes(name: str, batch: int, count: int, num_texts: int) -> None:

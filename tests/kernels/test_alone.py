@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled import FLAGS_OF, LEVELS, compiler_for
-from forerun.kernels.build import FLAGS, SOURCES, cpp_files
+from compiled import FLAGS_OF, NAMES, compiler_for, library_for
+from forerun.kernels.build import FLAGS, SOURCES
 from forerun.kernels.variants import VARIANTS, architecture, runnable
 
 SOURCE = Path(__file__).with_name("alone.cpp")
@@ -45,7 +45,9 @@ def run(level: str, folder: Path) -> list[str]:
         "-Werror",
         f"-I{SOURCES[0].parent}",
     ]
-    subprocess.run([command, *flags, str(SOURCE), *cpp_files(), "-o", str(program)], check=True)
+    library = library_for(level)
+    found_at = f"-Wl,-rpath,{library.parent}"
+    subprocess.run([command, *flags, str(SOURCE), str(library), found_at, "-o", str(program)], check=True)
     done = subprocess.run([*start, str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.split("\n")[0] == INSTRUCTIONS[level]
@@ -54,7 +56,7 @@ def run(level: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "level",
-    [level if level == BEST else pytest.param(level, marks=pytest.mark.full) for level in LEVELS if level in MACHINES],
+    [level if level == BEST else pytest.param(level, marks=pytest.mark.full) for level in NAMES if level in MACHINES],
 )
 def test_kernels_are_right_without_python(level: str, tmp_path: Path) -> None:
     assert len(run(level, tmp_path)) == 11

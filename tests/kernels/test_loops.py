@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled import LEVELS, library_for
-from forerun.kernels.variants import NATIVE, VARIANTS, runnable
+from compiled import HERE, LEVELS_HERE, NAMES, library_for
+from forerun.kernels.variants import VARIANTS
 
 PRODUCTS = ("multiply_block<",)
 NUM_FORMATS = 4
@@ -93,20 +93,19 @@ def check(path: Path, level: str) -> None:
     assert not [access for each in functions for access in each.stack_accesses()]
 
 
-HERE = [variant.name for variant in runnable()] or [NATIVE]
-ELSEWHERE = [name for name in LEVELS if name not in HERE]
+ELSEWHERE = [name for name in NAMES if name not in HERE]
 
 
-@pytest.mark.parametrize("level", HERE)
-def test_no_inner_loop_touches_the_stack(level: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", LEVELS_HERE)
+def test_no_inner_loop_touches_the_stack(level: str) -> None:
     """In the libraries that this run compiles for other tests."""
-    check(library_for(level, tmp_path), level)
+    check(library_for(level), level)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("level", ELSEWHERE)
-def test_nor_does_one_for_processors_that_this_is_not(level: str, tmp_path: Path) -> None:
-    check(library_for(level, tmp_path), level)
+def test_nor_does_one_for_processors_that_this_is_not(level: str) -> None:
+    check(library_for(level), level)
 
 
 LISTING = """

@@ -108,7 +108,7 @@ def assert_clean(draft: Draft, rows: Sequence[Row], budgets: Sequence[Budget]) -
         assert ((draft.survival >= 0) & (draft.survival <= above))[tree.valid].all()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("dtype", "batch", "mode"), HISTORIES)
 def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
     make: Callable[[], Drafter], batch: int, mode: tuple[float, int, bool]

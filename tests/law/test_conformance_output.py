@@ -132,7 +132,7 @@ def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
         assert got.stats.num_drafted > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @above_all_float32
 @pytest.mark.parametrize("verification", ["token", "block"])
 @every_drafter

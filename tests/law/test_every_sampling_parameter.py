@@ -255,7 +255,7 @@ def check_drafted(
 DRAFTS = ("ngram", "model:stories280k", "oracle")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [d if d == "bfloat16" else pytest.param(d, marks=pytest.mark.full) for d in DTYPES])
 @pytest.mark.parametrize("draft", DRAFTERS)
 def test_every_drafter_under_combinations(draft: str, dtype: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from drafters import DRAFTERS, EVERY_DTYPE, SMALL, TARGET, built, story
+from drafters import DRAFTERS, DTYPES, SMALL, TARGET, built, story
 from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
 from hostile import HOSTILE, Situation, drafted
 from rebuilt import assert_same as assert_same_draft
@@ -44,7 +44,9 @@ ROOM = 4096  # tokens in a drafter's cache that never want for room
 CROWDS = (12, 5, 12, 2)  # sequences that are there at a time: room for guesses, or for nobody
 
 
-@pytest.fixture(scope="module", params=EVERY_DTYPE)
+@pytest.fixture(
+    scope="module", params=[DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.full) for dtype in DTYPES[1:])]
+)
 def bench(request: pytest.FixtureRequest, target_dir: Path, draft_dir: Path) -> Bench:
     return Bench.of(target_dir, draft_dir, request.param)
 

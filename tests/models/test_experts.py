@@ -120,6 +120,7 @@ def test_a_row_has_bits_of_its_own(
     assert check_rows(load(folders[family], choice, dtype, quantize)).std() > 1.5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_are_near_torchs_operators(
@@ -138,9 +139,9 @@ def test_kernels_are_near_torchs_operators(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_also_by_kernels_for_lesser_processors(
-    folders: dict[str, Path], family: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], family: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = checked(compiled_for(level, tmp_path))
+    kernels = checked(compiled_for(level))
     monkeypatch.setattr(loading, "find_kernels", lambda choice, *_: kernels if choice == "native" else None)
     for numbers in FORMATS:
         found = check_rows(load(folders[family], "native", *numbers))

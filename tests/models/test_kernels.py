@@ -31,9 +31,9 @@ FORMATS = [*PLAIN, *QUANTIZATIONS]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     """The library as compiled for a processor that can do less than this one, perhaps."""
-    return checked(compiled_for(request.param, tmp_path_factory.mktemp("kernels")))
+    return checked(compiled_for(request.param))
 
 
 @pytest.fixture
@@ -175,20 +175,18 @@ def check_same_bits(one: Kernels, other: Kernels) -> None:
 
 
 @pytest.mark.full
-def test_bits_do_not_depend_on_what_a_compiler_makes_of_the_code(tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_what_a_compiler_makes_of_the_code() -> None:
     """Which is why its name and version are no part of the fingerprint."""
-    check_same_bits(*(Kernels(compiled_for("native", tmp_path, level)) for level in ("-O3", "-O1")))
+    check_same_bits(*(Kernels(compiled_for("native", level)) for level in ("-O3", "-O1")))
 
 
-def test_a_wheels_library_has_the_bits_of_one_compiled_here(
-    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheels_library_has_the_bits_of_one_compiled_here(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why the fingerprint names instructions: what else the processor has changes no bit."""
     require_compiler()
     own = find_kernels("native", torch.float32)
     assert own is not None
     name = next((variant.name for variant in VARIANTS if variant.instructions == own.instructions), "native")
-    wheels = checked(compiled_for(name, tmp_path))
+    wheels = checked(compiled_for(name))
     assert wheels.instructions == own.instructions
     check_same_bits(own, wheels)
     tokens, sizes = list(range(3, 200)), [150, 1, 1, 5, 40]

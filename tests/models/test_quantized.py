@@ -41,7 +41,7 @@ def awkward(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("shape", "dtype", "biased"), list(product(SHAPES, DTYPES, [True, False])))
 def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
     """Whole numbers in Python's own arithmetic, in any company, with oneDNN, compiled kernels or neither."""
@@ -113,7 +113,7 @@ def perplexity(model: Blueprint, windows: list[list[int]]) -> float:
     return math.exp(total / sum(map(len, windows)))
 
 
-@pytest.mark.parametrize("name", ["stdlib", "stdlib-draft"])
+@pytest.mark.parametrize("name", [pytest.param("stdlib", marks=pytest.mark.full), "stdlib-draft"])
 def test_perplexity_rises_by_less_than_a_hundredth_and_in_4_bits_by_less_than_a_twentieth(name: str) -> None:
     """Measured by benchmarks/loss.py: 0.0008 and 0.013 nats for the larger model, 0.0006 and 0.031 for the smaller."""
     tokenizer = Blueprint.of(name).tokenizer()

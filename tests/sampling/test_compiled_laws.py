@@ -31,9 +31,9 @@ NUM_TEXTS = 3
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SamplingKernels:
+def kernels(request: pytest.FixtureRequest) -> SamplingKernels:
     """The library as compiled for a processor that can do less than this one, perhaps."""
-    return SamplingKernels(compiled_for(request.param, tmp_path_factory.mktemp("kernels")))
+    return SamplingKernels(compiled_for(request.param))
 
 
 class Unsure(SamplingKernels):
@@ -174,7 +174,8 @@ def test_the_edge_of_a_nucleus_is_torchs(kernels: SamplingKernels, vocab: int, q
         slack = 0.0
 
     wrong = decided = 0
-    for seed in range(60):
+    num_seeds = 60 if vocab < 1000 else 15
+    for seed in range(num_seeds):
         rng = random.Random(seed)
         logits = logits_of("flat", 1, vocab, seed) * (2.0 if vocab < 1000 else 4.0)
         logits = (logits * 4).round() / 4 if quantised else logits
@@ -195,7 +196,7 @@ def test_the_edge_of_a_nucleus_is_torchs(kernels: SamplingKernels, vocab: int, q
                 assert differ == 0
                 decided += 40 - list(found).count(-1)
             wrong += differ
-    assert decided > 60 * 40 // 2
+    assert decided > num_seeds * 40 // 2
     assert wrong > 0 or vocab > 6  # the margin for sums of many terms is not the slack's
 
 

@@ -30,9 +30,9 @@ VOCABS = [1, 2, 15, 16, 17, 100, 1024, 4099, 40_001]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SamplingKernels:
+def kernels(request: pytest.FixtureRequest) -> SamplingKernels:
     """The library as compiled for a processor that can do less than this one, perhaps."""
-    return SamplingKernels(compiled_for(request.param, tmp_path_factory.mktemp("kernels")))
+    return SamplingKernels(compiled_for(request.param))
 
 
 def rows_of(temperatures: list[float], seed: int, length: int = 3) -> list[RowSampling]:
