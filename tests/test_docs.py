@@ -120,6 +120,27 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in map(slug, HEADING.findall(goal.read_text(encoding="utf-8"))), f"{page.name}: {link}"
 
 
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+@pytest.mark.parametrize("page", EVERYWHERE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for file, name in NAMED_TEST.findall(TEXTS[page]):
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), name
+
+
+def test_every_complaint_has_its_source_and_its_tests() -> None:
+    """In a table without an empty cell, all of whose tests are spelled so that the test above finds them."""
+    lines = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("|").split(" | ") for line in lines if line.startswith("|")][2:]
+    assert len(rows) > 10
+    for what, where, here, tests in rows:
+        assert what.strip()
+        assert here.strip()
+        assert LINK.findall(where)
+        assert all(NAMED_TEST.fullmatch(each) for each in tests.strip().split(", ")), tests
+
+
 def test_the_rounds_that_are_shown_are_those_of_the_command_above_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Word for word; figures are left out: their last digits may differ from machine to machine."""
     page = ROOT / "docs" / "how-it-works.md"

@@ -33,6 +33,7 @@ Each message contains the offending value and says what to do about it. Broken i
     ├── MissingPackage              an optional package that an option needs is not installed
     ├── RequestFailed               a round failed for one request alone; the cause says why
     │   └── RoundFailed             every round that reads this request raises, even with nothing else in it
+    │       └── OutOfMemory         because it needs more memory than there is
     └── EngineClosed                work was given to an engine that has shut down
 """
 
@@ -210,6 +211,19 @@ class RoundFailed(RequestFailed):
     def told(self) -> Exception:
         """The cause, if it is one of forerun's own errors, which say what to do; otherwise this error."""
         return self.__cause__ if isinstance(self.__cause__, ForerunError) else self
+
+
+class OutOfMemory(RoundFailed):
+    """Every round that reads sequence `seq_id`, even alone, needs more memory than the machine has left."""
+
+    def __init__(self, seq_id: int, cause: BaseException) -> None:
+        RequestFailed.__init__(
+            self,
+            seq_id,
+            "no memory is left for a round that reads it, even alone; it has ended. Ask for less at once, or plan for "
+            "less memory or a shorter context at the start.",
+        )
+        self.__cause__ = cause
 
 
 class EngineClosed(ForerunError):

@@ -5,13 +5,14 @@ import random
 
 import pytest
 
-from engine.worlds import World, calibrated, rounds
+from engine.worlds import World, calibrated, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.draft.base import Budget
 from forerun.economy import Acceptance, likeness
 from forerun.engine.advice import FEW, PLANS, TEXTS, WINDOW, Advice
 from forerun.engine.forecast import PAYS, Forecast, forecast, told
 from forerun.engine.measured import MeasuredDepth
+from forerun.models.experts import expected_distinct
 
 WORLDS = {
     "pays": World([0.8], [0.002], lambda n: 0.1 + 0.001 * n),
@@ -58,6 +59,22 @@ def test_an_arm_that_seldom_has_anything_to_say_gains_seldom() -> None:
     assert full is not None
     assert seldom is not None
     assert seldom.gain - 1 == pytest.approx(0.1 * (full.gain - 1), rel=0.05)
+
+
+@pytest.mark.parametrize(("count", "active"), [(8, 2), (128, 8)])
+def test_experts_that_guesses_read_are_paid_for(count: int, active: int) -> None:
+    """The same good guesses that pay where a pass costs the same for any few tokens do not where each reads experts."""
+    dense = World([0.6], [0.002])
+    sparse = World([0.6], [0.002], lambda num_tokens: 0.4 * expected_distinct(count, active, num_tokens) / count)
+    pays, does_not = (forecast(each.costs, each.arms, 1) for each in (calibrated(dense, 1), calibrated(sparse, 1)))
+    assert pays is not None
+    assert pays.depth > 1
+    assert does_not is not None
+    assert does_not.depth == 0
+    assert told([does_not]).startswith("drafting is not expected to pay: ×")
+    played = list(rounds(calibrated(sparse, 1), sparse, 200, 1))
+    assert share_of_best(sparse, played) > 0.95
+    assert sum(any(budget.depth for budget in budgets) for budgets in played) < 20
 
 
 def test_it_is_told_in_a_line() -> None:

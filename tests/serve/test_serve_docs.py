@@ -63,7 +63,7 @@ def test_every_metric_of_the_table_is_told(server: Running) -> None:
 
 def test_every_code_of_an_error_is_in_the_table() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "forerun" / "serve").glob("*.py"))
-    codes = set(re.findall(r'code(?:: str =|=)\s?"(\w+)"|"(\w+_(?:parameter|exceeded|long))"', source))
+    codes = set(re.findall(r'code(?:: str =|=)\s?"(\w+)"|"(\w+_(?:parameter|exceeded|long|memory))"', source))
     codes = {one or other for one, other in codes}
     assert {"invalid_value", "unknown_parameter", "queue_full", "invalid_json"} < codes
     for code in codes:

@@ -23,7 +23,7 @@ from forerun.draft.base import Committed, Draft, Drafter
 from forerun.engine.constrained import arms_of, completions, constrained_tree, forced_chains
 from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.delta import Delta, delta_of, score_prompt
-from forerun.engine.inquiry import Inquiry
+from forerun.engine.inquiry import Inquiry, failure_of
 from forerun.engine.measured import MeasuredDepth
 from forerun.engine.prefixes import Prefixes
 from forerun.engine.proposal import Round, propose
@@ -31,7 +31,7 @@ from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, be
 from forerun.engine.roster import Hear, Roster
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, Status
-from forerun.errors import ForerunError, ModelError, RequestFailed, RoundFailed
+from forerun.errors import ForerunError, ModelError, RequestFailed
 from forerun.guard import attempt
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.runner import Runner
@@ -176,7 +176,7 @@ class Engine:
         else:
             culprit = inquiry.next(self.sequences)
             assert culprit is not None, "an inquiry ends with its last suspect"
-            return self.give_up(culprit, error if isinstance(error, RequestFailed) else RoundFailed(culprit.id, error))
+            return self.give_up(culprit, failure_of(culprit, error))
         inquiry.suspect(running)
         if isinstance(error, RequestFailed) and error.seq_id in self.sequences:
             self.sequences[error.seq_id].speculation = Speculation(depth=0)  # a guess may have been the reason

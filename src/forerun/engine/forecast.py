@@ -12,7 +12,7 @@ from itertools import accumulate
 from operator import mul
 
 from forerun.config import AUTO_DEPTH
-from forerun.economy import Kind, PassCosts
+from forerun.economy import Kind, PassCosts, size_class
 from forerun.engine.arms import Arms
 
 BATCHES = (1, 8, 32)
@@ -41,6 +41,7 @@ def forecast(costs: PassCosts, arms: Arms, batch: int, num_context: int = 0) -> 
     if not costs.kinds or not arms.arms:
         return None
     ways = [(arm, depth) for depth in range(1, AUTO_DEPTH + 1) for arm in range(len(arms.arms))]
+    ways = [way for way in ways if measured(costs, arms, *way, batch, num_context)] or ways
     gains = {(arm, depth): gain(costs, arms, arm, depth, batch, num_context) for arm, depth in ways}
     arm, depth = max(ways, key=gains.__getitem__)
     found = gains[arm, depth]
@@ -59,6 +60,13 @@ def gain(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_con
         pass_s = own.covered * pass_s + (1 - own.covered) * plain_s
     draft_s = min(1.0, own.covered * batch) * sum(member.cost_s(depth, rows, 0) for member in members)
     return tokens * plain_s / (pass_s + draft_s)
+
+
+def measured(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_context: int) -> bool:
+    """Whether passes of this size were seen: between sizes, a target with experts costs more than a line says."""
+    kind = Kind.of(batch, num_context, arms.is_mix and arm == len(arms.arms) - 1)
+    num_tokens = batch + max(1, round(arms.arms[arm].covered * batch)) * depth
+    return size_class(num_tokens) in costs.of(kind).sizes
 
 
 def forecasts(costs: PassCosts, arms: Arms, most_rows: int) -> Sequence[Forecast]:

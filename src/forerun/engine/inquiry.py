@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
+from forerun.cache.paged import OutOfBlocks
 from forerun.engine.sequence import Sequence
+from forerun.errors import OutOfMemory, RequestFailed, RoundFailed
+
+MEMORY = (MemoryError, torch.OutOfMemoryError, OutOfBlocks)
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch's, whose error is a RuntimeError
 
 
 @dataclass(slots=True)
@@ -41,3 +48,11 @@ class Inquiry:
     def next(self, sequences: Mapping[int, Sequence]) -> Sequence | None:
         """The suspect to read alone in the next round; None where all sequences are read."""
         return sequences[next(iter(self.suspects))] if self.alone else None
+
+
+def failure_of(culprit: Sequence, error: BaseException) -> RequestFailed:
+    """The error to end a request with that was read alone when a round raised."""
+    if isinstance(error, RequestFailed):
+        return error
+    lacking = isinstance(error, MEMORY) or CPU_ALLOCATOR in str(error)
+    return (OutOfMemory if lacking else RoundFailed)(culprit.id, error)

@@ -13,6 +13,7 @@ from forerun.errors import (
     EngineClosed,
     ForerunError,
     InvalidRequest,
+    OutOfMemory,
     PromptTooLong,
     RequestFailed,
     TokenizerError,
@@ -24,7 +25,10 @@ INTERNAL = "the server met an error that it was not prepared for; its log says w
 
 CLOSED = "the engine has stopped, so that this request is not answered to its end, and no other is any more."
 
+NO_MEMORY = "the server has no memory left for this request: ask for less at once."
+
 TOO_LONG = "took_too_long"
+OUT_OF_MEMORY = "out_of_memory"
 MISSING = "missing_required_parameter"
 TOO_MANY_TOKENS = "context_length_exceeded"
 
@@ -66,7 +70,7 @@ class ApiError(Exception):
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.allow is not None:
             headers["Allow"] = self.allow
-        if self.code == TOO_LONG:
+        if self.code in (TOO_LONG, OUT_OF_MEMORY):
             headers["x-should-retry"] = "false"  # OpenAI's clients would ask again, and again for too much
         return headers if self.retry_s is None else {**headers, "Retry-After": str(self.retry_s)}
 
@@ -88,6 +92,9 @@ def problem_of(error: BaseException) -> ApiError:
         return refused("chat_template", str(error))
     if isinstance(error, UnknownKeyword | TokenizerError):
         return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, OutOfMemory | MemoryError):
+        message = f"{error if isinstance(error, OutOfMemory) else NO_MEMORY} Other requests go on."
+        return ApiError(503, message, code=OUT_OF_MEMORY, kind=FAULT_OF_SERVER)
     if isinstance(error, RequestFailed):
         message = f"the engine failed at this request and has ended it; others go on. {error}"
         return ApiError(500, message, code="round_failed", kind=FAULT_OF_SERVER)

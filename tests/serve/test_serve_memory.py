@@ -1,0 +1,138 @@
+"""Where memory runs out the server goes on: what fits is answered as ever, and what does not fit is told so alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.cache.blocks import OutOfBlocks
+from forerun.engine.sequence import Sequence
+from forerun.llm import LLM
+from forerun.models.runner import Read, Runner, States
+from forerun.sampling.params import SamplingParams
+from serve.servers import Running, drafting, openai, plain, running
+
+BODIES: list[dict[str, Any]] = [
+    {"prompt": prompt, "seed": seed, "max_tokens": 12, "temperature": seed % 2}
+    for seed, prompt in enumerate(["Once upon a time", "Lily had a", "Tom and his dog", "One day"])
+]
+LARGE = {"prompt": [410] * 200, "seed": 9, "max_tokens": 12}
+ERRORS: list[Callable[[], Exception]] = [
+    MemoryError,
+    lambda: torch.OutOfMemoryError("CUDA out of memory."),
+    lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    lambda: OutOfBlocks(9, 3),
+]
+
+
+def solo(body: dict[str, Any], **more: Any) -> list[str]:
+    """The library's answers to a body, alone and without a drafter."""
+    values = {name: value for name, value in {**body, **more}.items() if name != "prompt"}
+    prompt = body["prompt"] if isinstance(body["prompt"], str) else [body["prompt"]]
+    found = plain().generate(prompt, SamplingParams(**values), use_tqdm=False)
+    return [sample.text for sample in found[0].outputs]
+
+
+def said(answer: Any) -> list[str]:
+    """The texts of an answer."""
+    assert answer.status_code == 200, answer.text
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+def side_by_side(server: Running, bodies: Seq[dict[str, Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: server.post("/v1/completions", **body), bodies))
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], wants: Callable[[Read], bool]) -> None:
+    """Passes raise this error, their work begun, where any read wants more memory than there is."""
+    honest = Runner.read
+
+    def read(runner: Runner, reads: Seq[Read], *args: Any, **kwargs: Any) -> States:
+        states = honest(runner, reads, *args, **kwargs)
+        if any(map(wants, reads)):
+            raise error()
+        return states
+
+    monkeypatch.setattr(Runner, "read", read)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["python", "gpu", "cpu", "blocks"])
+def test_the_request_that_needs_too_much_is_told_so_alone(
+    error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with drafting() as llm, running(llm) as server:
+        with monkeypatch.context() as patch:
+            lacking(patch, error, lambda read: len(read.tokens) > 100)
+            *good, bad = side_by_side(server, [*BODIES, LARGE])
+            assert [said(each) for each in good] == [solo(body) for body in BODIES]
+            assert bad.status_code == 503
+            assert bad.json()["error"]["code"] == "out_of_memory"
+            assert "Ask for less at once" in bad.json()["error"]["message"]
+            assert bad.headers["x-should-retry"] == "false"
+            with pytest.raises(openai.APIStatusError, match="no memory is left for a round"):
+                server.client().completions.create(model="stories", **LARGE, stream=True)
+        assert said(server.post("/v1/completions", **LARGE)) == solo(LARGE)
+        with server.http() as http:
+            assert http.get("/health").status_code == http.get("/ready").status_code == 200
+
+
+def test_a_batch_that_does_not_fit_is_answered_in_smaller_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told of it, and nobody is answered otherwise."""
+    honest = Runner.read
+    num_raised = 0
+
+    def read(runner: Runner, reads: Seq[Read], *args: Any, **kwargs: Any) -> States:
+        nonlocal num_raised
+        if len(reads) > 2 and num_raised < 20:
+            num_raised += 1
+            raise MemoryError
+        return honest(runner, reads, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "read", read)
+    with drafting() as llm, running(llm) as server:
+        found = side_by_side(server, [{**body, "n": 3} for body in BODIES])
+        assert [said(each) for each in found] == [solo(body, n=3) for body in BODIES]
+        assert num_raised > 0
+
+
+def test_a_body_that_cannot_be_read_for_lack_of_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drafting() as llm, running(llm) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(llm.tokenizer), "encode_within", lambda *_, **__: bytearray(2**62))
+            failed = server.post("/v1/completions", **BODIES[0])
+            assert (failed.status_code, failed.json()["error"]["code"]) == (503, "out_of_memory")
+        assert said(server.post("/v1/completions", **BODIES[0])) == solo(BODIES[0])
+
+
+def test_what_can_never_fit_is_refused_and_what_waits_for_memory_is_answered() -> None:
+    """A cache for hardly more than one text: samples that do not fit beside each other are read again later."""
+    options: dict[str, Any] = {"max_model_len": 96, "speculation": 3}
+    with drafting(max_num_seqs=1, **options) as llm:
+        least = llm.plan.num_bytes
+    with drafting(max_num_seqs=8, memory_bytes=least, **options) as llm, running(llm) as server:
+        assert llm.plan.num_sequences_plain < 8
+        refused = server.post("/v1/completions", prompt=[410] * 200)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        preempted = preemptions(llm)
+        bodies = [{**body, "n": 4, "max_tokens": 60, "ignore_eos": True} for body in BODIES]
+        assert [said(each) for each in side_by_side(server, bodies)] == [solo(body) for body in bodies]
+        assert preempted
+
+
+def preemptions(llm: LLM) -> list[int]:
+    """A note of every sequence that the scheduler sends back to wait."""
+    scheduler, found = llm.engine.scheduler, list[int]()
+    honest = scheduler.preempt
+
+    def preempt(sequence: Sequence) -> Sequence:
+        found.append(sequence.id)
+        return honest(sequence)
+
+    scheduler.preempt = preempt  # type: ignore[method-assign]
+    return found
