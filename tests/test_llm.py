@@ -509,9 +509,9 @@ def torment(llm: LLM) -> Callable[[], int]:
 
     def planned(alone: object) -> object:
         now = scheduler.running and len(sent) < 20 and rng.random() < 0.2
-        forced = [scheduler.preempt(scheduler.running[-1])] if now else []
-        rows, preempted = plan(alone)
-        return rows, forced + preempted
+        if now:
+            llm.engine.forget([scheduler.preempt(scheduler.running[-1])])
+        return plan(alone)
 
     scheduler.plan = planned
     return lambda: len(sent)

@@ -124,21 +124,23 @@ class Speculation:
 class EngineOptions:
     """How the engine batches and verifies.
 
-    `max_num_seqs` sequences are read at once, `chunk_tokens` prompt tokens at most in one pass. `verification` is
+    `max_num_seqs` sequences are read at once, `chunk_tokens` prompt tokens at most in one pass; with "auto" so few that
+    short prompts, which wait for the pass, do not wait for long. `verification` is
     "coupled" (the same seed gives the same tokens as plain decoding), or "token" or "block" (the same law, drawn
     with rejection; more accepted at high temperatures). With a `prefix_cache` texts of a tenant that begin alike are
     read once, as far as memory allows; it changes no answer.
     """
 
     max_num_seqs: int = 16
-    chunk_tokens: int = 512
+    chunk_tokens: int | Literal["auto"] = 512
     verification: Verification = "coupled"
     speculation: Speculation = Speculation()
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "chunk_tokens"):
-            require_whole(name, getattr(self, name), 1)
+        require_whole("max_num_seqs", self.max_num_seqs, 1)
+        if self.chunk_tokens != AUTO:
+            require_whole("chunk_tokens", self.chunk_tokens, 1)
         if not isinstance(self.prefix_cache, bool):
             raise InvalidRequest("prefix_cache", f"{shown(self.prefix_cache)} must be True or False.")
         if self.verification not in VERIFICATIONS:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -68,10 +68,11 @@ class LLM:
     speculation on: a specification such as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of
     requests: True, a depth, False, or a Speculation. `speculative_config` says both in vLLM's form. Memory is planned
     for contexts of `max_model_len` tokens and `max_num_seqs` sequences at once, within `memory_bytes` or the share
-    `gpu_memory_utilization` of the free memory (four fifths by default); the plan is `llm.plan`. Where texts of a
-    tenant begin alike, the beginning is read once, and kept while there is free memory in the plan, unless
-    `prefix_cache` is False; answers are the same to the bit. `threads` sets torch's thread count for the process.
-    `seed` makes the seeds of requests without one repeatable. `generation_config` says where requests without
+    `gpu_memory_utilization` of the free memory (four fifths by default); the plan is `llm.plan`. One pass reads at most
+    `chunk_tokens` tokens of prompts; "auto" is what a server takes, so that short prompts do not wait for long ones.
+    Where texts of a tenant begin alike, the beginning is read once, and kept while there is free memory in the plan,
+    unless `prefix_cache` is False; answers are the same to the bit. `threads` sets torch's thread count for the
+    process. `seed` makes the seeds of requests without one repeatable. `generation_config` says where requests without
     parameters take them from: "auto" is the model's own generation_config.json, a folder is that folder's, and "none"
     stands for SamplingParams(). Loading shows a bar on a terminal, unless `use_tqdm_on_load` is False or `progress`
     gets the reports instead. Other keywords of vLLM's LLM are accepted where their values ask for what forerun does
@@ -99,7 +100,7 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
-        chunk_tokens: int = 512,
+        chunk_tokens: int | Literal["auto"] = 512,
         prefix_cache: bool = True,
         memory_bytes: int | None = None,
         gpu_memory_utilization: float | int | None = None,

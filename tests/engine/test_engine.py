@@ -138,7 +138,7 @@ def test_leaving_between_rounds() -> None:
     gone = []
     for number in range(200):
         if number in (0, 2, 5):
-            victim = [*engine.scheduler.running, *engine.scheduler.waiting.values()][-1]
+            victim = [*engine.scheduler.running, *engine.scheduler.waiting][-1]
             gone.append(victim.id)
             engine.cancel(victim.request_id)
             engine.cancel(victim.request_id)

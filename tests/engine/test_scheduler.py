@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from forerun.cache.paged import PagedCache
 from forerun.config import Speculation
+from forerun.engine.chunk import ChunkSize
 from forerun.engine.prefixes import Prefixes
 from forerun.engine.request import Requests
-from forerun.engine.scheduler import Scheduler
+from forerun.engine.scheduler import RowPlan, Scheduler
 from forerun.engine.sequence import Sequence, Status
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
@@ -34,7 +35,7 @@ def cache_of(num_tokens: int, block_size: int) -> PagedCache:
 
 
 def scheduler_of(cache: PagedCache, max_num_seqs: int, chunk_tokens: int, shares: bool = False) -> Scheduler:
-    return Scheduler(Prefixes(cache, lambda: None, shares), max_num_seqs, chunk_tokens)
+    return Scheduler(Prefixes(cache, lambda: None, shares), max_num_seqs, ChunkSize(chunk_tokens))
 
 
 def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> list[tuple[int, list[int], list[int]]]:
@@ -49,7 +50,7 @@ def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> l
             return rounds
         assert not {row.sequence.id for row in rows} & {sequence.id for sequence in preempted}
         assert len(scheduler.running) <= scheduler.max_num_seqs
-        assert sum(row.num_chunk for row in rows) <= scheduler.chunk_tokens
+        assert sum(row.num_chunk for row in rows) <= scheduler.chunk.tokens
         assert [row.sequence.id for row in rows] == sorted(row.sequence.id for row in rows)
         assert all(row.sequence.status is Status.RUNNING for row in rows)
         ids, counts = [row.sequence.id for row in rows], [row.num_certain for row in rows]
@@ -113,12 +114,31 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     assert rounds[sent_back][1:] == ([0, 1], [2])
 
 
-def test_prompts_share_a_pass_by_arrival() -> None:
+def read(rows: Seq[RowPlan]) -> list[tuple[int, int, bool]]:
+    """What a pass reads: (id, tokens of its prompt, whether it draws); it is taken as read."""
+    for row in rows:
+        row.sequence.num_read += row.num_chunk
+    return [(row.sequence.id, row.num_chunk, row.draws) for row in rows]
+
+
+def test_short_prompts_share_a_pass_before_long_ones() -> None:
     scheduler = scheduler_of(cache_of(400, 4), 4, 10)
     for sequence in sequences([(5, 1), (21, 1), (1, 1), (4, 1)]):
         scheduler.submit(sequence)
-    rows, _ = scheduler.plan()
-    assert [(row.sequence.id, row.num_chunk, row.draws) for row in rows] == [(0, 4, True), (1, 6, False), (2, 0, True)]
+    assert read(scheduler.plan()[0]) == [(0, 4, True), (1, 3, False), (2, 0, True), (3, 3, True)]
+
+
+def test_a_short_prompt_waits_for_one_pass_and_a_long_one_for_every_second() -> None:
+    scheduler = scheduler_of(cache_of(4000, 4), 16, 10)
+    long, *short = sequences([(201, 1), *[(11, 1)] * 9])
+    scheduler.submit(long)
+    assert read(scheduler.plan()[0]) == [(0, 10, False)]
+    for sequence in short:
+        scheduler.submit(sequence)
+    parts = [read(scheduler.plan()[0]) for _ in range(18)]
+    own = [sum(num for seq_id, num, _ in part if seq_id == 0) for part in parts]
+    assert own == [0, 10] * 9
+    assert [max((seq_id for seq_id, num, _ in part if num), default=0) for part in parts[::2]] == list(range(1, 10))
 
 
 def test_who_waits_can_leave() -> None:
@@ -131,3 +151,43 @@ def test_who_waits_can_leave() -> None:
     assert not scheduler.waiting
     scheduler.finish(first)
     assert scheduler.plan() == ([], [])
+
+
+def of_tenants(names: str) -> list[Sequence]:
+    """A sequence for each letter, by arrival, whose tenant it names."""
+    maker = requests()
+    made = [maker.sequences(Request.of([1] * 9, SamplingParams(max_tokens=9), tenant=name)) for name in names]
+    return [sequence for (sequence,) in made]
+
+
+def test_tenants_take_turns_in_the_batch() -> None:
+    """Whoever has the fewest running is next, and among those who came first; one that lost its place comes before."""
+    scheduler = scheduler_of(cache_of(4000, 4), 3, 100)
+    everyone = of_tenants("aaaaabcb")
+    for sequence in everyone[:5]:
+        scheduler.submit(sequence)
+    scheduler.plan()
+    assert [s.id for s in scheduler.running] == [0, 1, 2]
+    for sequence in everyone[5:]:
+        scheduler.submit(sequence)
+    order = []
+    for _ in everyone:
+        scheduler.finish(scheduler.running[0])
+        before = {s.id for s in scheduler.running}
+        scheduler.plan()
+        order += [s.id for s in scheduler.running if s.id not in before]
+    assert order == [5, 6, 3, 4, 7]
+    assert not scheduler.waiting
+    assert not scheduler.waiting.queues
+
+
+def test_who_lost_its_place_comes_before_other_tenants() -> None:
+    scheduler = scheduler_of(cache_of(4000, 4), 2, 100)
+    first, second, other = of_tenants("aab")
+    scheduler.submit(first)
+    scheduler.submit(second)
+    scheduler.plan()
+    scheduler.submit(other)
+    scheduler.preempt(second)
+    scheduler.plan()
+    assert scheduler.running == [first, second]

@@ -254,6 +254,34 @@ def test_keys_are_wanted_where_there_are_some(tmp_path: Path) -> None:
             assert good.json()["choices"][0]["text"] == expected()
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["many requests", "one of many samples"])
+def test_a_tenants_first_request_does_not_wait_behind_all_of_anothers(
+    paced: Paced, together: bool, tmp_path: Path
+) -> None:
+    keys, ends = tmp_path / "keys.txt", list[str]()
+    keys.write_text("busy  k-busy\ncalm  k-calm\n")
+    with drafting(max_num_seqs=2) as llm, running(llm, api_keys=keys) as server, ThreadPoolExecutor(51) as pool:
+
+        def ask(tenant: str, body: dict[str, Any]) -> None:
+            headers = {"Authorization": f"Bearer k-{tenant}"}
+            body = {**body, "stream": True}
+            with server.http(headers=headers) as http, http.stream("POST", "/v1/completions", json=body) as stream:
+                ends.extend(tenant for line in stream.iter_lines() if '"finish_reason":"length"' in line)
+
+        paced.held = True
+        bodies = [{**OK, "n": 50}] if together else [OK] * 50
+        asked = [pool.submit(ask, "busy", body) for body in bodies]
+        gate = server.server.service.gate
+        until(lambda: gate.visits["busy"] == len(bodies) and gate.held["busy"])
+        asked.append(pool.submit(ask, "calm", OK))
+        until(lambda: gate.visits["calm"])
+        paced.let_go()
+        for each in asked:
+            each.result()
+    assert (ends.count("busy"), ends.count("calm")) == (50, 1)
+    assert ends.index("calm") < 8
+
+
 def test_nothing_of_a_prompt_is_in_the_log_unless_asked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from rich.console import Console
@@ -27,7 +27,9 @@ from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
 
 
-def build_llm(options: ModelOptions, console: Console, max_num_seqs: int = 1) -> LLM:
+def build_llm(
+    options: ModelOptions, console: Console, max_num_seqs: int = 1, chunk_tokens: int | Literal["auto"] = 512
+) -> LLM:
     """The model and its drafter, loaded; a bar is shown where that takes long."""
     with LoadingBar(console) as bar:
         return LLM(
@@ -37,6 +39,7 @@ def build_llm(options: ModelOptions, console: Console, max_num_seqs: int = 1) ->
             verification=options.verification,
             max_model_len=options.max_model_len,
             max_num_seqs=max_num_seqs,
+            chunk_tokens=chunk_tokens,
             prefix_cache=options.prefix_cache,
             threads=options.threads,
             generation_config=options.generation_config,

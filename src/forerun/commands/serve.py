@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
 from forerun.commands.interrupt import importing
+from forerun.config import AUTO
 from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, complete_from, with_options
 from forerun.serve.packages import require_packages
@@ -20,6 +21,13 @@ forerun serve --model stdlib --draft model:stdlib-draft
 forerun serve --model Qwen/Qwen2.5-0.5B-Instruct --draft ngram --port 8080 --max-num-seqs 32
 forerun serve --model ./target --draft model:./draft --host 0.0.0.0 --api-keys keys.txt --tls-key k.pem --tls-cert c.pem
 """
+
+
+def chunk_text(text: str) -> str:
+    """What --chunk-tokens takes: auto, or a whole number from 1 on."""
+    if text != AUTO and not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"{text!r} is neither auto nor a whole number from 1 on.")
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,13 @@ class ServeOptions:
         Path | None, typer.Option(help="File of keys, one a line, with a name in front if wanted; others get 401.")
     ] = None
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most samples that are generated at once.")] = 16
+    chunk_tokens: Annotated[
+        str,
+        typer.Option(
+            help="Most prompt tokens of one pass; auto: as many as leave short prompts a short wait.",
+            parser=chunk_text,
+        ),
+    ] = AUTO
     max_queue: Annotated[
         int, typer.Option(min=0, help="Most requests of one key that wait beyond those; others get 429.")
     ] = 256
@@ -64,6 +79,11 @@ class ServeOptions:
     otlp_traces_endpoint: Annotated[
         str, typer.Option(help="Send OpenTelemetry traces there, as OTLP over HTTP. Needs forerun[otel].")
     ] = ""
+
+    @property
+    def chunk(self) -> int | Literal["auto"]:
+        """The same as the library takes it."""
+        return "auto" if self.chunk_tokens == AUTO else int(self.chunk_tokens)
 
     def settings(self, model: str) -> ServeSettings:
         """What the server is told."""
@@ -115,7 +135,7 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
     sock = bound_socket(settings)
     log_to_stderr(log_format, server.access_log)
     with sock:
-        llm = build_llm(where, Console(stderr=True), server.max_num_seqs)
+        llm = build_llm(where, Console(stderr=True), server.max_num_seqs, server.chunk)
         scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
 

@@ -20,6 +20,7 @@ from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Committed, Draft, Drafter
+from forerun.engine.chunk import ChunkSize
 from forerun.engine.constrained import arms_of, completions, constrained_tree, forced_chains
 from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.delta import Delta, delta_of, score_prompt
@@ -73,7 +74,7 @@ class Engine:
         self.draws = draws
         self.kernels = kernels
         self.prefixes = Prefixes(runner.cache, lambda: self.drafter, self.options.prefix_cache)
-        self.scheduler = Scheduler(self.prefixes, self.options.max_num_seqs, self.options.chunk_tokens)
+        self.scheduler = Scheduler(self.prefixes, self.options.max_num_seqs, ChunkSize.of(self.options, runner))
         self.roster = Roster()
         self.torn = False  # whether a round or a cancellation was begun and has not come to its end
         self.inquiry: Inquiry | None = None
@@ -244,6 +245,7 @@ class Engine:
         outcome = Outcome(rows, plan.num_prompt_tokens, *times, plain_s, *self.prefixes.counted())
         self.controller.record(outcome)
         self.stats.record(outcome)
+        self.scheduler.chunk.record(outcome)
         if plain_s is not None:
             for row, told in zip(plan.drawing, rows, strict=True):
                 row.sequence.pace.add(outcome.round_s, plain_s * told.num_emitted, told.num_emitted)

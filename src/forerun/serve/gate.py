@@ -2,7 +2,9 @@
 
 Requests wait here, and not in the engine, so that tenants can take turns: the next place goes to the tenant that holds
 the fewest, and among those to the one that has waited longest for a turn. The engine is given a few more sequences than
-its batch holds, so that a place that becomes free is taken in the next round. All of it runs in one event loop.
+its batch holds, so that a place that becomes free is taken in the next round. A tenant that has nothing there is given
+one request at once, however many samples another tenant's has, since tenants take turns in the engine too. All of it
+runs in one event loop.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Visit:
 class Gate:
     """Lets in at most `num_requests` + `max_queue` requests of each tenant, and `num_places` sequences to the engine.
 
+    Beyond these places a tenant that has nothing in the engine is given one request there.
     A request with more samples than places are left is let through when any place is free: it could never be otherwise.
     Every sample holds the prompt's tokens, so the samples that wait are bounded too: a request that has to wait behind
     others of its tenant is refused where they would be more than `max_queue`.
@@ -108,8 +111,9 @@ class Gate:
 
     def advance(self) -> None:
         """Give free places to whose turn it is."""
-        while self.held.total() < self.num_places:
-            waiting = [tenant for tenant, queue in self.queues.items() if queue]
+        while True:
+            free = self.held.total() < self.num_places
+            waiting = [tenant for tenant, queue in self.queues.items() if queue and (free or not self.held[tenant])]
             if not waiting:
                 return
             tenant = min(waiting, key=lambda name: (self.held[name], self.turns.get(name, 0)))

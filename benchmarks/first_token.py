@@ -1,0 +1,188 @@
+"""How long short prompts wait for their first token while a server reads long ones.
+
+    python -m benchmarks.first_token [--widened] [--draft DRAFT] [--long 2] [--short-tokens 32] [--long-tokens 1500]
+                                     [--num-requests 40] [--repeats 3] [-- OPTIONS OF forerun serve]
+
+`forerun serve` runs in a process of its own with the bundled target, or the widened one, and one client sends short
+prompts, one at a time, each after a random pause. In every other block `--long` further clients keep the server busy
+with long prompts, each with an answer of 16 tokens, the next one sent as soon as one is answered. No two prompts begin
+alike, so nothing is known of any. All have temperature 0.
+
+Printed are percentiles over the short requests in milliseconds, alone and beside the long ones, the ratios of the 95th
+percentiles, by repetition and of all requests together, and how many tokens of long prompts were read in a second. The
+goal is a ratio of at most 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from benchmarks.drafters import passages
+
+from forerun.demo.material import TARGET, widened_pair
+from forerun.models.loading import Blueprint
+from forerun.traffic.client import ServerAddress, TimedAnswer, TrafficClient
+from forerun.traffic.figures import percentile
+
+ANSWER_TOKENS = 16
+WARM_UP = 4  # short requests before the first block
+PAUSE_S = 0.25  # at most, before each short request
+
+
+@dataclass(slots=True)
+class Texts:
+    """Prompts cut out of a text that goes on at its beginning, no two of which begin at the same place."""
+
+    tokens: Sequence[int]
+    dice: random.Random
+    starts: set[int] = field(default_factory=set)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """The next one."""
+        if len(self.starts) == len(self.tokens):
+            self.starts.clear()
+        start = self.dice.choice([i for i in range(len(self.tokens)) if i not in self.starts])
+        self.starts.add(start)
+        return [self.tokens[(start + i) % len(self.tokens)] for i in range(num_tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Short requests, and long ones beside them that were answered within their time."""
+
+    short: Sequence[TimedAnswer]
+    long: Sequence[TimedAnswer]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Asker:
+    """Asks one server."""
+
+    client: TrafficClient
+    texts: Texts
+    options: argparse.Namespace
+    number: int = 0
+
+    async def ask(self, num_tokens: int) -> TimedAnswer:
+        """One request."""
+        self.number += 1
+        body = {"prompt": self.texts.prompt(num_tokens), "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        answer = await self.client.ask(self.number, body, time.perf_counter())
+        if answer.error:
+            raise SystemExit(f"the server failed: {answer.error}")
+        return answer
+
+    async def shorts(self, count: int) -> list[TimedAnswer]:
+        """Short requests, one after another."""
+        found = []
+        for _ in range(count):
+            await asyncio.sleep(self.texts.dice.uniform(0, PAUSE_S))
+            found.append(await self.ask(self.options.short_tokens))
+        return found
+
+    async def longs(self, found: list[TimedAnswer]) -> None:
+        """Long requests, until it is cancelled."""
+        while True:
+            found.append(await self.ask(self.options.long_tokens))
+
+    async def block(self, num_long: int) -> Block:
+        """One block with so many long requests under way."""
+        found: list[TimedAnswer] = []
+        tasks = [asyncio.create_task(self.longs(found)) for _ in range(num_long)]
+        started_s = time.perf_counter()
+        try:
+            short = await self.shorts(self.options.num_requests)
+        finally:
+            seconds = time.perf_counter() - started_s
+            for task in tasks:
+                task.cancel()
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if not isinstance(ended, asyncio.CancelledError):
+                    raise SystemExit(f"a long request failed: {ended!r}")
+        return Block(short, found, seconds)
+
+
+def first_ms(answers: Sequence[TimedAnswer], share: float) -> float:
+    """A percentile of the times to the first token."""
+    return 1000 * percentile([answer.first_token_s for answer in answers], share)
+
+
+def show(*cells: object) -> None:
+    """A line of the table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+async def measure(url: str, texts: Texts, options: argparse.Namespace) -> float:
+    """All blocks, and the table; the ratio over all requests."""
+    blocks: dict[int, list[Block]] = {0: [], options.long: []}
+    async with TrafficClient(ServerAddress(url)) as client:
+        asker = Asker(client, texts, options)
+        await asker.shorts(WARM_UP)
+        for turn in range(options.repeats):
+            for num_long in (0, options.long) if turn % 2 == 0 else (options.long, 0):
+                blocks[num_long].append(await asker.block(num_long))
+    show("beside", "short requests", "first token p50, ms", "p95, ms", "slowest, ms", "long tokens/s")
+    show(*["---"] * 6)
+    for num_long, own in blocks.items():
+        short = [answer for block in own for answer in block.short]
+        read = sum(len(block.long) for block in own) * options.long_tokens / sum(block.seconds for block in own)
+        times = (f"{first_ms(short, share):.1f}" for share in (50, 95, 100))
+        show(f"{num_long} long" if num_long else "nothing", len(short), *times, f"{read:.0f}")
+    pairs = list(zip(*blocks.values(), strict=True))
+    each = [first_ms(beside.short, 95) / first_ms(alone.short, 95) for alone, beside in pairs]
+    alone, beside = ([answer for block in own for answer in block.short] for own in blocks.values())
+    ratio = first_ms(beside, 95) / first_ms(alone, 95)
+    shown = ", ".join(f"{one:.2f}" for one in each)
+    print(f"\np95 beside long prompts over p95 alone: {ratio:.2f} (goal: at most 3; by repetition {shown})")
+    return ratio
+
+
+@contextmanager
+def serving(target: str, draft: str | None, more: Sequence[str]) -> Iterator[str]:
+    """The address of a server that ends with the block."""
+    command = [sys.executable, "-m", "forerun", "serve", "--model", target, "--port", "0"]
+    command += [*(["--draft", draft] if draft else []), *more]
+    process = subprocess.Popen(command, env=os.environ | {"NO_COLOR": "1"}, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        line = next((line for line in process.stderr if "/v1" in line), None)
+        if line is None:
+            raise SystemExit(f"the server ended with {process.wait()}")
+        yield line.split(" at ")[1].split("/v1")[0]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def main() -> int:
+    """Run and print; 1 where the goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widened", action="store_true", help="the widened target")
+    parser.add_argument("--draft", help="a drafter; none by default")
+    sizes = (("long", 2), ("short-tokens", 32), ("long-tokens", 1500), ("num-requests", 40), ("repeats", 3))
+    for name, default in sizes:
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("serve", nargs="*", metavar="OPTION", help="of forerun serve, behind --")
+    options = parser.parse_args()
+    tokenizer = Blueprint.of(TARGET).tokenizer()
+    texts = [str(passage.prompt) for name in ("code", "prose") for passage in passages(name)]
+    tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
+    target, draft = widened_pair(TARGET, options.draft or "ngram", None) if options.widened else (TARGET, None)
+    with serving(target, draft if options.draft else None, options.serve) as url:
+        ratio = asyncio.run(measure(url, Texts(tokens, random.Random(0)), options))
+    return 0 if ratio <= 3 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

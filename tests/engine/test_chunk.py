@@ -1,0 +1,58 @@
+"""The size of chunks follows what passes take, and changes no answer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.accept.outcome import Outcome
+from forerun.engine.chunk import FASTEST, MOST, SHORT, ChunkSize
+
+TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
+
+
+def played(chunk: ChunkSize, start_s: float, token_s: float, count: int = 60) -> list[int]:
+    """The sizes of so many passes over a long prompt that take so long for themselves and for each token."""
+    sizes = []
+    for _ in range(count):
+        sizes.append(chunk.tokens)
+        chunk.record(Outcome([], chunk.tokens, 0.0, start_s + token_s * chunk.tokens, 0.0))
+    return sizes
+
+
+@pytest.mark.parametrize(("start_s", "token_s", "fits"), [(0.03, 0.001, 70), (0.0, 0.001, 100), (0.05, 0.0005, 100)])
+def test_a_pass_comes_to_take_as_long_as_it_may(start_s: float, token_s: float, fits: int) -> None:
+    assert played(ChunkSize(64, limit_s=0.1), start_s, token_s)[-1] == pytest.approx(fits, abs=1)
+
+
+def test_it_stays_within_its_bounds_and_comes_back() -> None:
+    chunk = ChunkSize(64, limit_s=0.1)
+    assert played(chunk, 0.05, 0.0)[-1] == MOST
+    assert played(chunk, 9.0, 0.0)[-1] == SHORT
+    assert played(chunk, 0.05, 0.0)[-1] == MOST
+
+
+def test_small_passes_and_decoding_say_nothing_unless_they_take_too_long() -> None:
+    chunk, small = ChunkSize(100, limit_s=0.1), Outcome([], 10, 0.0, 0.01, 0.0)
+    chunk.record(small)
+    chunk.record(replace(small, num_prompt_tokens=0, pass_s=9.0))
+    assert chunk.tokens == 100
+    chunk.record(replace(small, pass_s=0.2))
+    assert chunk.tokens == 50
+    chunk.record(replace(small, num_prompt_tokens=50))
+    assert chunk.tokens == round(50 * FASTEST)
+
+
+def test_a_size_that_was_given_stays() -> None:
+    assert set(played(ChunkSize(100), 9.0, 1.0)) == {100}
+
+
+def test_with_auto_answers_are_the_same_and_nothing_of_the_measurement_is_left() -> None:
+    prompts, params = [[1, *range(5, 205)], [1, 7], [1, *range(9, 90)]], SamplingParams(temperature=1.0, seed=1)
+    llm = LLM(str(TARGET), dtype="float32", chunk_tokens="auto")
+    assert llm.engine.runner.cache.num_rows == 0
+    assert not llm.engine.runner.tails
+    assert llm.engine.scheduler.chunk.limit_s
+    expected = LLM(str(TARGET), dtype="float32").generate(prompts, params)
+    assert llm.generate(prompts, params) == expected
