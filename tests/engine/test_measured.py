@@ -4,6 +4,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from forerun.economy import Kind, PassCosts
 from forerun.engine.arms import LONGEST, RETRY, TRIES, Arm, Arms, Rest
 from forerun.engine.choices import Drafts
 from forerun.engine.controller import Load, slots_of
-from forerun.engine.measured import MeasuredDepth
+from forerun.engine.measured import HOLD, MeasuredDepth
 
 
 def used() -> Rest:
@@ -70,8 +71,27 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     options = [[None, *itertools.product(own.values(), range(1, most + 1))] for own in ways]
     value = controller.tokens_per_s
     taken = [(own[b.arm], b.depth) if b.depth else None for own, b in zip(ways, found, strict=True)]
-    best = max(value(choice, 0) for choice in itertools.product(*options))
-    assert value(taken, 0) >= 0.96 * best  # guess by guess is not always the best of all at once
+    best = max(value(choice) for choice in itertools.product(*options))
+    assert value(taken) >= 0.96 * best  # guess by guess is not always the best of all at once
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_prompts_in_the_same_pass_change_nothing(batch: int) -> None:
+    """They have to be read in any case; a guess is worth its own time, not its share in a round with a prompt."""
+    world = World([0.75], [0.002], lambda num_tokens: 0.02 + 0.01 * num_tokens, noise=0.0)
+    controller = calibrated(world, batch)
+    list(rounds(controller, world, 40, batch))
+    found = []
+    for num_prompt_tokens in (0, 512):
+        spare = Spare(dict.fromkeys(range(batch), AMPLE), AMPLE, 16)
+        load = Load(range(batch), [AUTO_WISH] * batch, [AMPLE] * batch, num_prompt_tokens)
+        controller.held = HOLD
+        found.append(controller.budgets(load, world.outlook(batch), spare))
+        assert controller.tried is None
+    assert found[0] == found[1]
+    controller.plain = controller.other_depth = Rest()  # due for a trial, of which such a round would say nothing
+    controller.budgets(replace(load, num_prompt_tokens=512), world.outlook(batch), spare)
+    assert controller.tried is None
 
 
 def test_gains_are_what_is_expected_and_what_came_of_that() -> None:

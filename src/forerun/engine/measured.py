@@ -97,10 +97,10 @@ class MeasuredDepth:
             self.held, self.pending = self.held + 1, True
             return fitting(load.seq_ids, self.wanted, spare)
         rows = self.ways(load, outlook)
-        planned = self.plan(load.seq_ids, rows, load.num_prompt_tokens)
+        planned = self.plan(load.seq_ids, rows, reading=load.num_prompt_tokens > 0)
         self.watch(planned.tokens_per_s / len(rows))
         self.advise(rows, planned.choice)
-        lasting = self.tried is None and not load.num_prompt_tokens and all(rows)  # rows without a way may get one
+        lasting = self.tried is None and all(rows)  # rows without a way may get one
         self.worth = planned.tokens_per_s
         self.wishes, self.held = load.wishes, 0 if lasting or self.advice.off else HOLD
         return self.take(load, rows, planned.choice, spare)
@@ -178,7 +178,7 @@ class MeasuredDepth:
 
     def holds(self, load: Load) -> bool:
         """Whether the last plan was of the same rows and is not old, so that what was counted since changes little."""
-        if self.held >= HOLD or self.tried is not None or load.num_prompt_tokens:
+        if self.held >= HOLD or self.tried is not None:
             return False
         same = list(self.taken) == list(load.seq_ids)
         return same and all(wish is before for wish, before in zip(load.wishes, self.wishes, strict=True))
@@ -193,30 +193,34 @@ class MeasuredDepth:
         """All of it."""
         return draft.tree
 
-    def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways], num_prompt_tokens: int = 0) -> Planned:
-        """The choice for these rows."""
-        best = max(self.plans(rows, num_prompt_tokens), key=favoring_plain)
-        self.tried = self.trial(rows, best.choice)
+    def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways], reading: bool) -> Planned:
+        """The choice for these rows.
+
+        Where prompts are read in the same pass the choice is the same, since they have to be read in any case; but
+        such a pass says nothing of costs.
+        """
+        best = max(self.plans(rows), key=favoring_plain)
+        self.tried = self.trial(rows, best.choice, costs=not reading)
         if self.tried is not None:
             choice = self.on_trial(best.choice, rows, self.tried)
-            dearer = best.tokens_per_s / self.tokens_per_s(choice, num_prompt_tokens) - 1
+            dearer = best.tokens_per_s / self.tokens_per_s(choice) - 1
             cost = tokens_of(choice) / tokens_of(best.choice) * dearer
             self.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
-        last = self.last(seq_ids, rows, num_prompt_tokens)
+        last = self.last(seq_ids, rows)
         return last if last and best.tokens_per_s < HYSTERESIS * last.tokens_per_s else best
 
-    def plans(self, rows: Sequence[Ways], num_prompt_tokens: int) -> Iterator[Planned]:
+    def plans(self, rows: Sequence[Ways]) -> Iterator[Planned]:
         """The best plan for every set of members, small sets first."""
         members = sorted({member for own in rows for way in own.values() for member in way.members})
         for among in sets(members):
             for merging in (False, True) if len(among) > 1 else (False,):
                 ways = [best_of(own, among, merging) for own in rows]
-                yield self.deepest(ways, num_prompt_tokens)
+                yield self.deepest(ways)
 
-    def deepest(self, ways: Sequence[Way | None], num_prompt_tokens: int) -> Planned:
+    def deepest(self, ways: Sequence[Way | None]) -> Planned:
         """How far each row should be drafted if it is drafted in this way."""
-        drafts = Drafts(self.arms, [0] * len(ways), num_tokens=len(ways) + num_prompt_tokens, gain=float(len(ways)))
+        drafts = Drafts(self.arms, [0] * len(ways), num_tokens=len(ways), gain=float(len(ways)))
         passes = self.costs.of(self.kind(len(ways), [way for way in ways if way]))
         guesses = []
         for row, way in enumerate(ways):
@@ -235,11 +239,9 @@ class MeasuredDepth:
                     best, depths = value, list(drafts.depths)
         return Planned([(way, depth) if way and depth else None for way, depth in zip(ways, depths, strict=True)], best)
 
-    def tokens_per_s(self, choice: Choice, num_prompt_tokens: int) -> float:
-        """What a round of this choice would give. Prompt tokens in the same pass cost and give nothing."""
-        drafts = Drafts(
-            self.arms, [0] * len(choice), num_tokens=len(choice) + num_prompt_tokens, gain=float(len(choice))
-        )
+    def tokens_per_s(self, choice: Choice) -> float:
+        """What a round of this choice would give."""
+        drafts = Drafts(self.arms, [0] * len(choice), num_tokens=len(choice), gain=float(len(choice)))
         taken = [each for each in choice if each is not None]
         for row, (way, depth) in enumerate(taken):
             drafts.deepen(row, way, depth, sum(way.survival[:depth]))
@@ -249,7 +251,7 @@ class MeasuredDepth:
         """The kind of the round in which these ways are taken."""
         return Kind.of(num_rows, self.num_context, merged=any(len(way.members) > 1 for way in taken))
 
-    def last(self, seq_ids: Sequence[int], rows: Sequence[Ways], num_prompt_tokens: int) -> Planned | None:
+    def last(self, seq_ids: Sequence[int], rows: Sequence[Ways]) -> Planned | None:
         """What the last round's ways would be worth now; None where the rows are others, or cannot have them."""
         if list(self.taken) != list(seq_ids):
             return None
@@ -262,14 +264,17 @@ class MeasuredDepth:
                 choice.append((way, before[1]))
             else:
                 return None
-        return Planned(choice, self.tokens_per_s(choice, num_prompt_tokens))
+        return Planned(choice, self.tokens_per_s(choice))
 
-    def trial(self, rows: Sequence[Ways], best: Choice) -> int | None:
-        """An arm that is due for a trial; -1 for drafting nothing, where some row is free to; or OTHER_DEPTH."""
-        if self.plain.due and any(way.free for own in rows for way in own.values()):
+    def trial(self, rows: Sequence[Ways], best: Choice, costs: bool) -> int | None:
+        """An arm that is due for a trial; -1 for drafting nothing, where some row is free to; or OTHER_DEPTH.
+
+        The last two only where the round says what passes cost.
+        """
+        if costs and self.plain.due and any(way.free for own in rows for way in own.values()):
             return -1
         due = next((arm for arm in sorted(self.possible) if self.arms.arms[arm].rest.due), None)
-        return OTHER_DEPTH if due is None and self.other_depth.due and any(best) else due
+        return OTHER_DEPTH if costs and due is None and self.other_depth.due and any(best) else due
 
     def on_trial(self, best: Choice, rows: Sequence[Ways], arm: int) -> Choice:
         """The best choice, but for the rows that try the arm: one of them, or at first all that are free to."""
