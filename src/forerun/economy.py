@@ -62,7 +62,7 @@ class LinearCost:
     seconds: float = 0.0
     products: float = 0.0
 
-    def knows(self, size: int) -> bool:
+    def knows(self, size: float | int) -> bool:
         """Whether what it expects of a size follows from what was seen: that size alone, or several others."""
         if self.weight == 0:
             return False
@@ -78,7 +78,7 @@ class LinearCost:
         self.seconds = FADING * self.seconds + taken_s
         self.products = FADING * self.products + size * taken_s
 
-    def expect(self, size: int) -> float:
+    def expect(self, size: float | int) -> float:
         """Seconds for a size; 0 as long as nothing was seen."""
         if self.weight == 0:
             return 0.0
@@ -238,6 +238,12 @@ class PassCost:
             return self.level.factor * own.usual_s
         line = self.line if self.line_holds(num_tokens) or not self.before.weight else self.before
         return self.level.factor * line.expect(num_tokens)
+
+    def expect_between(self, num_tokens: float | int) -> float:
+        """The same for a number that is expected on average."""
+        whole = int(num_tokens)
+        more = num_tokens - whole
+        return self.expect(whole) if more == 0 else (1 - more) * self.expect(whole) + more * self.expect(whole + 1)
 
     def line_holds(self, num_tokens: int) -> bool:
         """Whether what was seen since the level changed says something of this size.

@@ -77,14 +77,16 @@ def cached(drafter: ModelDrafter, seq_id: int) -> Tensor:
     return torch.stack([cache.keys, cache.values])[:, :, :, start : start + cache.length(seq_id) + tail].clone()
 
 
-def rounds(way: str, blueprint: Blueprint, vocab: int) -> list[tuple[Draft, list[Tensor], list[object]]]:
+def rounds(
+    way: str, blueprint: Blueprint, vocab: int, prices: Sequence[float] = (0.0,)
+) -> list[tuple[Draft, list[Tensor], list[object]]]:
     """Random rounds of several sequences: drafts, and what they left in the cache and in the drafter's books."""
     rng, drafter, found = random.Random(5), drafter_of(blueprint, way, vocab), []
     texts = {seq_id: [rng.randrange(vocab - 3) % VOCAB for _ in range(3 + 7 * seq_id)] for seq_id in range(4)}
     drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
     for _ in range(16):
         rows = [Row(s, list(texts[s])) for s in sorted(rng.sample(sorted(texts), rng.randint(1, 4)))]
-        budgets = [Budget(rng.randint(0, 6)) for _ in rows]
+        budgets = [Budget(rng.randint(0, 6), price=rng.choice(prices)) for _ in rows]
         laws = [rng.choice(LAWS) for _ in rows]
         draft = drafter.propose(draws_of(way, rows, laws, vocab), budgets)
         drafted = [row.seq_id for row, budget in zip(rows, budgets, strict=True) if budget.depth]
@@ -114,6 +116,27 @@ def test_they_are_the_same_and_leave_the_same(
             assert all(torch.equal(a, b) for a, b in zip(left, other_left, strict=True))
             assert books == other_books
     assert max(draft.tree.tokens.shape[1] for draft, _, _ in once) > 5
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS[1:4:2])
+def test_a_price_ends_them_at_the_same_guess(draft_dir: Path, dtype: str, quantize: Quantization | None) -> None:
+    """In every way, and the survival that is told is the same; a guess at a lower price is never left out."""
+    require_compiler()
+    blueprint = Blueprint.of(str(draft_dir), dtype=dtype, quantize=quantize, kernels="native")
+    prices = (0.0, 1e-4, 0.01, 0.1)
+    once, steps, trees = (rounds(way, blueprint, VOCAB, prices) for way in ("at once", "step by step", "as trees"))
+    for others in (steps, trees):
+        for (draft, left, books), (other, other_left, other_books) in zip(once, others, strict=True):
+            assert torch.equal(draft.tree.tokens, other.tree.tokens)
+            assert all(torch.equal(a, b) for a, b in zip(left, other_left, strict=True))
+            assert books == other_books
+            if draft.survival is not None and other.survival is not None:
+                torch.testing.assert_close(draft.survival, other.survival, rtol=1e-4, atol=1e-6)
+    lengths = [int((row >= 0).sum()) - 1 for draft, _, _ in once for row in draft.tree.tokens]
+    whole = [
+        int((row >= 0).sum()) - 1 for draft, _, _ in rounds("at once", blueprint, VOCAB) for row in draft.tree.tokens
+    ]
+    assert 0 < sum(lengths) < sum(whole)
 
 
 def test_want_of_room_makes_steps_of_it(draft_dir: Path) -> None:

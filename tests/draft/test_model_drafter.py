@@ -271,7 +271,7 @@ def test_a_cache_without_tokens_never_drafts(blueprint: Blueprint) -> None:
 
 def test_unknown_sequences_get_a_root_alone(blueprint: Blueprint) -> None:
     drafter, row = make(blueprint), Row(0, [1, 5, 6])
-    assert drafter.outlook([0]) == type(drafter.outlook([0]))([0], [0], [None])
+    assert drafter.outlook([0]) == type(drafter.outlook([0]))([0], [0], [None], ends_early=True)
     assert propose(drafter, [row], [Budget(4)]).tree.tokens.tolist() == [[6]]
 
 

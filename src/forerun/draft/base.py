@@ -148,6 +148,7 @@ class Outlook:
     limit: Sequence[int]  # the deepest draft it can give this sequence now (its own context length, its memory)
     expected: Sequence[float | None] = field(default=())  # expected accepted tokens, None where unknown
     arms: Mapping[str, Outlook] = field(default_factory=dict)
+    ends_early: bool = False  # whether it draws chains guess by guess, so that a price spares it the rest of them
 
 
 @runtime_checkable

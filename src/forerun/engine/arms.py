@@ -18,6 +18,7 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
 from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, Level, LinearCost, damped, likeness, row_class
+from forerun.engine.cut_off import NO_PRICE, CutOff
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
@@ -47,7 +48,8 @@ class Way:
 
     `survival` is the chance that a guess is accepted, by depth, going by all that is known; `promised` the same going
     by what the member says. `num_unread` is what a member would have to read first. Where the depth is not `free`, the
-    row is drafted as far as the budget says.
+    row is drafted as far as the budget says. `made` is the chance that a guess is made at all, by depth, where a price
+    ends chains; what survives is counted of all that are planned.
     """
 
     budget: Budget
@@ -56,6 +58,7 @@ class Way:
     promised: Sequence[float]
     num_unread: Mapping[int, int]
     free: bool
+    made: Sequence[float] = ()
 
     @property
     def gain(self) -> float:
@@ -65,6 +68,26 @@ class Way:
     def nodes(self, depth: int) -> int:
         """How many guesses it makes to go so far."""
         return -(-self.budget.nodes * depth // self.budget.depth)
+
+    def num_made(self, depth: int) -> float | int:
+        """The same, of those that are expected to be made."""
+        return sum(self.made[:depth]) if self.made else self.nodes(depth)
+
+    def num_drawn(self, depth: int) -> float | int:
+        """The same with those that are drawn and not made, one for each chain that is expected to end early."""
+        return 1 + self.num_made(depth - 1)
+
+    def whole(self) -> Way:
+        """The same without a price that cuts anything."""
+        return replace(self, budget=replace(self.budget, price=NO_PRICE), made=()) if self.made else self
+
+    def steps(self, row: RowOutcome, depth: int) -> int:
+        """How many guesses were drawn, one that was not made for its price among them."""
+        return min(depth, row.num_drafted + 1) if self.made else depth
+
+    def judged(self, row: RowOutcome, depth: int) -> int:
+        """How many guesses count as offered, if none more was accepted: all that were planned where a price may end."""
+        return depth if self.made else row.offered
 
     def to(self, depth: int) -> Budget:
         """The budget of going so far."""
@@ -146,6 +169,7 @@ class Arm:
     reading_s: float = 0.0  # for a token of unread text
     surprise: Surprise = field(default_factory=Surprise)
     covered: float = 1.0  # of the rounds, in how many it has anything to draft
+    cut_off: CutOff = field(default_factory=CutOff)
 
     @property
     def trust(self) -> float:
@@ -160,17 +184,21 @@ class Arm:
         own = self.by_row.get(seq_id)
         return list(accumulate((own.of_one(rates, self.likeness) if own else rates)[:depth], mul))
 
-    def count(self, rows: Sequence[tuple[RowOutcome, Way]]) -> None:
-        """Learn from the rows that it drafted in a round."""
+    def count(self, rows: Sequence[tuple[RowOutcome, Way, int]]) -> None:
+        """Learn from the rows that it drafted in a round, and how far they should have been drafted."""
         if self.rest.rested > RETRY:
             for counted in (self.acceptance, *self.by_row.values()):
                 counted.limit(LONG_AGO)
-        self.acceptance.count([(row.offered, row.accepted) for row, _ in rows])
-        for row, _ in rows:
-            self.by_row.setdefault(row.seq_id, Acceptance()).count([(row.offered, row.accepted)])
+        runs = [(way.judged(row, depth), row.accepted) for row, way, depth in rows]
+        self.acceptance.count(runs)
+        for (row, _, _), run in zip(rows, runs, strict=True):
+            self.by_row.setdefault(row.seq_id, Acceptance()).count([run])
         self.likeness = likeness(list(self.by_row.values()), ALL_WEIGHT)
-        self.promised = FADING * self.promised + sum(sum(way.promised[: row.num_drafted]) for row, way in rows)
-        self.accepted = FADING * self.accepted + sum(row.accepted for row, _ in rows)
+        promised = sum(sum(way.promised[: depth if way.made else row.num_drafted]) for row, way, depth in rows)
+        self.promised = FADING * self.promised + promised
+        self.accepted = FADING * self.accepted + sum(row.accepted for row, _, _ in rows)
+        if cut := [(depth, row.num_drafted) for row, way, depth in rows if way.made]:
+            self.cut_off.made.count(cut)
 
     def time(self, depth: int, num_unread: Sequence[int], taken_s: float) -> None:
         """Learn from how long it took, as one of those who drafted."""
@@ -185,7 +213,7 @@ class Arm:
             each_s = max(0.0, taken_s - expected_s) / sum(num_unread)
             self.reading_s = (self.reading_s + damped(each_s, self.reading_s)) / 2 if self.reading_s else each_s
 
-    def drafting_s(self, depth: int, num_rows: int) -> float:
+    def drafting_s(self, depth: float | int, num_rows: int) -> float:
         """What it would take to draft so many rows so far; by a batch of another size where it knows no other."""
         if not self.drafts:
             return 0.0
@@ -193,7 +221,7 @@ class Arm:
         line = self.drafts[min(self.drafts, key=lambda known: (abs(known - wanted), known))]
         return self.level.factor * line.expect(depth)
 
-    def cost_s(self, depth: int, num_rows: int, num_unread: int) -> float:
+    def cost_s(self, depth: float | int, num_rows: int, num_unread: int) -> float:
         """The same with its part of reading what is unread."""
         return self.drafting_s(depth, num_rows) + self.reading_s * num_unread / SPREAD
 
@@ -232,7 +260,11 @@ class Arms:
             survival = [min(1.0, trust * chance) for chance in promised]
             unread = {arm: own.unread[i]}
             free = wish.auto or (bool(outlook.arms) and budget.width == 1 and wish.drafter is None)
-            found[arm] = Way(replace(budget, arm=arm), frozenset([arm]), survival, promised, unread, free)
+            made: Sequence[float] = ()
+            if wish.auto and own.ends_early and budget.width == 1 and len(own.limit) == 1:
+                budget = replace(budget, price=learned.cut_off.price)
+                made = learned.cut_off.reached(budget.depth) if budget.price > NO_PRICE else ()
+            found[arm] = Way(replace(budget, arm=arm), frozenset([arm]), survival, promised, unread, free, made)
         if len(found) > 1 or (wish.drafter == MERGED and found):
             told = any(own.expected and own.expected[i] is not None for own in outlook.arms.values())
             found[len(self.arms) - 1] = self.merged(seq_id, list(found.values()), told)
@@ -253,7 +285,7 @@ class Arms:
                 max(pair) for pair in zip(learned.promises(None, seq_id, len(promised)), promised, strict=False)
             ]
         return Way(
-            budget=furthest.budget.merging(len(self.arms) - 1),
+            budget=replace(furthest.budget, price=0.0).merging(len(self.arms) - 1),
             members=frozenset[int]().union(*(way.members for way in ways)),
             survival=survival,
             promised=promised,

@@ -25,29 +25,48 @@ class Drafts:
 
     arms: Arms
     depths: list[int]
-    num_tokens: int  # in the target's pass
+    num_tokens: float | int  # in the target's pass
     gain: float
-    deepest: dict[int, int] = field(default_factory=dict)  # by member
+    idle: dict[int, list[float]] = field(default_factory=dict)  # by member and depth: chance that it draws none there
     num_rows: dict[int, int] = field(default_factory=dict)
     num_unread: dict[int, int] = field(default_factory=dict)
 
     def deepen(self, row: int, way: Way, depth: int, gain: float) -> None:
         """Draft a row so far, which adds so many accepted guesses."""
         before, self.depths[row] = self.depths[row], depth
-        self.num_tokens += way.nodes(depth) - way.nodes(before)
+        self.num_tokens += way.num_made(depth) - way.num_made(before)
         self.gain += gain
         for member in way.members:
-            self.deepest[member] = max(depth, self.deepest.get(member, 0))
+            idle = self.idle.setdefault(member, [])
+            idle += [1.0] * (depth - len(idle))
+            for at in range(before, depth):  # it draws there if it made the guess above
+                idle[at] *= 1.0 - way.made[at - 1] if way.made and at else 0.0
             if before == 0:
                 self.num_rows[member] = self.num_rows.get(member, 0) + 1
                 self.num_unread[member] = self.num_unread.get(member, 0) + way.num_unread.get(member, 0)
 
+    def drafting_s(self) -> float:
+        """What drafting takes."""
+        taken_s = 0.0
+        for member, idle in self.idle.items():
+            steps = len(idle) - sum(idle)
+            taken_s += self.arms.arms[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
+        return taken_s
+
     def tokens_per_s(self, passes: PassCost) -> float:
         """Tokens that the round gives, over the time that it takes."""
-        taken_s = passes.expect(self.num_tokens)
-        for member, depth in self.deepest.items():
-            taken_s += self.arms.arms[member].cost_s(depth, self.num_rows[member], self.num_unread[member])
-        return self.gain / max(NO_TIME_S, taken_s)
+        return self.gain / max(NO_TIME_S, passes.expect_between(self.num_tokens) + self.drafting_s())
+
+    def guess_s(self, passes: PassCost, num_drawn: float | int) -> float:
+        """What one guess more or less takes: its part of drafting, and of what the pass takes for so many tokens.
+
+        Passes are compared with half as many guesses more and less: a few alone would show little but noise.
+        """
+        num_rows = len(self.depths)
+        half = max(1.0, (self.num_tokens - num_rows) / 2)
+        fewer, more = max(float(num_rows), self.num_tokens - half), self.num_tokens + half
+        pass_s = (passes.expect_between(more) - passes.expect_between(fewer)) / (more - fewer)
+        return max(0.0, pass_s) + self.drafting_s() / num_drawn
 
 
 def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:

@@ -53,12 +53,13 @@ def gain(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_con
     own, merged = arms.arms[arm], arms.is_mix and arm == len(arms.arms) - 1
     members = arms.arms[:-1] if merged else [own]
     tokens: float = 1 + own.covered * sum(accumulate(own.acceptance.rates()[:depth], mul))
-    rows = max(1, round(own.covered * batch))
+    rows, made = max(1, round(own.covered * batch)), own.cut_off.reached(depth)
     plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
-    pass_s = costs.of(Kind.of(batch, num_context, merged)).expect(batch + rows * depth)
+    pass_s = costs.of(Kind.of(batch, num_context, merged)).expect_between(batch + rows * sum(made))
     if own.covered * batch < 1:  # in most rounds nothing is drafted
         pass_s = own.covered * pass_s + (1 - own.covered) * plain_s
-    draft_s = min(1.0, own.covered * batch) * sum(member.cost_s(depth, rows, 0) for member in members)
+    steps = 1 + sum(made[:-1])
+    draft_s = min(1.0, own.covered * batch) * sum(member.cost_s(steps, rows, 0) for member in members)
     return tokens * plain_s / (pass_s + draft_s)
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Draft, Outlook
-from forerun.economy import Kind, PassCosts, damped
+from forerun.economy import Kind, PassCost, PassCosts, damped
 from forerun.engine.advice import Advice
 from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
 from forerun.engine.choices import Choice, Drafts, Ways, best_of, fallbacks, sets, tokens_of
@@ -72,6 +72,7 @@ class MeasuredDepth:
     held: int = HOLD  # rounds for which that plan was held
     worth: float = 0.0  # tokens per second that the last plan promised
     usual: float = 0.0  # tokens per second of a row that plans promised of late
+    told: Mapping[int, Sequence[float]] = field(default_factory=dict)  # survival of the round's nodes, by sequence
     advice: Advice = field(default_factory=Advice)
     times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
@@ -171,6 +172,8 @@ class MeasuredDepth:
         plain = f"a plain round takes {1000 * plain_s:.2f} ms" if plain_s else "what plain rounds take is not known yet"
         name = self.arms.names[way.budget.arm] if way else ""
         chosen = f"depth {depth}" + (f" by {name}" if name else "") if depth else "plain"
+        if way and way.made:
+            chosen += f" as long as {100 * way.budget.price:.0f} % survive"
         if self.tried is not None:
             return f"{chosen}, to see how it does: {plain}"
         tokens = tokens_of(list(self.taken.values()))
@@ -190,7 +193,10 @@ class MeasuredDepth:
         return not told and all(taken is None or taken[1] <= min(room, limit) for room, limit, taken in limits)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """All of it."""
+        """All of it. What it tells of its guesses is compared with what will come of them."""
+        priced = any(each and each[0].budget.price for each in self.taken.values())
+        told = draft.survival.tolist() if priced and draft.survival is not None else []
+        self.told = dict(zip(load.seq_ids, told, strict=False))
         return draft.tree
 
     def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways], reading: bool) -> Planned:
@@ -208,7 +214,18 @@ class MeasuredDepth:
             self.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
         last = self.last(seq_ids, rows)
-        return last if last and best.tokens_per_s < HYSTERESIS * last.tokens_per_s else best
+        best = last if last and best.tokens_per_s < HYSTERESIS * last.tokens_per_s else best
+        self.set_prices(best)
+        return best
+
+    def set_prices(self, planned: Planned) -> None:
+        """By what the plan's rounds are worth, and by what its guesses take; as before where nothing is drafted."""
+        taken = [each for each in planned.choice if each is not None]
+        if taken:
+            drafts, passes = self.drafts_of(planned.choice)
+            guess_s = drafts.guess_s(passes, sum(way.num_drawn(depth) for way, depth in taken))
+            for arm in {way.budget.arm for way, _ in taken}:
+                self.arms.arms[arm].cut_off.aim(planned.tokens_per_s, guess_s)
 
     def plans(self, rows: Sequence[Ways]) -> Iterator[Planned]:
         """The best plan for every set of members, small sets first."""
@@ -241,11 +258,16 @@ class MeasuredDepth:
 
     def tokens_per_s(self, choice: Choice) -> float:
         """What a round of this choice would give."""
+        drafts, passes = self.drafts_of(choice)
+        return drafts.tokens_per_s(passes)
+
+    def drafts_of(self, choice: Choice) -> tuple[Drafts, PassCost]:
+        """The drafts of a choice, and what passes of its kind take."""
         drafts = Drafts(self.arms, [0] * len(choice), num_tokens=len(choice), gain=float(len(choice)))
         taken = [each for each in choice if each is not None]
         for row, (way, depth) in enumerate(taken):
             drafts.deepen(row, way, depth, sum(way.survival[:depth]))
-        return drafts.tokens_per_s(self.costs.of(self.kind(len(choice), [way for way, _ in taken])))
+        return drafts, self.costs.of(self.kind(len(choice), [way for way, _ in taken]))
 
     def kind(self, num_rows: int, taken: Sequence[Way]) -> Kind:
         """The kind of the round in which these ways are taken."""
@@ -281,12 +303,12 @@ class MeasuredDepth:
         choice = list(best)
         if arm == OTHER_DEPTH:
             self.deeper = not self.deeper
-            return [each and self.otherwise(*each) for each in choice]
+            return [each and self.otherwise(each[0].whole(), each[1]) for each in choice]
         for row, own in enumerate(rows):
             if arm == -1:
                 choice[row] = None if all(way.free for way in own.values()) else choice[row]
             elif arm in own:
-                way, new = own[arm], self.arms.arms[arm].rest.new
+                way, new = own[arm].whole(), self.arms.arms[arm].rest.new
                 depth = FIRST_DEPTH if new else TRIAL_DEPTH
                 choice[row] = (way, min(depth, way.budget.depth) if way.free else way.budget.depth)
                 if not new:
@@ -313,14 +335,15 @@ class MeasuredDepth:
         return self.costs.of(self.kind(num_rows, ())).expect(num_rows) if self.costs.kinds else None
 
     def drafts(self, outcome: Outcome) -> Taken:
-        """The ways in which rows were drafted, and how far they should have been."""
-        return [way for row in outcome.rows if (way := self.drafted(row)) is not None]
+        """The ways in which rows were drafted, and how far."""
+        found = [(row, self.drafted(row)) for row in outcome.rows]
+        return [(way[0], way[0].steps(row, way[1])) for row, way in found if way is not None]
 
     def accepted(self, outcome: Outcome, cheap: bool = False) -> Taken:
         """Learn what was accepted in the round of the last choice; how rows were drafted."""
         self.pending = False
         found = [(row, self.drafted(row)) for row in outcome.rows]
-        self.count([(row, way[0]) for row, way in found if way is not None], cheap)
+        self.count([(row, *way) for row, way in found if way is not None], cheap)
         self.arms.forget_others(list(self.taken))
         return [way for _, way in found if way is not None]
 
@@ -329,14 +352,17 @@ class MeasuredDepth:
         chosen = self.taken[row.seq_id]
         return chosen if chosen is not None and row.arm in (-1, chosen[0].budget.arm) else None
 
-    def count(self, taken: Sequence[tuple[RowOutcome, Way]], cheap: bool) -> None:
+    def count(self, taken: Sequence[tuple[RowOutcome, Way, int]], cheap: bool) -> None:
         """Learn how many guesses were accepted, and who was in use; `cheap`: the pass took less than was thought."""
         for arm in self.possible:
-            learned, own = self.arms.arms[arm], [(row, way) for row, way in taken if way.budget.arm == arm]
-            expected = sum(sum(way.survival[: row.num_drafted]) for row, way in own)
-            accepted = sum(row.accepted for row, _ in own)
+            learned, own = self.arms.arms[arm], [each for each in taken if each[1].budget.arm == arm]
+            expected = sum(sum(way.survival[: depth if way.made else row.num_drafted]) for row, way, depth in own)
+            accepted = sum(row.accepted for row, _, _ in own)
             if own:
                 learned.count(own)
+                for row, way, _ in own:
+                    if way.budget.price and row.seq_id in self.told:
+                        learned.cut_off.learn(self.told[row.seq_id][1:], row.offered, row.accepted)
                 if learned.surprise.record(accepted, expected):
                     self.wake()
             hopeful = arm == self.tried and accepted > expected + 1

@@ -18,8 +18,10 @@ struct Chains {
   const Linear* head;
   const float* norm;
   float norm_eps, slack;
-  int64_t* tokens;  // [num_rows, depth], out; -1 where there are none
-  float* states;    // [num_rows, depth, hidden], out: the residual stream behind each guess that was read; or null
+  const float* prices;  // of each row: the least survival of a guess that is worth having; null: all are
+  int64_t* tokens;      // [num_rows, depth], out; -1 where there are none
+  float* survival;      // [num_rows, depth], out: of the guesses, along the chain; null where there are no prices
+  float* states;        // [num_rows, depth, hidden], out: the residual stream behind each guess that was read; or null
 };
 
 // A token's embedding in float32.
@@ -34,13 +36,16 @@ void embed(const Chains& c, int64_t token, float* x) {
 
 using namespace forerun;
 
-// `frame` is a pass whose cache, tables and threads hold for all steps. A row whose draw is not certain ends there.
+// `frame` is a pass whose cache, tables and threads hold for all steps. A row ends where its draw is not certain, and
+// where its guess is not worth its price.
 extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pass* frame) {
   const Chains& c = *chains;
   const int64_t width = c.head->width;
   std::vector<float> x(c.num_rows * c.hidden), logits(c.num_rows * width);
   std::vector<int64_t> rows, chosen(c.num_rows), first_guesses, lengths, positions, slots, starts, order;
   const std::vector<int64_t> whole(c.num_rows, int64_t{1} << 62), none(c.num_rows, 0);
+  std::vector<float> shares(c.num_rows), reached(c.num_rows, 1.0f);
+  std::vector<int64_t> undecided(c.num_rows);
   const float* given = c.logits;
   int64_t stride = c.stride;
   std::fill(c.tokens, c.tokens + c.num_rows * c.depth, -1);
@@ -53,11 +58,17 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     const int64_t count = rows.size();
     const Nodes nodes = {c.laws, c.slack, given, stride, c.num_ids, count, rows.data(), lengths.data(),
                          first_guesses.data(), c.tokens, {nullptr, 0}};
-    choose_each(nodes, chosen.data(), frame->num_threads);
+    if (c.prices) offer_each(nodes, 1, chosen.data(), shares.data(), undecided.data(), frame->num_threads);
+    else choose_each(nodes, chosen.data(), frame->num_threads);
     std::vector<int64_t> ahead;
     positions.clear(), slots.clear(), starts.clear(), order.clear();
     for (size_t i = 0; i < rows.size(); i++) {
       const int64_t row = rows[i], position = c.positions[row] + level;
+      if (c.prices) {
+        reached[row] *= shares[i];
+        if (undecided[i] || reached[row] < c.prices[row]) continue;
+        c.survival[row * c.depth + level] = reached[row];
+      }
       c.tokens[row * c.depth + level] = chosen[i];
       if (chosen[i] < 0 || c.depths[row] == level + 1) continue;
       embed(c, chosen[i], x.data() + ahead.size() * c.hidden);

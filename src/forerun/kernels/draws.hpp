@@ -20,4 +20,8 @@ struct Nodes {
 // For each node its first largest score, -1 where undecided.
 void choose_each(const Nodes& nodes, int64_t* chosen, int64_t num_threads);
 
+// For each node its `width` largest scores and their shares of all, by softmax; marks those that are undecided.
+void offer_each(const Nodes& nodes, int64_t width, int64_t* tokens, float* survival, int64_t* undecided,
+                int64_t num_threads);
+
 }  // namespace forerun

@@ -203,6 +203,15 @@ void choose_each(const Nodes& n, int64_t* chosen, int64_t num_threads) {
   });
 }
 
+void offer_each(const Nodes& n, int64_t width, int64_t* tokens, float* survival, int64_t* undecided,
+                int64_t num_threads) {
+  share(n.count, n.count * n.num_ids, 0, num_threads, [&](int64_t i, int64_t) {
+    std::vector<float> scores(n.num_ids + LANES);
+    undecided[i] = !offer(n.law(i), n.logits + i * n.stride, n.num_ids, width, scores.data(), tokens + i * width,
+                          survival + i * width);
+  });
+}
+
 // Where paths begin that lie one behind the other.
 std::vector<int64_t> starts_of(const int64_t* lengths, int64_t count) {
   std::vector<int64_t> starts(count + 1);
@@ -264,11 +273,7 @@ int64_t forerun_offer(const RowLaw* laws, float slack, const float* logits, int6
   const std::vector<int64_t> starts = starts_of(places + count, count);
   const Nodes n = {laws, slack, logits, stride, num_ids, count, places, places + count, starts.data(),
                    places + 2 * count, {masks, stride}};
-  share(n.count, n.count * n.num_ids, 0, num_threads, [&](int64_t i, int64_t) {
-    std::vector<float> scores(n.num_ids + LANES);
-    undecided[i] = !offer(n.law(i), n.logits + i * n.stride, n.num_ids, width, scores.data(), tokens + i * width,
-                          survival + i * width);
-  });
+  offer_each(n, width, tokens, survival, undecided, num_threads);
   return std::count(undecided, undecided + n.count, 1);
 }
 

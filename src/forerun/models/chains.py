@@ -24,11 +24,15 @@ from forerun.tree import DraftLaw, DraftTree, HostView
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A sequence to be drafted: its row in the round, its id, and how deep."""
+    """A sequence to be drafted: its row in the round, its id, and how deep.
+
+    Its chain ends before a guess that survives with less than `price`.
+    """
 
     row: int
     seq_id: int
     depth: int
+    price: float = 0.0
 
 
 @runtime_checkable
@@ -84,8 +88,9 @@ class Chains:
     `counts` are the guesses of each row, and `num_read` those of each sequence that were read into its tail: its first
     ones. The guesses are `texts`, roots first, where the host knows them, else `guesses` on the device, -1 where a row
     has fewer. `laws` are those that they were drawn from (rejection modes), and `law_row` says by row and guess where
-    its law is packed. `states` are the residual streams behind the guesses of each start, if they were asked for; those
-    of guesses that were not read are garbage.
+    its law is packed. `survival` is that of the guesses, by row, where chains were drawn at a price. `states` are the
+    residual streams behind the guesses of each start, if they were asked for; those of guesses that were not read are
+    garbage.
     """
 
     counts: list[int]
@@ -94,6 +99,7 @@ class Chains:
     guesses: Int[Tensor, "batch depth"] | None = None
     laws: list[Tensor] = field(default_factory=list)
     law_row: list[list[int]] = field(default_factory=list)
+    survival: dict[int, list[float]] = field(default_factory=dict)
     states: Float[Tensor, "starts depth hidden"] | None = None
 
     def add(self, start: Start, guesses: Sequence[int], num_read: int) -> None:
@@ -102,6 +108,14 @@ class Chains:
         self.texts[start.row] += guesses
         self.counts[start.row] += len(guesses)
         self.num_read[start.seq_id] = num_read
+
+    def chances(self) -> Float[Tensor, "batch nodes"] | None:
+        """The survival of the tree's nodes, 1 at roots and 0 at padding; None where it was not asked for."""
+        if not self.survival:
+            return None
+        nodes = 1 + max(self.counts)
+        rows = [[1.0, *self.survival.get(row, ())] for row in range(len(self.counts))]
+        return torch.tensor([own + [0.0] * (nodes - len(own)) for own in rows])
 
     def tree(self, draws: Draws) -> DraftTree:
         """The guesses as a tree: on the host, or on the device with the host knowing its shape."""

@@ -282,16 +282,19 @@ class NativeDecoder:
         cache: PagedCache,
         rope: RopeTables,
         states: Float[Tensor, "rows depth hidden"] | None = None,
-    ) -> list[list[int]]:
+        prices: Sequence[float] = (),
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Up to `depths[i]` guesses of each row, drawn and read in turn; `logits` are those after the roots.
 
         `starts` are the first slots of the rows' runs, `positions` where their first guesses stand. All but a row's
-        last guess are read into the cache, which has room. A chain ends where its draw is not certain. `states`, if
-        given, is of float32 and gets the residual stream behind every guess that is read.
+        last guess are read into the cache, which has room. A chain ends where its draw is not certain, and
+        before a guess that survives with less than `prices[i]`; with prices the guesses' survival is given too.
+        `states`, if given, is of float32 and gets the residual stream behind every guess that is read.
         """
         deepest, logits = max(depths), logits.float().contiguous()
         tables = [array("q", numbers) for numbers in (depths, starts, positions)]
         tokens = array("q", bytes(8 * deepest * len(depths)))
+        least, survival = array("f", prices), array("f", bytes(4 * len(tokens) if prices else 0))
         chains = CChains(
             num_rows=len(depths),
             depth=deepest,
@@ -308,7 +311,9 @@ class NativeDecoder:
             norm=self.norm.data_ptr(),
             norm_eps=self.norm_eps,
             slack=laws.slack,
+            prices=address(least) if prices else None,
             tokens=address(tokens),
+            survival=address(survival) if prices else None,
             states=None if states is None else states.data_ptr(),
         )
         frame = CPass(
@@ -321,7 +326,10 @@ class NativeDecoder:
         )
         self.lib.forerun_chains(self.pointer, chains, frame)
         found = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
-        return [list(itertools.takewhile(lambda token: token >= 0, row)) for row in found]
+        guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in found]
+        if not prices:
+            return guesses, None
+        return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of normed rows."""

@@ -232,15 +232,20 @@ class Runner:
         positions = [self.length(seq_id) + len(self.tails[seq_id].parents) for seq_id in seq_ids]
         hidden = torch.empty(len(starts), max(depths), self.decoder.config.hidden) if states else None
         own, embedding, rope = laws.some([s.row for s in starts]), self.decoder.embedding, self.decoder.rope
-        drawn = native.draw_chains(logits, own, depths, firsts, positions, embedding, self.cache, rope, hidden)
+        prices = [start.price for start in starts] if any(start.price for start in starts) else ()
+        drawn, survival = native.draw_chains(
+            logits, own, depths, firsts, positions, embedding, self.cache, rope, hidden, prices
+        )
         chains = Chains([0] * len(draws.rows), {}, texts=[[row.tokens[-1]] for row in draws.rows], states=hidden)
-        ended = []  # rows whose last draw was not certain: of their room some was not used
+        ended = []  # rows that end before their depth: of their room some was not used
         for start, chain, count in zip(starts, drawn, counts, strict=True):
             chains.add(start, chain, min(len(chain), count))
             self.tails[start.seq_id].grow(None, min(len(chain), count))
             if len(chain) < count:
                 ended.append(start.seq_id)
         self.cache.cut(ended, [len(self.tails[seq_id].parents) for seq_id in ended])
+        if survival is not None:
+            chains.survival = {start.row: own for start, own in zip(starts, survival, strict=True)}
         return chains
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:

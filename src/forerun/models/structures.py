@@ -67,5 +67,5 @@ class CChains(Structure):
         *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
         *((name, c_void_p) for name in ("head", "norm")),
         *((name, c_float) for name in ("norm_eps", "slack")),
-        *((name, c_void_p) for name in ("tokens", "states")),
+        *((name, c_void_p) for name in ("prices", "tokens", "survival", "states")),
     ]

@@ -31,12 +31,13 @@ def grow_ahead(
     """
     rows = [row for row, budget in enumerate(budgets) if budget.depth]
     first = logits(rows, [()] * len(rows))
-    if (
-        draws.on_host
-        and not draws.rejection
-        and all(budgets[row].width == 1 and not budgets[row].price for row in rows)
-    ):
-        starts = [Start(row, draws.seq_ids[row], min(budgets[row].depth, budgets[row].nodes)) for row in rows]
+    own_budgets = [budgets[row] for row in rows]
+    chains = all(budget.width == 1 and (not budget.price or confidence is None) for budget in own_budgets)
+    if draws.on_host and not draws.rejection and chains:
+        starts = [
+            Start(row, draws.seq_ids[row], min(budget.depth, budget.nodes), budget.price)
+            for row, budget in zip(rows, own_budgets, strict=True)
+        ]
         row_of = {draws.seq_ids[row]: row for row in rows}
         paths: dict[int, list[int]] = {row: [] for row in rows}
 
@@ -46,7 +47,8 @@ def grow_ahead(
                 paths[row].append(token)
             return logits(own, [paths[row] for row in own])
 
-        return Draft(seen_chains(draws, starts, first, read_on).tree(draws))
+        found = seen_chains(draws, starts, first, read_on)
+        return Draft(found.tree(draws), found.chances())
 
     def read_nodes(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor:
         return logits([place.row for place in places], paths_to(growths, places))

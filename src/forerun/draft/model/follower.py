@@ -162,10 +162,10 @@ class Follower:
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
         """The guesses behind the roots, as chains if only chains are asked for, else as trees."""
-        if all(budget.width == 1 and budget.price == 0 for budget in granted.values()):
+        if all(budget.width == 1 for budget in granted.values()):
             chains = self.draw_chains(draws, granted, logits)
             if chains is not None:
-                return Draft(chains.tree(draws))
+                return Draft(chains.tree(draws), chains.chances())
 
         def read_on(reads: Sequence[Read]) -> Tensor | None:
             return self.logits(self.read(reads, granted))
@@ -179,10 +179,10 @@ class Follower:
     ) -> Chains | None:
         """The chains, by one call of the runner or step by step; None where each draw needs laws or the host."""
         unseen = self.runner.draws_unseen and not self.taps and not any(r.params.logits_processors for r in draws.rows)
-        if not unseen and (draws.rejection or not draws.on_host):
+        if any(b.price for b in granted.values()) if unseen else draws.rejection or not draws.on_host:
             return None
         rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-        starts = [Start(rows[s], s, min(b.depth, b.nodes)) for s, b in granted.items()]
+        starts = [Start(rows[s], s, min(b.depth, b.nodes), b.price) for s, b in granted.items()]
         chains = None if self.taps else self.draw_at_once(draws, starts, logits)
         if chains is None and unseen:
             chains = unseen_chains(draws, starts, logits, lambda reads, drawn: self.read_unseen(reads, drawn, granted))
@@ -382,7 +382,7 @@ class Follower:
             else:
                 unread.append(len(self.unread(seq_id)) + 1 if self.rereads else 0)  # else it is read as it comes
                 limit.append(self.room(following, [following.root]))
-        return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
+        return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not self.runner.draws_unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop text, keys and values of these sequences; unknown ones are ignored."""

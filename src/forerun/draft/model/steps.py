@@ -8,7 +8,7 @@ The tokens stay there, from one step's draw to the next step's read and on to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,15 +28,19 @@ def seen_chains(
 ) -> Chains:
     """A chain for every start, each token of which the host has at once; `logits` are those after their roots.
 
-    A chain ends where its depth says, where the draws offer nothing, or where there is no room to read on.
+    A chain ends where its depth says, where the draws offer nothing, before a guess that is not worth its price, or
+    where there is no room to read on.
     """
     chains = Chains([0] * len(draws.rows), {}, texts=[[row.tokens[-1]] for row in draws.rows])
     assert chains.texts is not None, "they are known to the host"
+    priced = any(start.price for start in starts)
+    chains.survival = {start.row: [] for start in starts} if priced else {}
     active, level = starts, 0
     while active:
         level += 1
         rows = [start.row for start in active]
-        drawn = draws.guess(logits, rows, [chains.texts[row][1:] for row in rows])
+        paths = [chains.texts[row][1:] for row in rows]
+        drawn = worth(draws, active, logits, paths, chains.survival) if priced else draws.guess(logits, rows, paths)
         offered = [(start, token) for start, token in zip(active, drawn, strict=True) if token >= 0]
         for start, token in offered:
             chains.add(start, [token], level - 1)
@@ -49,6 +53,25 @@ def seen_chains(
         chains.num_read |= dict.fromkeys(seq_ids, level)
         logits = read_on
     return chains
+
+
+def worth(
+    draws: Draws,
+    starts: Sequence[Start],
+    logits: Float[Tensor, "starts vocab"],
+    paths: Sequence[Sequence[int]],
+    survival: Mapping[int, list[float]],
+) -> Sequence[int]:
+    """The next guess of every chain, or -1 where it survives with too little; what survives is added by row."""
+    offer, found = draws.offer(logits, [start.row for start in starts], paths, 1), []
+    assert offer.survival is not None, "it was asked for"
+    for start, tokens, shares in zip(starts, offer.tokens, offer.survival, strict=True):
+        own = survival[start.row]
+        chance = shares[0] * (own[-1] if own else 1.0)
+        found.append(tokens[0] if chance >= start.price else -1)
+        if found[-1] >= 0:
+            own.append(chance)
+    return found
 
 
 def unseen_chains(
