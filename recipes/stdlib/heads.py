@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +58,7 @@ def spelled(name: str, value: object) -> str:
     return f"{option} {told}"
 
 
+QUICK = TrainSettings(look_every=500, bfloat16=True, passes=4)
 HEADS: Mapping[str, Head] = {
     "early-exit": Head(
         "early-exit",
@@ -65,6 +66,13 @@ HEADS: Mapping[str, Head] = {
         TrainSettings(steps=500, look_every=200),
         1,
         "An adapter: a layer of 96 neurons that reads the target's states behind its second layer",
+    ),
+    "block": Head(
+        "block",
+        StudentSizes(layers=1, mlp=256, markov_rank=16, taps=(4, 6)),
+        replace(QUICK, steps=2500),
+        2,
+        "A block drafter: a layer of 256 neurons that reads two of the target's states, with a Markov head of rank 16",
     ),
 }
 

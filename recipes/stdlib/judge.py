@@ -148,11 +148,14 @@ def round_costs(target: Path, draft: str, prompt: Sequence[int]) -> tuple[float,
 
 
 def write_records(found: Mapping[str, DrafterFigures], out: Path) -> None:
-    """A `drafter.json` into the folder of each drafter that has one."""
+    """A `drafter.json` into the folder of each drafter that has one, unless rounds of none were timed: `auto` would
+    choose by guesses alone, and those of the largest drafter are the best."""
+    if all(own.speed_up is None for own in found.values()):
+        return
     digest = Blueprint.of(str(out / "target")).weights_digest()
     for name, own in found.items():
-        if own.speed_up is None or not (out / name / "config.json").exists():
-            continue  # nothing is chosen by guesses alone: those of the largest drafter are the best
+        if not (out / name / "config.json").exists():
+            continue
         kind = "model" if name in STUDENTS else name
         at_one = own.by_temperature["1.0"]
         record = DrafterRecord(

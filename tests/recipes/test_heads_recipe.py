@@ -40,16 +40,19 @@ def test_a_drafter_that_seldom_guesses_is_not_promised_what_its_guesses_are_wort
     assert len(TIMED_DEPTHS) == 4
 
 
-def test_only_what_was_timed_gets_a_record(tmp_path: Path) -> None:
+def test_there_are_records_as_soon_as_rounds_were_timed(tmp_path: Path) -> None:
     (tmp_path / "target").symlink_to(FOLDER / "stdlib" / "target")
     for name in ("draft", "early-exit"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     rates = {t: Acceptance.of((0.5, 0.5), 1.8) for t in ("0.0", "1.0")}
-    timed = DrafterFigures("early-exit:2:x", 2, rates, (1.25, 1.5))
-    write_records({"draft": DrafterFigures("model:x", 2, rates), "early-exit": timed}, tmp_path)
+    untimed = DrafterFigures("model:x", 2, rates)
+    write_records({"draft": untimed}, tmp_path)
     assert not (tmp_path / "draft" / RECORD).exists()
-    record = DrafterRecord.read(tmp_path / "early-exit")
+    write_records({"draft": untimed, "early-exit": DrafterFigures("early-exit:2:x", 2, rates, (1.25, 1.5))}, tmp_path)
+    draft, record = (DrafterRecord.read(tmp_path / name) for name in ("draft", "early-exit"))
+    assert draft is not None
+    assert draft.speed_up is None
     assert record is not None
     assert (record.drafter, record.argument, record.speed_up) == ("early-exit", "2:", pytest.approx(1.2))
 
