@@ -31,12 +31,16 @@ SHIPPED = ("config.json", "model.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One of the family's heads: its kind, its sizes, and how it is trained. `about` is for its card."""
+    """One of the family's heads: its kind, its sizes, and how it is trained.
+
+    `about` is for its card, and so are the `minutes` that the training took, without those in which it was stopped.
+    """
 
     kind: str
     sizes: StudentSizes
     settings: TrainSettings
     threads: int
+    minutes: int
     about: str
 
     @property
@@ -65,6 +69,7 @@ HEADS: Mapping[str, Head] = {
         StudentSizes(exit=2, mlp=96),
         TrainSettings(steps=500, look_every=200),
         1,
+        19,
         "An adapter: a layer of 96 neurons that reads the target's states behind its second layer",
     ),
     "block": Head(
@@ -72,6 +77,7 @@ HEADS: Mapping[str, Head] = {
         StudentSizes(layers=1, mlp=256, markov_rank=16, taps=(4, 6)),
         replace(QUICK, steps=2500),
         2,
+        26,
         "A block drafter: a layer of 256 neurons that reads two of the target's states, with a Markov head of rank 16",
     ),
 }
@@ -96,7 +102,7 @@ def main(
     write_records(found, out)
     for name, head in HEADS.items():
         if name in found:
-            write_card(name, head, work / name, out / name, found[name])
+            write_card(name, head, out / name, found[name])
     typer.echo(figures_table(found))
 
 
@@ -130,10 +136,8 @@ def learnt_from(settings: TrainSettings) -> str:
     return f"{settings.steps:,} steps of {settings.batch} answers of the target at temperature 1{times}"
 
 
-def write_card(name: str, head: Head, made: Path, folder: Path, figures: DrafterFigures) -> None:
+def write_card(name: str, head: Head, folder: Path, figures: DrafterFigures) -> None:
     """The card of a head, as Markdown."""
-    looks = [json.loads(line) for line in (made / "train.jsonl").read_text("utf-8").splitlines()]
-    minutes = max(look.get("seconds", 0) for look in looks) / 60
     size = sum((folder / each).stat().st_size for each in SHIPPED) / 1e6
     cores = "one core" if head.threads == 1 else f"{head.threads} cores"
     rows = "\n".join(
@@ -149,7 +153,7 @@ It drafts for the bundled target `stdlib`, as `--draft {figures.draft}`; {size:.
 
 Made by this command, which `python -m recipes.stdlib.heads` runs; `corpus.jsonl` holds the training files of
 [corpus.tsv](../corpus.tsv), a text a line, and none of the held-out ones. {learnt_from(head.settings)};
-{minutes:.0f} minutes on {cores}, while other work ran.
+{head.minutes} minutes on {cores}, while other work ran.
 
 ```sh
 {head.command}

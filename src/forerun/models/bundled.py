@@ -17,6 +17,7 @@ BUNDLED = {
 }
 BUNDLED_HEADS = {  # by what --draft takes in the place of a folder
     "stdlib-early-exit": FOLDER / "stdlib" / "early-exit",
+    "stdlib-block": FOLDER / "stdlib" / "block",
 }
 TARGET, DRAFT = "stdlib", "stdlib-draft"  # the pair that commands run unless told otherwise
 BUNDLED_NAMES = ", ".join(BUNDLED)
