@@ -18,7 +18,7 @@ from forerun.errors import InvalidGrammar, InvalidRequest, MissingPackage, Reque
 from forerun.request import Request
 from forerun.sampling.constraint import Constraint
 from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
-from forerun.sampling.matcher import KEPT_GRAMMARS
+from forerun.sampling.matcher import KEPT_GRAMMARS, Matcher, Matchers
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -260,3 +260,27 @@ def test_compiled_grammars_are_kept_and_shared_by_threads() -> None:
     for i in range(KEPT_GRAMMARS):
         made.matchers.matcher(Grammar.regex(f"a{{{i + 1}}}"))
     assert made.matchers.matcher(grammar) is not first
+
+
+def test_different_grammars_are_compiled_side_by_side_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, both, honest, asked = requests(), threading.Barrier(2, timeout=30), Matchers._compiled, list[str]()
+
+    def compiled(matchers: Matchers, grammar: Grammar) -> Matcher:
+        asked.append(grammar.text)
+        both.wait()  # neither is made before both are begun
+        return honest(matchers, grammar)
+
+    monkeypatch.setattr(Matchers, "_compiled", compiled)
+    found: dict[int, Matcher] = {}
+
+    def ask(number: int) -> None:
+        found[number] = made.matchers.matcher(Grammar.regex("ab"[number % 2] * 3))
+
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(asked) == ["aaa", "bbb"]
+    assert [found[number] is found[number % 2] for number in range(6)] == [True] * 6
+    assert found[0] is not found[1]

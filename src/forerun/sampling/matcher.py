@@ -10,7 +10,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -92,16 +92,25 @@ class Matcher:
             )
 
 
+@dataclass(slots=True)
+class KeptGrammar:
+    """A grammar's matcher once it is compiled; whoever holds the lock compiles it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    matcher: Matcher | None = None
+
+
 class Matchers:
     """Compiles grammars for one vocabulary, which `texts` gives when it is first needed, in any thread.
 
-    The last ones are kept. Raises MissingPackage without llguidance.
+    Different grammars are compiled side by side, and equal ones once. The last ones are kept. Raises MissingPackage
+    without llguidance.
     """
 
     def __init__(self, texts: Callable[[], SpelledTokens]) -> None:
         self._make_texts = texts
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._kept: OrderedDict[Grammar, KeptGrammar] = OrderedDict()
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of a text, to be forked and not moved, since others have it too.
@@ -109,15 +118,17 @@ class Matchers:
         Raises InvalidGrammar, with the reason, for a grammar that cannot be served.
         """
         with self._lock:
-            found = self._kept.get(grammar) or self._compiled(grammar)
-            self._kept[grammar] = found
+            own = self._kept.setdefault(grammar, KeptGrammar())
             self._kept.move_to_end(grammar)
             while len(self._kept) > KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
-            return found
+        with own.lock:
+            own.matcher = own.matcher or self._compiled(grammar)
+            return own.matcher
 
     def _compiled(self, grammar: Grammar) -> Matcher:
-        guidance, tokenizer = self._guidance, self._tokenizer
+        with self._lock:
+            guidance, tokenizer = self._guidance, self._tokenizer
         try:
             source = json.dumps({"grammars": self._sources(grammar, "start")})
         except ValueError as error:
