@@ -7,7 +7,7 @@ positions and paths are all derived from them here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,12 +46,16 @@ class HostView:
     """The part of a tree on a device that the host knows without a copy: which nodes are read.
 
     `nodes[b]` are the columns of sequence b that the target reads, `parents[b]` the parent of each. `tokens[b]` are
-    their tokens; None where guesses were drawn on the device: then what is read may turn out to be padding.
+    their tokens; None where guesses were drawn on the device: then what is read may turn out to be padding. Where a
+    grammar has a say, `cut[b]` are the guesses that it has removed, each as its column and its parent's, and
+    `forced[b]` says that all guesses are the grammar's own.
     """
 
     nodes: Sequence[Sequence[int]]
     parents: Sequence[Sequence[int]]
     tokens: Sequence[Sequence[int]] | None = None
+    cut: Sequence[Sequence[tuple[int, int]]] | None = field(default=None, kw_only=True)
+    forced: Sequence[bool] | None = field(default=None, kw_only=True)
 
     @classmethod
     def chains(cls, counts: Sequence[int]) -> HostView:

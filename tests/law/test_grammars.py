@@ -22,6 +22,7 @@ from hostile import HOSTILE, Hostile
 from sampler import chi_square, drafted, emitted, judged_round, transitions
 from torch import Tensor
 
+from forerun.accept.outcome import Outcome
 from forerun.config import Speculation, Verification
 from forerun.engine.constrained import constrained_tree
 from forerun.errors import InvalidGrammar, InvalidRequest, RequestFailed
@@ -160,8 +161,28 @@ def test_forced_tokens_are_drafted_without_a_drafter_and_all_accepted() -> None:
     assert json.loads(drafted_.outputs[0].text)["the name of the boy"] in ("Tom", "Tim")
     assert plain_.metrics.num_rounds == len(plain_.outputs[0].token_ids)
     assert drafted_.metrics.num_rounds < plain_.metrics.num_rounds / 2
-    assert drafted_.metrics.num_accepted == drafted_.metrics.num_drafted > 0
-    assert plain_.metrics.num_drafted == 0
+    assert drafted_.metrics.num_forced > 10
+    assert drafted_.metrics.num_accepted == drafted_.metrics.num_drafted == 0, "nobody has guessed"
+    assert plain_.metrics.num_drafted == plain_.metrics.num_forced == 0
+    counts = drafted_.metrics
+    assert counts.tokens_per_round == (counts.num_forced + counts.num_rounds) / counts.num_rounds
+
+
+def test_guesses_that_a_grammar_forbids_count_as_rejected_and_forced_tokens_not_at_all() -> None:
+    """Guesses of text for an answer of digits: none is read, all are counted, one up for judgement in each round."""
+    texts = [[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in plain()]
+    params = SamplingParams(temperature=1.0, seed=2, grammar=Grammar.regex("[0-9]{12}"))
+    llm = LLM(str(TARGET), Hostile(HOSTILE["always_wrong"], texts), dtype="float32")
+    passes: list[Outcome] = []
+    honest = llm.engine.controller.record
+    llm.engine.controller.record = lambda outcome: passes.append(outcome) or honest(outcome)  # type: ignore
+    (found,) = llm.generate("x", params, speculation=Speculation(4))
+    assert found.metrics.num_drafted > found.metrics.num_accepted == 0
+    assert found.metrics.offered_at_depth[0] > 0
+    assert found.metrics.acceptance_rate == 0
+    rows = [row for outcome in passes for row in outcome.rows]
+    assert sum(row.num_cut for row in rows) == found.metrics.num_drafted
+    assert {row.num_read for row in rows} == {1}
 
 
 def test_forced_tokens_may_go_deeper_than_the_guesses_of_a_mix_beside_them() -> None:

@@ -30,12 +30,14 @@ class HostTree:
     parents: list[int]
     number: dict[int, int]  # node of the DraftTree -> node here
     arms: list[int] = field(default_factory=list)  # of a mix's tree: who guessed each node, at the root who drafted
+    cut: Sequence[tuple[int, int]] = ()  # guesses that a grammar has removed: parent here or -1, and who guessed them
+    forced: bool = False  # whether all guesses are a grammar's
 
     def told(self, tokens: Sequence[int]) -> HostTree:
         """The same nodes with their tokens, given by column of the DraftTree; a node without a token gets no parent."""
         own = [tokens[node] for node in self.number]
         parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, own, strict=True)]
-        return HostTree(own, parents, self.number, self.arms)
+        return replace(self, tokens=own, parents=parents)
 
     @property
     def num_guesses(self) -> int:
@@ -63,13 +65,20 @@ def host_trees(tree: DraftTree, arm: Int[Tensor, "batch columns"] | None = None)
         number = {node: i for i, node in enumerate(nodes)}
         tokens = list(known.tokens[row]) if known.tokens is not None else [-1] * len(nodes)
         own = [] if arms is None else [arms[row][node] for node in nodes]
-        trees.append(HostTree(tokens, [number.get(parent, -1) for parent in parents], number, own))
+        removed = () if known.cut is None else known.cut[row]
+        cut = [(number.get(parent, -1), -1 if arms is None else arms[row][column]) for column, parent in removed]
+        forced = known.forced is not None and known.forced[row]
+        above = [number.get(parent, -1) for parent in parents]
+        trees.append(HostTree(tokens, above, number, own, cut, forced))
     return trees
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """One sequence's run: the nodes of its host tree that are final (root first), and the tokens it emits."""
+    """One sequence's run: the nodes of its host tree that are final (root first), and the tokens it emits.
+
+    Of the guesses `num_drafted`, a grammar has removed `num_cut` before they were read; with `forced` all are its own.
+    """
 
     nodes: list[int]
     tokens: list[int]
@@ -78,6 +87,8 @@ class Accepted:
     guessed: Mapping[int, int] = field(default_factory=dict)  # by arm of a mix: guesses in the tree
     arms: Sequence[int] = ()  # of a mix's run: who drafted the row, and who guessed each node after the root
     tree: HostTree | None = None  # of which `nodes` are
+    num_cut: int = 0
+    forced: bool = False
 
     @property
     def length(self) -> int:
@@ -85,12 +96,15 @@ class Accepted:
         return len(self.nodes) - 1
 
     def outcome(self, seq_id: int, num_emitted: int) -> RowOutcome:
-        """This run, to be counted."""
+        """This run, to be counted; forced tokens apart from guesses."""
+        if self.forced:
+            return RowOutcome(seq_id, 0, 0, 0, num_emitted, num_forced=self.num_drafted)
+        found = RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, num_cut=self.num_cut)
         if not self.arms:
-            return RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted)
+            return found
         right = Counter(self.arms[1:])
         by_arm = {arm: (count, right[arm]) for arm, count in self.guessed.items()}
-        return RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, self.arms[0], by_arm)
+        return replace(found, arm=self.arms[0], by_arm=by_arm)
 
 
 def accept(
@@ -104,10 +118,15 @@ def accept(
         tree = tree if drawn is None else tree.told(rest[verdict.path.shape[1] :])
         nodes = [tree.number[node] for node in path]
         tokens = [tree.tokens[n] for n in nodes[1:]] + [next_token]
-        rejected = nodes[-1] in tree.parents
-        run = Accepted(nodes, tokens, tree.num_guesses, length + rejected, tree=tree)
+        cut_there = [parent for parent, _ in tree.cut]
+        rejected = nodes[-1] in tree.parents or nodes[-1] in cut_there
+        num_drafted = tree.num_guesses + len(tree.cut)
+        run = Accepted(
+            nodes, tokens, num_drafted, length + rejected, tree=tree, num_cut=len(tree.cut), forced=tree.forced
+        )
         if tree.arms:
             guessed = Counter(arm for arm, token in zip(tree.arms[1:], tree.tokens[1:], strict=False) if token >= 0)
+            guessed.update(arm for _, arm in tree.cut)
             run = replace(run, guessed=guessed, arms=[tree.arms[n] for n in nodes])
         runs.append(run)
     return runs

@@ -18,7 +18,9 @@ class RowOutcome:
 
     `offered` is the number of depths at which the walk had a guess to accept: one more than `accepted` where it
     stopped at a rejection, the same where the path ended. `arm` is the number of the mix's arm that drafted it, -1 for
-    none; `by_arm` how many guesses each of them made, and how many of those were accepted.
+    none; `by_arm` how many guesses each of them made, and how many of those were accepted. `num_cut` of the guesses
+    were never read, since a grammar forbids them; they count as rejected. `num_forced` tokens in the place of guesses
+    were a grammar's, which leaves no choice, and count as none.
     """
 
     seq_id: int
@@ -28,6 +30,13 @@ class RowOutcome:
     num_emitted: int
     arm: int = -1
     by_arm: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    num_cut: int = 0
+    num_forced: int = 0
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of the target's pass: the root, and what was guessed or forced behind it."""
+        return 1 + self.num_drafted - self.num_cut + self.num_forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class Outcome:
     @property
     def num_tokens(self) -> int:
         """Of the target's pass, without prompts."""
-        return sum(1 + row.num_drafted for row in self.rows)
+        return sum(row.num_read for row in self.rows)
 
     @property
     def round_s(self) -> float:
@@ -103,13 +112,15 @@ class LiveGain:
 class Counts:
     """What became of guesses, over rounds. Only rounds in which a sequence drew tokens count, once per sequence.
 
-    `pace` is of the rounds that read no prompts beside, where it is known what plain ones would take.
+    `pace` is of the rounds that read no prompts beside, where it is known what plain ones would take. `num_forced`
+    tokens were those of grammars that left no choice: they were no guesses.
     """
 
     num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
+    num_forced: int = 0
     offered_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
     arms: dict[int, ArmStats] = field(default_factory=dict)  # of a mix's, by number
@@ -121,6 +132,7 @@ class Counts:
         self.num_drafted += row.num_drafted
         self.num_accepted += row.accepted
         self.num_emitted += row.num_emitted
+        self.num_forced += row.num_forced
         missing = row.offered - len(self.offered_at_depth)
         self.offered_at_depth += [0] * missing
         self.accepted_at_depth += [0] * missing
@@ -155,8 +167,12 @@ class Counts:
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Accepted + 1, on average over sequences and rounds, as verified: before a stop cuts the run."""
-        return (self.num_accepted + self.num_rounds) / self.num_rounds if self.num_rounds else None
+        """Accepted + 1, on average over sequences and rounds, as verified: before a stop cuts the run.
+
+        Forced tokens count too.
+        """
+        num_known = self.num_accepted + self.num_forced
+        return (num_known + self.num_rounds) / self.num_rounds if self.num_rounds else None
 
 
 @dataclass(slots=True)

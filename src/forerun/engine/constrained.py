@@ -75,7 +75,13 @@ def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> Dr
     for own, chain in zip(kept, forced, strict=True):
         own += [(column, column - 1, token) for column, token in enumerate(chain, 1)]
     depth = max([tree.depth, *map(len, forced)])
-    return rebuilt(tree, kept, depth) if kept != rows or unseen else tree
+    if kept == rows and not unseen:
+        return tree
+    cut = []
+    for own, left in zip(rows, kept, strict=True):
+        columns = {column for column, _, _ in left}
+        cut.append([(column, parent) for column, parent, _ in own if column not in columns])
+    return rebuilt(tree, kept, depth, cut, list(map(bool, forced)))
 
 
 def arms_of(arm: Int[Tensor, "batch columns"] | None, tree: DraftTree) -> Int[Tensor, "batch nodes"] | None:
@@ -97,8 +103,14 @@ def permitted(nodes: Seq[tuple[int, int, int]], draws: Draws, row: int) -> list[
     return kept
 
 
-def rebuilt(tree: DraftTree, rows: Seq[Seq[tuple[int, int, int]]], depth: int) -> DraftTree:
-    """A tree of these nodes, in the columns they had."""
+def rebuilt(
+    tree: DraftTree,
+    rows: Seq[Seq[tuple[int, int, int]]],
+    depth: int,
+    cut: Seq[Seq[tuple[int, int]]],
+    forced: Seq[bool],
+) -> DraftTree:
+    """A tree of these nodes, in the columns they had, that knows what was removed and forced."""
     columns = max(tree.tokens.shape[1], *(1 + max(column for column, _, _ in own) for own in rows))
     tokens, parents = (torch.full((len(rows), columns), -1, dtype=torch.long) for _ in range(2))
     for row, own in enumerate(rows):
@@ -108,5 +120,6 @@ def rebuilt(tree: DraftTree, rows: Seq[Seq[tuple[int, int, int]]], depth: int) -
     q = tree.q
     if q is not None:
         q = replace(q, row=pad(q.row, (0, columns - q.row.shape[1]), value=-1))
-    known = HostView(*([[node[i] for node in own] for own in rows] for i in range(3)))
+    nodes, above, own_tokens = ([[node[i] for node in own] for own in rows] for i in range(3))
+    known = HostView(nodes, above, own_tokens, cut=cut, forced=forced)
     return replace(tree, tokens=tokens, parents=parents, depth=depth, q=q, known=known)

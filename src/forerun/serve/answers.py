@@ -256,6 +256,7 @@ def speculation_object(counts: Counts) -> dict[str, Any]:
         "num_rounds": counts.num_rounds,
         "num_drafted": counts.num_drafted,
         "num_accepted": counts.num_accepted,
+        "num_forced": counts.num_forced,
         "accepted_at_depth": counts.accepted_at_depth,
         "acceptance_rate": counts.acceptance_rate,
         "tokens_per_round": counts.tokens_per_round,
