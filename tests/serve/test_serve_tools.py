@@ -187,6 +187,55 @@ def test_an_answer_that_must_call_a_tool_does(server: Running, template: str) ->
     assert names == {"weather", 'say "hi"'}
 
 
+STRICT: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    *({"type": "function", "function": {"name": name}} for name in ("free", "never")),
+]
+OSLO = '{"city": "Oslo", "days": 3}'
+OF_FORMS: dict[str, tuple[str, dict[str, bool]]] = {  # the text of a call, and whether texts may be an answer
+    HERMES: (
+        '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
+        {"": True, "Sure. {": True, "a <tool_cal": True, "%s %s": True, "%s\n%s!": True, "<tool_call> Sure": False},
+    ),
+    LLAMA: ('{"name": "%s", "parameters": %s}', {"": True, "Sure. {": True, "%s": True, "%s.": False, "{}": False}),
+}
+
+
+@pytest.mark.parametrize("template", OF_FORMS, ids=["hermes", "llama"])
+def test_a_strict_function_is_called_by_its_schema_or_not_at_all(server: Running, template: str) -> None:
+    """An answer may be any text, and whatever begins as a call is one that may be."""
+    choice = allowing("auto", "weather", "free")
+    grammar = use(template, tools=STRICT, tool_choice=choice).grammar
+    assert grammar is not None
+    assert use(template, tools=STRICT, tool_choice=allowing("auto", "free")).grammar is None
+    assert use(template).grammar is None
+    matcher = server.llm.requests.matchers.matcher(grammar)
+
+    def may_be(text: str) -> bool:
+        own, ids = matcher.fork(), server.llm.tokenizer.encode_inside(text)
+        return own.read(ids) == len(ids) and own.accepts
+
+    call, others = OF_FORMS[template]
+    for name, arguments, right in [
+        ("weather", OSLO, True),
+        ("weather", OSLO.replace("Oslo", "Bonn"), False),
+        ("weather", "{}", False),
+        ("free", "{}", True),
+        ("free", '{"any": [1]}', True),
+        ("free", "[]", False),
+        ("never", "{}", False),
+    ]:
+        assert may_be(call % (name, arguments)) == right, (name, arguments)
+    for text, right in others.items():
+        assert may_be(text.replace("%s", call % ("weather", OSLO))) == right, text
+    asked: dict[str, Any] = {"messages": MESSAGES, "chat_template": template, "tools": STRICT, "max_tokens": 30}
+    answers = [
+        server.post("/v1/chat/completions", **asked, seed=3, temperature=1.2, speculation=own).json()["choices"]
+        for own in (True, False)
+    ]
+    assert answers[0] == answers[1]
+
+
 def test_a_stream_has_the_calls_of_the_whole_answer(server: Running) -> None:
     client, extra = server.client(), {"chat_template": HERMES}
     form = f"Well\\. ({CALL.replace('Rome', '(Rome|Oslo)')}){{1,2}}".replace('{"', r'\{"').replace('"}}', r'"\}\}')

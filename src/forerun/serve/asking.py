@@ -140,7 +140,8 @@ def formed(
 ) -> Seq[Request]:
     """The requests with the grammar of the form that the body gives to its answers, or of a call that it wants."""
     form = form_of(given)
-    if tools is not None and tools.grammar is not None:
+    required = tools is not None and tools.mode == "required"
+    if tools is not None and tools.grammar is not None and (form is None or required):
         if form is not None:
             raise refused(form[0], f"{form[0]}: an answer that must call a tool has that form; leave out one of both.")
         form = "tools", tools.grammar

@@ -14,7 +14,7 @@ LOGPROBS = "message.output_text.logprobs"
 WITHOUT_EFFECT = ("reasoning.encrypted_content",)  # of reasoning that is told in plain text here
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 OF_FUNCTIONS = ("name", "description", "parameters")
-OF_TOOLS = ("type", "strict")  # schemas hold with `strict` and without
+OF_TOOLS = ("type", "strict")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -108,7 +108,9 @@ def tool_of(tool: Any, name: str) -> dict[str, Any]:
         if key not in (*OF_FUNCTIONS, *OF_TOOLS) and value is not None and value is not False:
             problem = f"{name}: {shown(key)} is not served here: a function has {', '.join(OF_FUNCTIONS)}"
             raise refused("tools", f"{problem}.", "unsupported_parameter")
-    return {"type": "function", "function": {key: tool[key] for key in OF_FUNCTIONS if tool.get(key) is not None}}
+    strict = {"strict": True} if tool.get("strict") is True else {}
+    own = {key: tool[key] for key in OF_FUNCTIONS if tool.get(key) is not None}
+    return {"type": "function", "function": own | strict}
 
 
 def text_of(content: object, name: str) -> str:

@@ -8,6 +8,7 @@ function that was not offered, stays text.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -61,7 +62,8 @@ class ToolCall:
 class ToolUse:
     """The tools of one body: which are offered, in which format they are called, and whether one must be.
 
-    `allowed` are the functions that may be called, by name, with the schemas of their arguments.
+    `allowed` are the functions that may be called, by name, with the schemas of their arguments; those of the `strict`
+    ones hold whether or not a function must be called.
     """
 
     tools: Seq[Mapping[str, Any]]
@@ -69,11 +71,13 @@ class ToolUse:
     format: CallFormat
     mode: ToolMode
     several: bool
+    strict: frozenset[str] = frozenset()
 
     @property
     def grammar(self) -> Grammar | None:
-        """What makes an answer call; None where it may do without."""
-        if self.mode == "auto":
+        """What makes an answer call, or the calls of an answer match; None where neither is asked for."""
+        free = self.mode == "auto"
+        if free and not self.strict & self.allowed.keys():
             return None
         own, names = self.format, list(self.allowed)
         heads = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{own.arguments}": ' for name in names]
@@ -83,9 +87,27 @@ class ToolUse:
             call = f"{quoted(own.opening + newline)} which {quoted(newline + own.closing)}"
             more = f" ({quoted(newline)} call){{0,{MOST_CALLS - 1}}}" if self.several else ""
         which = " | ".join(f"call_{i}" for i in range(len(names)))
-        lark = newline.join([f"start: call{more}", f"call: {call}", f"which: {which}", *calls])
-        schemas = {f"arguments_{i}": Grammar.json(self.allowed[name]) for i, name in enumerate(names)}
+        start = self.text_and_calls() if free else [f"start: call{more}", f"call: {call}"]
+        lark = newline.join([*start, f"which: {which}", *calls])
+        any_object = Grammar.json_object()
+        schemas = {
+            f"arguments_{i}": any_object if free and name not in self.strict else Grammar.json(self.allowed[name])
+            for i, name in enumerate(names)
+        }
         return Grammar.lark(lark, **schemas)
+
+    def text_and_calls(self) -> list[str]:
+        """The rules of an answer that is any text, in which what begins as a call is one."""
+        opening, closing = self.format.opening, self.format.closing
+        if not opening:
+            return ["start: which | TEXT?", r"TEXT: /[ \n\t]*[^ \n\t{](.|\n)*/"]
+        return [
+            f"start: call{'*' if self.several else '?'} TEXT?",
+            f"call: begun {quoted(chr(10))} which {quoted(chr(10) + closing)}",
+            f"begun[lazy]: ANY {quoted(opening)}",
+            r"ANY: /(.|\n)*/",
+            rf"TEXT: /(.|\n)+/ & ~/(.|\n)*{re.escape(opening)}(.|\n)*/",
+        ]
 
     def call_of(self, text: str) -> ToolCall | None:
         """The call that a text is; None for any other text."""
@@ -193,6 +215,7 @@ def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
     if len(tools) > MOST_TOOLS:
         raise refused("tools", f"tools: these are {len(tools)}: give at most {MOST_TOOLS}.")
     schemas = dict(function_of(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True)
     if len(schemas) < len(tools):
         raise refused("tools", "tools: two functions have the same name.")
     mode, allowed, one = choice_of(choice, schemas)
@@ -205,7 +228,7 @@ def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
     if own is None:
         problem = "tools: the template asks for calls in a form that is not known here"
         raise refused("tools", f"{problem}: known are those of Hermes and Llama 3.", "unsupported_parameter")
-    return ToolUse(tools, allowed, own, mode, several and not one)
+    return ToolUse(tools, allowed, own, mode, several and not one, strict)
 
 
 def tool_list(given: Mapping[str, Any]) -> list[Any] | None:
