@@ -94,6 +94,19 @@ def test_prompts_in_the_same_pass_change_nothing(batch: int) -> None:
     assert controller.tried is None
 
 
+def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -> None:
+    """Plain passes were seen in a busy moment, others in a quiet one: guesses that are always wrong do not pay."""
+    controller = priced(0.1, [0.0])
+    controller.costs = PassCosts()
+    for num_tokens, pass_s in ((1, 0.11), (2, 0.1), (3, 0.1), (5, 0.1)):
+        for _ in range(20):
+            controller.costs.record(Kind.of(1, 0), num_tokens, pass_s)
+    for _ in range(40):
+        controller.arms.arms[0].acceptance.count([(4, 0)])
+    (budget,) = budgets(controller, [AUTO_WISH], Outlook([0], [AMPLE], [None]))
+    assert budget.depth == 0
+
+
 def test_gains_are_what_is_expected_and_what_came_of_that() -> None:
     """A member's own expectation by how much of it came true; without one, acceptance by depth."""
     controller = priced(0.1, [0.01, 0.01])

@@ -54,8 +54,12 @@ class Drafts:
         return taken_s
 
     def tokens_per_s(self, passes: PassCost) -> float:
-        """Tokens that the round gives, over the time that it takes."""
-        return self.gain / max(NO_TIME_S, passes.expect_between(self.num_tokens) + self.drafting_s())
+        """Tokens that the round gives, over the time that it takes. No pass takes less than one without guesses.
+
+        Where a larger one seems to, that is noise, by which even guesses that are always wrong would pay.
+        """
+        pass_s = max(passes.expect_between(self.num_tokens), passes.expect(len(self.depths)))
+        return self.gain / max(NO_TIME_S, pass_s + self.drafting_s())
 
     def guess_s(self, passes: PassCost, num_drawn: float | int) -> float:
         """What one guess more or less takes: its part of drafting, and of what the pass takes for so many tokens.

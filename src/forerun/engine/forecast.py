@@ -55,7 +55,7 @@ def gain(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_con
     tokens: float = 1 + own.covered * sum(accumulate(own.acceptance.rates()[:depth], mul))
     rows, made = max(1, round(own.covered * batch)), own.cut_off.reached(depth)
     plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
-    pass_s = costs.of(Kind.of(batch, num_context, merged)).expect_between(batch + rows * sum(made))
+    pass_s = max(plain_s, costs.of(Kind.of(batch, num_context, merged)).expect_between(batch + rows * sum(made)))
     if own.covered * batch < 1:  # in most rounds nothing is drafted
         pass_s = own.covered * pass_s + (1 - own.covered) * plain_s
     steps = 1 + sum(made[:-1])
