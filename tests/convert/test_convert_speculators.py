@@ -113,7 +113,6 @@ def changed(name: str, folder: Path, **keys: object) -> Path:
     ("keys", "told"),
     [
         ({"speculators_model_type": "peagle"}, "P-EAGLE guesses all tokens in one pass"),
-        ({"speculators_model_type": "mtp"}, "folders of this type are not converted yet"),
         ({"speculators_model_type": "strange"}, "is in none of the layouts"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2; an EAGLE drafter has one layer"),
         ({"vocab_size": 999}, "vocab_size is 999; .* has 512"),

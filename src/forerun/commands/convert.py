@@ -34,7 +34,7 @@ class ConversionOptions:
 
     TITLE: ClassVar[str] = "Conversion"
 
-    to: Annotated[str, typer.Option(help="Format to write: eagle, dflash, medusa, medusa-pt or speculators.")]
+    to: Annotated[str, typer.Option(help="Format to write: eagle, dflash, mtp, medusa, medusa-pt or speculators.")]
     out: Annotated[Path, typer.Option(help="Folder to write; one that holds something is not overwritten.")]
     model: Annotated[
         str | None,

@@ -25,6 +25,7 @@ from forerun.convert.source import DraftSource
 from forerun.convert.speculators import (
     FORMAT_KEYS,
     KEPT,
+    TRAINING,
     VERSION,
     VERSION_KEY,
     named,
@@ -54,7 +55,6 @@ ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "df
 COMMON = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}  # of all types
 IDS, AUTHOR_IDS, MASK_ID = "aux_hidden_state_layer_ids", "target_layer_ids", "mask_token_id"
 AUTHORS = (INSIDE, AUTHOR_IDS, MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
-TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's, which only training reads
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 AROUND = (LAYER_CONFIG, SPECULATORS, VERSION_KEY, IDS, MASK_ID, "sliding_window_non_causal", "tie_word_embeddings")

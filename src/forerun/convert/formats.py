@@ -40,6 +40,15 @@ from forerun.convert.medusa import (
     write_authors,
     write_medusa,
 )
+from forerun.convert.mtp import (
+    KIND,
+    is_modules,
+    modules_meaning,
+    read_modules,
+    read_package_module,
+    write_modules,
+    write_package_module,
+)
 from forerun.convert.source import DraftSource
 from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.models.eagle_fields import SPECULATORS
@@ -85,6 +94,7 @@ EAGLE3 = DraftMethod("EAGLE-3", "eagle", eagle_meaning)
 EAGLE1 = DraftMethod("EAGLE-1 or EAGLE-2", "eagle", eagle_meaning)
 MEDUSA = DraftMethod("Medusa", "medusa", medusa_meaning)
 BLOCK = DraftMethod("block drafter", "block", block_meaning)
+MTP = DraftMethod("MTP module", "mtp", modules_meaning)
 
 
 def of_speculators(*kinds: str) -> Callable[[DraftSource], bool]:
@@ -124,11 +134,19 @@ LAYOUTS = (
         with_the_targets_tables,
     ),
     DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, read_block_authors, write_block_authors),
+    DraftLayout(
+        "speculators",
+        MTP,
+        f"config.json with {SPECULATORS} mtp",
+        of_speculators(KIND),
+        read_package_module,
+        write_package_module,
+    ),
+    DraftLayout("mtp", MTP, "mtp.fc.weight, and no tensors but mtp.*", is_modules, read_modules, write_modules),
     DraftLayout("medusa", MEDUSA, "config.json with medusa_num_heads", is_medusa, read_medusa, write_medusa),
 )
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
 NOT_RUN: Mapping[str, str] = {  # types of speculators that are not read, and why
-    "mtp": "folders of this type are not converted yet; mtp:DIR reads the names of the models that ship modules",
     "peagle": "P-EAGLE guesses all tokens in one pass from a learned state, and there is no drafter for it",
     "xpress": "xPress combines the guesses of a block in a way that no drafter here computes",
 }

@@ -18,6 +18,7 @@ VERSION = "0.9.0"  # of the package whose layout is written
 KEPT = "speculators_config"  # what the layout says beside the layer: the target's name, and how many guesses to make
 FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", KEPT)
 VERSION_KEY = "speculators_version"
+TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's, which only training reads
 
 
 def speculators_config(

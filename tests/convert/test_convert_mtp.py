@@ -1,0 +1,148 @@
+"""MTP modules of `speculators` compute here what the package computes, and ours are read by it: equal logits."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from convert.package_mtp import FOLDER, NAME, PLACES, TARGET, load, logits_of
+from draft.modules import apart
+from forerun.convert.convert import convert
+from forerun.errors import ModelError
+from forerun.models.loading import Blueprint
+from forerun.models.mtp import plan_modules
+from forerun.models.runner import Read
+from unchecked import unchecked
+
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+THEIRS = FOLDER / NAME
+no_package = pytest.mark.skipif(
+    importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Tensor]:
+    return load_file(THEIRS / "expected.safetensors")
+
+
+def own_logits(folder: Path, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What a module says here beside these states, and then beside its own outputs."""
+    target = Blueprint.of(str(TARGET), dtype="float32")
+    runner = plan_modules(str(folder), target).load(2048, 512, target.load(64).decoder)
+    found, inputs, text = [], states[:PLACES], tokens.tolist()
+    for step in range(2):
+        inputs = runner.read([Read(step, text[1 + step : 1 + step + PLACES])], inputs=inputs).hidden
+        found.append(runner.decoder.logits(inputs))
+    return found[0], found[1]
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def test_a_module_of_the_package_gives_its_logits_once_converted(known: dict[str, Tensor], tmp_path: Path) -> None:
+    new = convert(str(THEIRS), "mtp", tmp_path / "ours", str(TARGET))
+    assert new.draft == f"mtp:{tmp_path / 'ours'}"
+    found = own_logits(tmp_path / "ours", known["states"], known["tokens"])
+    for own, wanted in zip(found, (known["first"], known["second"]), strict=True):
+        torch.testing.assert_close(own, wanted, **CLOSE)
+        assert own.std() > 0.1, "the logits say nothing"
+
+
+def test_there_and_back_it_is_what_the_package_saved(tmp_path: Path) -> None:
+    convert(str(THEIRS), "mtp", tmp_path / "there", str(TARGET))
+    convert(str(tmp_path / "there"), "speculators", tmp_path / "back", str(TARGET))
+    before, after = (load_file(folder / "model.safetensors") for folder in (THEIRS, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype
+        assert torch.equal(tensor, after[key]), key
+    saved, written = config_of(THEIRS), config_of(tmp_path / "back")
+    assert written["speculators_config"].pop("verifier")["name_or_path"] == str(TARGET)
+    saved["speculators_config"].pop("verifier")
+    layers = [config.pop("transformer_layer_config") for config in (saved, written)]
+    assert all(layers[1][key] == value for key, value in layers[0].items() if key in layers[1])
+    assert layers[1]["num_hidden_layers"] == layers[0]["num_hidden_layers"] == 5
+    for config in (saved, written):
+        for key in ("architectures", "auto_map", "transformers_version"):
+            config.pop(key, None)
+    assert written == saved
+
+
+def ours(folder: Path, **keys: object) -> Path:
+    """A module of ours whose layer is qwen3's."""
+    values = config_of(TARGET) | {"model_type": "qwen3", "num_hidden_layers": 1, "rms_norm_eps": 1e-5} | keys
+    made = apart(TARGET, folder, 1, "qwen", **{key: value for key, value in values.items() if key != "architectures"})
+    tensors = load_file(made / "model.safetensors")
+    head_dim = values["hidden_size"] // values["num_attention_heads"]
+    dice = torch.Generator().manual_seed(3)
+    for name in ("q_norm", "k_norm"):
+        tensors[f"mtp.layers.0.self_attn.{name}.weight"] = 1 + 0.2 * torch.randn(head_dim, generator=dice)
+    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    return made
+
+
+@no_package
+def test_the_package_computes_what_we_compute_with_a_module_of_ours(known: dict[str, Tensor], tmp_path: Path) -> None:
+    made = ours(tmp_path / "ours")
+    convert(str(made), "speculators", tmp_path / "theirs", str(TARGET))
+    found = own_logits(made, known["states"], known["tokens"])
+    with unchecked():
+        theirs = logits_of(load(tmp_path / "theirs"), known["states"], known["tokens"])
+    for own, wanted in zip(found, theirs, strict=True):
+        torch.testing.assert_close(own, wanted, **CLOSE)
+
+
+@no_package
+def test_the_recorded_logits_are_the_packages(known: dict[str, Tensor]) -> None:
+    with unchecked():
+        theirs = logits_of(load(THEIRS), known["states"], known["tokens"])
+    for own, wanted in zip(theirs, (known["first"], known["second"]), strict=True):
+        torch.testing.assert_close(own, wanted, **CLOSE)
+
+
+def test_a_module_of_ours_comes_back_from_speculators_as_it_was(tmp_path: Path) -> None:
+    made = ours(tmp_path / "ours")
+    convert(str(made), "speculators", tmp_path / "theirs", str(TARGET))
+    convert(str(tmp_path / "theirs"), "mtp", tmp_path / "back", str(TARGET))
+    before, after = (load_file(folder / "model.safetensors") for folder in (made, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("count", "keys", "told"),
+    [
+        (1, {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}, "has no window"),
+        (2, {}, "nothing reads the tensor mtp.layers.1"),
+        (1, {"hidden_size": 128}, "hidden_size is 128; .* has 64"),
+    ],
+    ids=str,
+)
+def test_what_speculators_cannot_say_is_refused_and_nothing_is_written(
+    count: int, keys: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    made = ours(tmp_path / "ours")
+    (made / "config.json").write_text(json.dumps(config_of(made) | keys))
+    if count == 2:
+        tensors = load_file(made / "model.safetensors")
+        first = {name: tensor for name, tensor in tensors.items() if ".0." in name}
+        more = {name.replace("layers.0", "layers.1"): tensor.clone() for name, tensor in first.items()}
+        save_file(tensors | more, made / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=told):
+        convert(str(made), "speculators", tmp_path / "out", str(TARGET))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_module_without_norms_of_heads_is_refused(tmp_path: Path) -> None:
+    made = apart(TARGET, tmp_path / "ours", 1, "qwen")
+    with pytest.raises(ModelError, match="the layers of speculators are qwen3's"):
+        convert(str(made), "speculators", tmp_path / "out", str(TARGET))
+    assert not (tmp_path / "out").exists()
