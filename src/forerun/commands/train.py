@@ -69,6 +69,7 @@ EXAMPLES = """
 forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --steps 2000 --out my-draft
 forerun train early-exit --exit 2 --model stdlib --data prompts.jsonl --hours 1 --out my-adapter
 forerun train medusa --heads 4 --hydra --model ./target --data chats.jsonl --hours 2 --out my-heads
+forerun train medusa --tune-target tuned-target --model ./target --data chats.jsonl --hours 8 --out my-heads
 forerun train block --layers 1 --markov-rank 32 --model ./target --data chats.jsonl --hours 4 --out my-block
 forerun train mtp --mlp 512 --model ./target --data chats.jsonl --hours 2 --out my-module
 forerun train draft --init ./small --model ./target --data chats.jsonl --temperature 0.6 --hours 12
@@ -128,6 +129,9 @@ class StudentOptions:
     ] = None
     confidence: Annotated[
         bool | None, typer.Option("--confidence/--no-confidence", help="block: with or without a confidence head.")
+    ] = None
+    tune_target: Annotated[
+        Path | None, typer.Option(help="medusa: tune the target too (Medusa-2), into this folder.")
     ] = None
     taps: Annotated[
         str | None,

@@ -103,12 +103,14 @@ class Predictions:
     every place a root (`TextBatch.roots`): those for deeper guesses are the same, further on. `more` are losses of the
     kind's own, already weighed, which are added. `confidence` are, in the places of `logits`, the logits of the kind's
     own estimates of the chance that a guess is accepted once those before it are: they learn the overlap of the laws.
+    `target` are the target's own logits, from the first root of the batch on, of a kind that tunes the target as well.
     """
 
     logits: Sequence[Float[Tensor, "batch roots vocab"]]
     roots: Int[Tensor, "batch roots"]
     more: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
     confidence: Sequence[Float[Tensor, "batch roots"]] = ()
+    target: Float[Tensor, "batch places vocab"] | None = None
 
 
 @runtime_checkable

@@ -9,10 +9,11 @@ what `coupled` verification will show. The overlap of both laws is smoother; it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forerun.annotations import ProgressCallback
 from forerun.sampling.draws import Draws, PathState, RowSampling
@@ -48,25 +49,29 @@ class ReplayedText:
 class HeldOutFigures:
     """`acceptance_at_depth[j - 1]` is P(guess j accepted | those before it were); `tokens_per_round` by depth, from 1.
 
-    `overlap` is the mean of the sum of min(p, q) at the places that the loss counts.
+    `overlap` is the mean of the sum of min(p, q) at the places that the loss counts. `target_rise` is the share by
+    which the loss of a target that is tuned too is above the old one's; None for one that stays as it is.
     """
 
     overlap: float
     acceptance_at_depth: tuple[float, ...]
     tokens_per_round: tuple[float, ...]
+    target_rise: float | None = None
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
-        return {
+        told = {
             "overlap": self.overlap,
             "acceptance_at_depth": list(self.acceptance_at_depth),
             "tokens_per_round": list(self.tokens_per_round),
         }
+        return told if self.target_rise is None else told | {"target_rise": self.target_rise}
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> HeldOutFigures:
         """The inverse."""
-        return cls(found["overlap"], tuple(found["acceptance_at_depth"]), tuple(found["tokens_per_round"]))
+        rates, tokens = tuple(found["acceptance_at_depth"]), tuple(found["tokens_per_round"])
+        return cls(found["overlap"], rates, tokens, found.get("target_rise"))
 
 
 @torch.no_grad()
@@ -74,7 +79,7 @@ def judge_held_out(
     objective: Objective, student: Student, texts: Sequence[TargetText], progress: ProgressCallback
 ) -> HeldOutFigures:
     """The figures of a student on these answers."""
-    overlaps, weights, replayed = 0.0, 0.0, list[ReplayedText]()
+    overlaps, weights, replayed, distances = 0.0, 0.0, list[ReplayedText](), list[tuple[Tensor, Tensor]]()
     deepest = objective.draft_depth(student)
     for number, text in enumerate(texts):
         progress("judging held-out answers", number / len(texts))
@@ -84,12 +89,16 @@ def judge_held_out(
         for each, own in zip(found, objective.weights(student, found), strict=True):
             overlaps += float((each.laws.overlap * own.flatten()).sum())
             weights += float(own.sum())
+        if predictions.target is not None:
+            distances.append(objective.tuned_distance(batch, predictions.target))
         hits = []
         for depth, logits in enumerate(predictions.logits, start=1):
             hits.append(guessed(objective, text, spread(objective, student, logits)[0].float(), depth))
         own_hits = [row.tolist() for row in deepened(hits, deepest)][:deepest]
         replayed.append(ReplayedText([row[0] for row in own_hits], len(text.roots), text.is_cut))
-    return figures_of(overlaps / max(1e-9, weights), replayed, deepest)
+    figures = figures_of(overlaps / max(1e-9, weights), replayed, deepest)
+    above, before = (sum(map(float, column)) for column in zip(*distances, strict=True)) if distances else (0.0, 0.0)
+    return replace(figures, target_rise=above / max(1e-9, before)) if distances else figures
 
 
 def spread(objective: Objective, student: Student, logits: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest
@@ -16,6 +17,7 @@ from forerun.train.base import Student
 from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent, DraftShape
 from forerun.train.eagle import EagleStudent
+from forerun.train.joint import JointMedusaStudent
 from forerun.train.medusa import MedusaStudent
 from forerun.train.mtp import MtpStudent
 from forerun.train.settings import check_choice
@@ -25,7 +27,8 @@ from forerun.train.settings import check_choice
 class StudentSizes:
     """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said.
 
-    `draft_vocab` is how many of the target's tokens it has, or which these are.
+    `draft_vocab` is how many of the target's tokens it has, or which these are. `tune_target` is a folder for the
+    target, where that is tuned as well.
     """
 
     exit: int | None = None
@@ -41,6 +44,7 @@ class StudentSizes:
     markov_rank: int | None = None
     selector_rank: int | None = None
     confidence: bool | None = None
+    tune_target: Path | None = None
     taps: Sequence[int] | None = None
 
     def only(self, kind: str, *names: str) -> None:
@@ -70,9 +74,10 @@ def adapter(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
 
 
 def medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """Heads, as many as are asked for, of so many blocks."""
-    sizes.only("medusa", "heads", "layers", "hydra", "shared_head")
-    return MedusaStudent.fresh(target, sizes.heads, sizes.layers, bool(sizes.hydra), bool(sizes.shared_head))
+    """Heads, as many as are asked for, of so many blocks; with the target, if that is to be tuned."""
+    sizes.only("medusa", "heads", "layers", "hydra", "shared_head", "tune_target")
+    heads = MedusaStudent.fresh(target, sizes.heads, sizes.layers, bool(sizes.hydra), bool(sizes.shared_head))
+    return heads if sizes.tune_target is None else JointMedusaStudent.fresh(target, heads, seed)
 
 
 def eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

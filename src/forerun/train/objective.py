@@ -21,6 +21,7 @@ from forerun.train.losses import LOSSES, LawPair
 from forerun.train.settings import TrainSettings
 
 LogitsOf = Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows vocab"]]  # the target's, of its last states
+TUNED_WEIGHT = 20.0  # of the distance of a tuned target's law from the old one, where the drafter's loss counts 1
 SMOOTH = 0.5  # of D-PACE: how much of a depth's chance counts as certain
 
 
@@ -53,7 +54,7 @@ class Objective:
     def depths(self, student: Student, predictions: Predictions, batch: TextBatch) -> Iterator[DepthLaws]:
         """The laws of both at each depth that the student predicts."""
         roots = predictions.roots
-        log_p = self.target_law(batch, student.vocabulary)
+        log_p = self.target_law(batch, student.vocabulary, predictions.target)
         chosen = self.places_of(batch.tokens, student.vocabulary)
         last_roots = torch.tensor([text.roots.stop for text in batch.texts], device=roots.device)[:, None]
         first_roots = torch.tensor([text.roots.start for text in batch.texts], device=roots.device)[:, None]
@@ -72,14 +73,33 @@ class Objective:
         return min(self.settings.draft_depth, student.most_depth or self.settings.draft_depth)
 
     def target_law(
-        self, batch: TextBatch, vocabulary: Int[Tensor, " ids"] | None
+        self,
+        batch: TextBatch,
+        vocabulary: Int[Tensor, " ids"] | None = None,
+        tuned: Float[Tensor, "batch places vocab"] | None = None,
     ) -> Float[Tensor, "batch places vocab"]:
-        """The target's log-law behind every token from the first root on, of the ids that the draft has."""
+        """The target's log-law behind every token from the first root on, of the ids that the draft has. It is that of
+        the tuned target where its logits are given."""
         with torch.no_grad():
             last = batch.last[:, batch.first_root :]
-            law: Tensor = self.law_of(self.target_logits(last.flatten(0, 1)).float())
+            logits = self.target_logits(last.flatten(0, 1)) if tuned is None else tuned.flatten(0, 1)
+            law: Tensor = self.law_of(logits.float())
             law = law.view(*last.shape[:2], -1)
             return law if vocabulary is None else law.index_select(-1, vocabulary)
+
+    def tuned_distance(
+        self, batch: TextBatch, tuned: Float[Tensor, "batch places vocab"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """How much the loss of the tuned target is above that of the old one, and that of the old one, in nats: means
+        over the places of the answers. The losses are the expected ones under the old target's law."""
+        old, new = self.target_law(batch), self.law_of(tuned.flatten(0, 1)).view(*tuned.shape[:2], -1)
+        places = batch.roots
+        ends = [torch.tensor([getattr(text.roots, end) for text in batch.texts])[:, None] for end in ("start", "stop")]
+        starts, stops = (end.to(places.device) for end in ends)
+        counted = (places >= starts) & (places < stops)
+        p = old.exp()
+        distance, loss = ((p * (old - new)).sum(-1), -(p * old).sum(-1))
+        return distance[counted].mean(), loss[counted].mean()
 
     def law_of(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows ids"]:
         """Log-probabilities at the temperature of the training; ids that no token has are left out."""
@@ -108,6 +128,8 @@ class Objective:
         loss = torch.stack(losses).sum() / total
         for more in predictions.more.values():
             loss = loss + more
+        if predictions.target is not None:
+            loss = loss + TUNED_WEIGHT * self.tuned_distance(batch, predictions.target)[0]
         if predictions.confidence:
             loss = loss + confidence_loss(predictions.confidence, found, weights) / total
         first = found[0]

@@ -21,6 +21,16 @@ SHOWN_DEPTHS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class TunedTarget:
+    """A target that was tuned as well, in `folder`: by what share its held-out loss rose, and what the drafter is worth
+    on its own answers."""
+
+    folder: Path
+    rise: float
+    figures: HeldOutFigures
+
+
+@dataclass(frozen=True, slots=True)
 class TrainReport:
     """The result: the drafter `draft` in `folder`, what it is worth, and what it was before the first step."""
 
@@ -31,6 +41,7 @@ class TrainReport:
     draft: str
     data: TrainingData
     stats: Stats
+    tuned: TunedTarget | None = None
 
     @property
     def first(self) -> HeldOutFigures:
@@ -40,7 +51,7 @@ class TrainReport:
     @property
     def best(self) -> HeldOutFigures:
         """Of the weights in the folder."""
-        return HeldOutFigures.read(self.state.best_figures or {})
+        return self.tuned.figures if self.tuned is not None else HeldOutFigures.read(self.state.best_figures or {})
 
     def predicted(self, figures: HeldOutFigures) -> tuple[int, float] | None:
         """The depth that pays most and the speed-up there; None where rounds were not timed."""
@@ -75,6 +86,7 @@ class TrainReport:
             "predicted": predicted and {"batch": 1, "depth": predicted[0], "speed_up": predicted[1]},
             "round_times": self.times and self.times.as_object(),
             "bad_lines": list(self.data.bad),
+            "tuned_target": self.tuned and {"folder": str(self.tuned.folder), "loss_rise": self.tuned.rise},
         }
 
     def card(self) -> Table:
@@ -83,6 +95,9 @@ class TrainReport:
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         table.add_row("drafter", Text(f"--draft {self.draft}"))
+        if self.tuned is not None:
+            told = f"{self.tuned.folder}, whose held-out loss is {self.tuned.rise:.2%} above the old one's"
+            table.add_row("tuned target", Text(f"--model {told}"))
         table.add_row("trained", f"{self.state.step} steps in {self.state.seconds:.0f} s; {self.state.stopped}")
         table.add_row("best", f"step {self.state.best_step}, on {len(self.data.held_out)} held-out prompts")
         for name, figures in (("before", self.first), ("now", self.best)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from forerun.train.answers import AnswerSource
 from forerun.train.base import Student, TargetText
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.files import write_whole
+from forerun.train.held_out import judge_held_out
+from forerun.train.joint import check_free, write_target
 from forerun.train.kinds import StudentSizes, make_student
 from forerun.train.objective import Objective
-from forerun.train.report import TrainReport
+from forerun.train.report import TrainReport, TunedTarget
 from forerun.train.settings import MOST_SEQUENCES, TrainSettings
 from forerun.train.speed import round_times
 from forerun.train.state import TrainFolder, TrainState
@@ -62,10 +65,41 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
     data = read_data(task.data, PromptReader(tokenizer, target.config.max_positions, settings, task.chat))
     about = about_of(target, student, data, settings)
     cache = None if task.cache is None else open_cache(task.cache, target, student, data, settings)
+    if task.sizes.tune_target is not None:
+        check_free(task.sizes.tune_target, task.out)
     folder = TrainFolder(task.out)
     folder.claim(about, task.force)
+    with writing(target, data, settings, report) as llm:
+        source = AnswerSource(llm, data, settings, student.taps, cache)
+        if isinstance(task.sizes.draft_vocab, int):
+            ids = draft_vocabulary(source, task.sizes.draft_vocab, folder, report)
+            sizes = replace(task.sizes, draft_vocab=ids)
+            student = make_student(task.kind, target, sizes, settings.seed)
+        prompt, params, depth = data.held_out[0], settings.sampling(0), settings.draft_depth
+        times = round_times(llm, target, student, prompt, params, depth, report)
+        objective = objective_of(llm, settings)
+        held_out = source.held_out(report)
+        state = Trainer(student, source, objective, settings, folder, held_out, times, report).run()
+        stats = source.stats
+        if student.most_depth is not None:
+            write_tree(task.out, objective, student, state, held_out)
+    found = TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
+    if task.sizes.tune_target is not None:
+        target, tuned = settle_target(task, task.sizes.tune_target, target, data, settings, state, report)
+        found = replace(found, tuned=tuned)
+    if DrafterRecord.read(task.out) is None:  # else it was over before, and what rounds took then counts
+        record = found.record(target.weights_digest(), settings.temperature)
+        write_whole(task.out / RECORD, lambda part: part.write_text(record.text(), "utf-8"))
+    return found
+
+
+@contextmanager
+def writing(
+    target: Blueprint, data: TrainingData, settings: TrainSettings, report: Callable[..., None]
+) -> Iterator[LLM]:
+    """An LLM that writes answers to the data; it is closed in the end."""
     llm = LLM(
-        task.spec,
+        target.spec,
         max_model_len=min(target.config.max_positions, data.longest + settings.max_tokens + 1),
         max_num_seqs=max(MOST_SEQUENCES, settings.batch),
         generation_config="none",
@@ -74,26 +108,36 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
     )
     try:
         with without_advice():
-            source = AnswerSource(llm, data, settings, student.taps, cache)
-            if isinstance(task.sizes.draft_vocab, int):
-                ids = draft_vocabulary(source, task.sizes.draft_vocab, folder, report)
-                sizes = replace(task.sizes, draft_vocab=ids)
-                student = make_student(task.kind, target, sizes, settings.seed)
-            prompt, params, depth = data.held_out[0], settings.sampling(0), settings.draft_depth
-            times = round_times(llm, target, student, prompt, params, depth, report)
-            objective = Objective(settings, llm.engine.runner.decoder.logits, llm.requests.num_ids)
-            held_out = source.held_out(report)
-            state = Trainer(student, source, objective, settings, folder, held_out, times, report).run()
-            stats = source.stats
-            if student.most_depth is not None:
-                write_tree(task.out, objective, student, state, held_out)
+            yield llm
     finally:
         llm.close()
-    found = TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
-    if DrafterRecord.read(task.out) is None:  # else it was over before, and what rounds took then counts
-        record = found.record(target.weights_digest(), settings.temperature)
-        write_whole(task.out / RECORD, lambda part: part.write_text(record.text(), "utf-8"))
-    return found
+
+
+def objective_of(llm: LLM, settings: TrainSettings) -> Objective:
+    """The objective with this target."""
+    return Objective(settings, llm.engine.runner.decoder.logits, llm.requests.num_ids)
+
+
+def settle_target(
+    task: TrainTask,
+    folder: Path,
+    target: Blueprint,
+    data: TrainingData,
+    settings: TrainSettings,
+    state: TrainState,
+    report: Callable[..., None],
+) -> tuple[Blueprint, TunedTarget]:
+    """Write the tuned target, and judge the drafter on what that one answers, which also shapes its tree."""
+    write_target(target, state.best, folder, task.out)
+    tuned = Blueprint.of(replace(task.spec, model=str(folder), revision=None), report)
+    student = make_student(task.kind, tuned, replace(task.sizes, tune_target=None), settings.seed)
+    with writing(tuned, data, settings, report) as llm:
+        objective = objective_of(llm, settings)
+        texts = AnswerSource(llm, data, settings, student.taps).held_out(report)
+        write_tree(task.out, objective, student, state, texts)
+        figures = judge_held_out(objective, student, texts, report)
+    assert state.best_figures is not None, "a look is taken before the first step"
+    return tuned, TunedTarget(folder, state.best_figures["target_rise"], figures)
 
 
 def write_tree(

@@ -33,6 +33,7 @@ from forerun.train.state import LOG, TrainFolder, TrainState
 
 CURVES = "train.svg"
 RISE = 1e-4  # of the overlap, below which a look is no better than the best one
+MOST_LOST = 0.01  # of its loss, by which a target that is tuned may be worse than it was
 MOST_LOGITS = 1 << 25  # that are held at a time: the answers of a step are read in as many parts as that takes
 LOGGED_EVERY = 10  # steps
 logger = logging.getLogger(__name__)
@@ -157,7 +158,8 @@ class Trainer:
             depth, speed_up = self.predicted(figures)
             entry["predicted"] = {"depth": depth, "speed_up": speed_up}
         state.first_figures = state.first_figures or told
-        if state.best_figures is None or figures.overlap > state.best_figures["overlap"] + RISE:
+        is_kept = (figures.target_rise or 0.0) <= MOST_LOST
+        if state.best_figures is None or (is_kept and figures.overlap > state.best_figures["overlap"] + RISE):
             state.best_figures, state.best_step, state.looks_since = told, state.step, 0
             state.best = {name: tensor.detach().clone() for name, tensor in self.student.weights.items()}
         else:

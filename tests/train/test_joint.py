@@ -1,0 +1,106 @@
+"""Heads that are trained together with their target (Medusa-2): the target stays near, and guesses get better."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from forerun import cli
+from forerun.config import Speculation
+from forerun.draft.record import DrafterRecord
+from forerun.errors import FolderTaken, InvalidRequest
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.sampling.params import SamplingParams
+from forerun.train.held_out import judge_held_out
+from forerun.train.joint import check_free
+from forerun.train.kinds import StudentSizes, make_student
+from forerun.train.log import TrainLog
+from forerun.train.settings import TrainSettings
+from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
+from unchecked import unchecked
+
+STEPS, DEPTH = 40, 2
+TRAIN = ["-n", "24", "--held-out", "6", "--look-every", "20", "--threads", "1", "--heads", "2", "--rate", "0.01"]
+
+
+def trained(folder: Path, *more: str) -> Any:
+    """Heads for the stories target: what the command says of them."""
+    before = torch.get_num_threads()
+    prompts = write_prompts(folder.parent)
+    own = ["--model", str(STORIES), "--data", str(prompts), "--steps", str(STEPS), "--out", str(folder), "--json"]
+    try:
+        with unchecked():
+            result = CliRunner().invoke(cli.app, ["train", "medusa", *TRAIN, *own, *more])
+    finally:
+        torch.set_num_threads(before)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def best_look(folder: Path) -> float:
+    """The overlap of the laws on the same answers, at the best look."""
+    looks = TrainLog.up_to(folder / "train.jsonl", STEPS).series("held_out", "overlap")
+    return float(max(value for _, value in looks))
+
+
+def answers(model: Path, draft: str | None) -> list[tuple[int, ...]]:
+    """To prompts that are not among the data, greedy and drawn."""
+    params = [SamplingParams(max_tokens=40, seed=i, temperature=i % 2, ignore_eos=True) for i in range(6)]
+    llm = LLM(str(model), draft, speculation=Speculation(DEPTH), max_model_len=256)
+    with unchecked():
+        found = llm.generate([f"{name} went to the" for name in ("Lucy", "Tim", "Spot") * 2], params)
+    assert draft is None or llm.stats.num_accepted > 0
+    llm.close()
+    return [answer.outputs[0].token_ids for answer in found]
+
+
+def test_a_tuned_target_stays_near_is_drafted_exactly_and_is_easier_to_guess(tmp_path: Path) -> None:
+    tuned, heads = tmp_path / "tuned", tmp_path / "heads"
+    trained(tmp_path / "alone")
+    told = trained(heads, "--tune-target", str(tuned))
+    rise = told["tuned_target"]["loss_rise"]
+    assert told["best_step"] > 0
+    assert 0 < rise <= 0.01
+    assert best_look(heads) > best_look(tmp_path / "alone")
+    assert answers(tuned, str(told["draft"])) == answers(tuned, None)
+    record, new = DrafterRecord.read(heads), Blueprint.of(str(tuned))
+    assert record is not None
+    assert record.target == new.weights_digest() != Blueprint.of(str(STORIES)).weights_digest()
+    assert list(record.tokens_per_round) == told["trained"]["tokens_per_round"]
+    assert new.config == Blueprint.of(str(STORIES)).config
+    assert {path.name for path in tuned.iterdir()} >= {path.name for path in STORIES.glob("tokenizer*")}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_student_computes_the_target_as_it_is_and_its_distance_is_zero_before_the_first_step(tmp_path: Path) -> None:
+    settings = TrainSettings(steps=1, max_tokens=16, held_out=3)
+    target = Blueprint.of(str(STORIES))
+    student = make_student("medusa", target, StudentSizes(heads=2, tune_target=tmp_path / "tuned"), 0)
+    plain = make_student("medusa", target, StudentSizes(heads=2), 0)
+    source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, plain)
+    texts, objective = source.held_out(quiet), objective_of(source)
+    found, wanted = (judge_held_out(objective, each, texts, quiet) for each in (student, plain))
+    source.llm.close()
+    assert found.overlap == pytest.approx(wanted.overlap, abs=1e-4)
+    assert found.tokens_per_round == wanted.tokens_per_round
+    assert found.target_rise == pytest.approx(0, abs=1e-6)
+    assert wanted.target_rise is None
+
+
+def test_no_folder_of_a_users_is_taken_for_a_tuned_target(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    check_free(mine, tmp_path / "heads")
+    (mine / "config.json").write_text('{"hidden_size": 1}')
+    with pytest.raises(FolderTaken, match=r"mine is not the tuned target of .*heads: name another folder"):
+        check_free(mine, tmp_path / "heads")
+    (mine / "config.json").write_text(json.dumps({"forerun_tuned": str(tmp_path / "heads")}))
+    check_free(mine, tmp_path / "heads")
+    with pytest.raises(FolderTaken):
+        check_free(mine, tmp_path / "others")
+    with pytest.raises(InvalidRequest, match="is where the heads go"):
+        check_free(tmp_path / "heads", tmp_path / "heads")
