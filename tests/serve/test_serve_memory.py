@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from forerun.cache.blocks import OutOfBlocks
-from forerun.engine.sequence import Sequence
-from forerun.llm import LLM
 from forerun.models.runner import Read, Runner, States
 from forerun.sampling.params import SamplingParams
 from serve.servers import Running, drafting, openai, plain, running
@@ -111,7 +109,7 @@ def test_a_body_that_cannot_be_read_for_lack_of_memory_fails_alone(monkeypatch: 
 
 
 def test_what_can_never_fit_is_refused_and_what_waits_for_memory_is_answered() -> None:
-    """A cache for hardly more than one text: samples that do not fit beside each other are read again later."""
+    """A cache for hardly more than one text: samples that do not fit beside each other wait or are read again."""
     options: dict[str, Any] = {"max_model_len": 96, "speculation": 3}
     with drafting(max_num_seqs=1, **options) as llm:
         least = llm.plan.num_bytes
@@ -119,20 +117,5 @@ def test_what_can_never_fit_is_refused_and_what_waits_for_memory_is_answered() -
         assert llm.plan.num_sequences_plain < 8
         refused = server.post("/v1/completions", prompt=[410] * 200)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-        preempted = preemptions(llm)
         bodies = [{**body, "n": 4, "max_tokens": 60, "ignore_eos": True} for body in BODIES]
         assert [said(each) for each in side_by_side(server, bodies)] == [solo(body) for body in bodies]
-        assert preempted
-
-
-def preemptions(llm: LLM) -> list[int]:
-    """A note of every sequence that the scheduler sends back to wait."""
-    scheduler, found = llm.engine.scheduler, list[int]()
-    honest = scheduler.preempt
-
-    def preempt(sequence: Sequence) -> Sequence:
-        found.append(sequence.id)
-        return honest(sequence)
-
-    scheduler.preempt = preempt  # type: ignore[method-assign]
-    return found

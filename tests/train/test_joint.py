@@ -58,6 +58,7 @@ def answers(model: Path, draft: str | None) -> list[tuple[int, ...]]:
     return [answer.outputs[0].token_ids for answer in found]
 
 
+@pytest.mark.full
 def test_a_tuned_target_stays_near_is_drafted_exactly_and_is_easier_to_guess(tmp_path: Path) -> None:
     tuned, heads = tmp_path / "tuned", tmp_path / "heads"
     trained(tmp_path / "alone")
