@@ -168,7 +168,7 @@ function replay() {
     if (ms < end) requestAnimationFrame(frame);
     else stopReplay();
   };
-  requestAnimationFrame(frame);
+  frame(started);
 }
 
 function stopReplay() {
