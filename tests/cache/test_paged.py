@@ -1,5 +1,8 @@
 """The cache against a plain-Python oracle: every committed token is where `start` and `length` say, bit for bit."""
 
+import mmap
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forerun.cache.blocks import OutOfBlocks
-from forerun.cache.paged import PagedCache
+from forerun.cache.paged import PagedCache, fresh_pages
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK, KEY_PAD = 2, 2, 3, 4, 8
 IDS = st.integers(0, 5)
@@ -324,3 +327,33 @@ def test_memory_that_is_planned_and_not_used_is_not_taken(dtype: torch.dtype) ->
     assert cache.keys.is_contiguous()
     cache.keys[3, 1, 5:9] = 1.5
     assert cache.keys.float().sum() == 1.5 * 4 * 64
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the system's account of memory, of Linux")
+def test_a_cache_lies_in_small_pages() -> None:
+    """In huge ones, the first tokens of a row would wait for hundreds of megabytes of zeros."""
+    cache = PagedCache(layers=4, kv_heads=2, head_dim=64, num_tokens=1 << 16, dtype=torch.bfloat16)
+    for tensor in (cache.keys, cache.values):
+        assert tensor.data_ptr() % mmap.PAGESIZE == 0
+        flags = flags_of_memory_at(tensor.data_ptr())
+        assert "wr" in flags
+        if Path("/sys/kernel/mm/transparent_hugepage").exists():
+            assert "nh" in flags, flags  # no huge pages
+
+
+def flags_of_memory_at(address: int) -> list[str]:
+    """What the system notes of the part of memory in which an address lies."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            first, last = (int(part, 16) for part in words[0].split("-"))
+            inside = first <= address < last
+        elif inside and words[0] == "VmFlags:":
+            return words[1:]
+    return []
+
+
+def test_a_cache_for_which_there_is_no_memory_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="no memory for a cache of "):
+        fresh_pages(1 << 60)
