@@ -25,17 +25,19 @@ from forerun.draft.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import STRIKES, Engine
-from forerun.errors import ModelOutputInvalid, RequestFailed, RoundFailed, UnsupportedModel
+from forerun.engine.sequence import Status
+from forerun.errors import ModelOutputInvalid, OutOfMemory, RequestFailed, RoundFailed, UnsupportedModel
 from forerun.llm import LLM
 from forerun.models.runner import Read, Runner, States
 from forerun.output import RequestOutput
+from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
-NUM, PATIENCE_S = 6, 60
+NUM, PATIENCE_S = 6, 300
 
 
 class Sabotage(Exception):
@@ -321,6 +323,93 @@ def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.M
             llm.generate(list(PROMPTS))
         assert_empty(llm.engine)
     assert_plain(answers(llm))
+
+
+def stepped(llm: LLM) -> list[list[int] | Exception]:
+    """What becomes of the requests where one loop steps the engine: tokens, or what ended them."""
+    sequences = [llm.requests.sequences(Request.of(PROMPTS[i % 5], asking(i)))[0] for i in range(NUM)]
+    found: dict[int, list[int] | Exception] = {sequence.id: [] for sequence in sequences}
+    for sequence in sequences:
+        llm.engine.submit(sequence)
+    for _ in range(1000):
+        for delta in llm.engine.step():
+            tokens = found[delta.seq_id]
+            assert isinstance(tokens, list), "a delta after the last"
+            found[delta.seq_id] = delta.error or [*tokens, *delta.token_ids]
+    assert not llm.engine.has_work
+    return [found[sequence.id] for sequence in sequences]
+
+
+def alone_tokens() -> list[list[int]]:
+    """The tokens of plain answers."""
+    return [list(each["samples"][0][1]) for each in alone()]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
+@pytest.mark.parametrize("where", ["runner.clear", "scheduler.restart"])
+def test_recovering_that_fails_once_is_as_if_it_had_not(
+    where: str, draft: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
+    break_(llm, "runner.read", Fault(ONCE, MemoryError()), monkeypatch, late=True)
+    fault = Fault(lambda call: call == 0, MemoryError())
+    break_(llm, where, fault, monkeypatch, late=False)
+    assert stepped(llm) == alone_tokens()
+    assert fault.num_raised == 1
+    assert_empty(llm.engine)
+
+
+def test_where_memory_lacks_to_recover_all_requests_as_many_end_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with the longest texts; the others are answered as ever."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    engine, honest = llm.engine, llm.engine.runner.clear
+    ended: list[list[int]] = []
+
+    def clear() -> None:
+        left = [len(s.tokens) for s in engine.sequences.values() if s.status is not Status.FINISHED]
+        if len(left) > 4:
+            ended.append(left)
+            raise MemoryError
+        honest()
+
+    break_(llm, "runner.read", Fault(ONCE, MemoryError()), monkeypatch, late=True)
+    monkeypatch.setattr(engine.runner, "clear", clear)
+    found, expected = stepped(llm), alone_tokens()
+    failed = [i for i in range(NUM) if isinstance(found[i], OutOfMemory)]
+    assert len(failed) == 2
+    assert 1 in failed  # its prompt is by far the longest
+    assert [found[i] for i in range(NUM) if i not in failed] == [expected[i] for i in range(NUM) if i not in failed]
+    assert [len(left) for left in ended] == [6, 6, 5, 5]  # everything is tried twice
+    assert_empty(engine)
+    assert stepped(llm) == expected
+
+
+def test_an_engine_that_cannot_recover_ends_requests_and_goes_on_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread stays, also for requests that come while memory lacks; cancelling works then, too."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    lacking = Fault(ALWAYS, MemoryError())
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as front:
+
+            async def asked() -> list[RequestOutput | BaseException]:
+                each = [front.generate(PROMPTS[i % 5], asking(i)) for i in range(NUM)]
+                return await asyncio.wait_for(asyncio.gather(*each, return_exceptions=True), PATIENCE_S)
+
+            with monkeypatch.context() as patch:
+                for where in ("runner.read", "runner.clear"):
+                    break_(llm, where, lacking, patch, late=True)
+                for _ in range(2):
+                    assert [type(answer) for answer in await asked()] == [OutOfMemory] * NUM
+                given_up = asyncio.create_task(front.generate(PROMPTS[0], asking(0)))
+                await asyncio.sleep(0)
+                given_up.cancel()
+            assert_plain(await asked())
+            assert front.thread.is_alive()
+
+    asyncio.run(main())
+    assert lacking.num_raised > 0
+    assert_empty(llm.engine)
 
 
 def test_a_batch_that_breaks_where_each_alone_does_not_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

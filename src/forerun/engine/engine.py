@@ -19,12 +19,12 @@ import torch
 from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.base import Committed, Draft, Drafter
+from forerun.draft.base import Draft, Drafter
 from forerun.engine.chunk import ChunkSize
 from forerun.engine.constrained import arms_of, completions, constrained_tree, forced_chains
 from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.delta import Delta, delta_of, score_prompt
-from forerun.engine.inquiry import Inquiry, failure_of
+from forerun.engine.inquiry import Inquiry, failure_of, to_be_ended
 from forerun.engine.measured import MeasuredDepth
 from forerun.engine.prefixes import Prefixes
 from forerun.engine.proposal import Round, propose
@@ -44,6 +44,7 @@ from forerun.verify.verify import verify
 
 MakeDraws = Callable[..., Draws]  # with the signature of Draws itself
 STRIKES = 3  # errors after which a drafter is no longer asked
+PAUSE_S = 0.01  # before an engine without requests tries again to recover
 log = logging.getLogger(__name__)
 
 
@@ -103,12 +104,13 @@ class Engine:
 
     def cancel(self, request_id: int) -> None:
         """Take a request's sequences out between rounds. Unknown and finished requests are ignored."""
-        if self.torn:
-            self.mend()
+        mended = not self.torn or self.recover() is None
         if samples := self.roster.samples_of(request_id):
             self.torn = True
             for sample in samples:
                 sample.status = Status.FINISHED  # if anything below raises, `mend` removes it
+            if not mended:
+                return
             self.leave(samples)
             self.torn = False
 
@@ -120,8 +122,8 @@ class Engine:
         step completes it if an interrupt comes between. An error ends only the request at fault (`answer_for`); an
         interrupt of the main thread (Ctrl-C) goes through to the caller.
         """
-        if self.torn:
-            self.mend()
+        if self.torn and (error := self.recover()) is not None:
+            return self.surrender(error)
         if not self.sequences:
             return []
         self.torn = True
@@ -130,7 +132,17 @@ class Engine:
         deltas: list[Delta] = []
         error = attempt(lambda: deltas.extend(self.round(self.plan())))
         if error is not None:
-            deltas = self.answer_for(error)
+            return self.outlive(error)
+        self.roster.decided = None
+        self.torn = False
+        return deltas
+
+    def outlive(self, error: BaseException) -> list[Delta]:
+        """Go on after a round that raised, even where nothing can be decided about it for lack of memory."""
+        deltas: list[Delta] = []
+        undecided = attempt(lambda: deltas.extend(self.answer_for(error)))
+        if undecided is not None:
+            return self.surrender(undecided)
         self.roster.decided = None
         self.torn = False
         return deltas
@@ -148,7 +160,8 @@ class Engine:
             self.runner.drop([sequence.id for sequence in self.scheduler.running])
             return self.blame(error)
         running = list(self.scheduler.running or self.sequences.values())
-        self.mend()
+        if (unmended := self.recover()) is not None:
+            raise unmended
         self.torn = True
         if decided is None:
             return self.inquire(error, running)
@@ -218,6 +231,19 @@ class Engine:
         self.runner.release(ids)  # so nothing of it is kept
         self.leave(samples)
         return deltas
+
+    def recover(self) -> BaseException | None:
+        """Mend, and again if that raises, since it has freed memory by then; what the second attempt raised."""
+        return attempt(self.mend) and attempt(self.mend)
+
+    def surrender(self, error: BaseException) -> list[Delta]:
+        """End one request because recovering raised; the next step tries again, with less to recover."""
+        culprit = to_be_ended(self.sequences.values(), self.inquiry)
+        if culprit is None:
+            time.sleep(PAUSE_S)  # nobody is left: what is there has to be mended before a request can be read
+            return []
+        failed = failure_of(culprit, error).told
+        return [self.roster.fail(sample, failed) for sample in self.roster.samples_of(culprit.request_id)]
 
     def mend(self) -> None:
         """Recover from a round that did not come to its end: apply what was decided, and read all sequences again.
@@ -347,26 +373,10 @@ class Engine:
 
     def inform(self, kept: Seq[CommittedPart], reading: Reading) -> None:
         """Record what was read, and tell the drafter, also about sequences that end in this round."""
-        tokens: list[int] = []
-        offsets = [0]
         for k in kept:
-            first = k.sequence.num_read
             k.sequence.num_read += len(k.path)
-            tokens += k.sequence.tokens[first : k.sequence.num_read]
-            offsets.append(len(tokens))
         if self.drafter is not None and kept:
-            self.drafter.observe(
-                Committed(
-                    seq_ids=[k.sequence.id for k in kept],
-                    tokens=tokens,
-                    offsets=offsets,
-                    roots=[k.sequence.tokens[k.sequence.num_read] for k in kept],
-                    features=reading.features(kept),
-                    tenants=[k.sequence.tenant for k in kept],
-                    num_prompts=[k.sequence.num_prompt for k in kept],
-                    salts=[self.prefixes.salt(k.sequence) for k in kept],
-                )
-            )
+            self.drafter.observe(reading.committed(kept, [self.prefixes.salt(k.sequence) for k in kept]))
 
     def leave(self, sequences: Seq[Sequence]) -> None:
         """Take sequences out of the engine and free their memory; it may be repeated."""

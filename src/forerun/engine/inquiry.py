@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from forerun.cache.paged import OutOfBlocks
-from forerun.engine.sequence import Sequence
+from forerun.engine.sequence import Sequence, Status
 from forerun.errors import OutOfMemory, RequestFailed, RoundFailed
 
 MEMORY = (MemoryError, torch.OutOfMemoryError, OutOfBlocks)
@@ -56,3 +56,13 @@ def failure_of(culprit: Sequence, error: BaseException) -> RequestFailed:
         return error
     lacking = isinstance(error, MEMORY) or CPU_ALLOCATOR in str(error)
     return (OutOfMemory if lacking else RoundFailed)(culprit.id, error)
+
+
+def to_be_ended(sequences: Iterable[Sequence], inquiry: Inquiry | None) -> Sequence | None:
+    """The unfinished sequence to end where the engine cannot recover; None if there is none.
+
+    It is the suspect that was read alone, or else the longest one, which needs most memory to be read again.
+    """
+    suspect = next(iter(inquiry.suspects), None) if inquiry is not None and inquiry.alone else None
+    left = [sequence for sequence in sequences if sequence.status is not Status.FINISHED]
+    return max(left, key=lambda sequence: (sequence.id == suspect, len(sequence.tokens)), default=None)

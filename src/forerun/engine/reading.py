@@ -7,6 +7,7 @@ result of the pass.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from forerun.accept.commit import Accepted, HostTree
 from forerun.annotations import Float, Int
 from forerun.device import upload
-from forerun.draft.base import Draft
+from forerun.draft.base import Committed, Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
 from forerun.errors import ForerunError, InvalidRequest, ModelOutputInvalid, RequestFailed
@@ -142,6 +143,25 @@ class Reading:
             if run.tokens[-1] < 0:
                 sequence, row = part.row.sequence, first + part.num_scored + run.nodes[-1]
                 raise RequestFailed(sequence.id) from lawless(sequence, self.states.logits[row])
+
+    def committed(self, kept: Seq[CommittedPart], salts: Seq[Hashable]) -> Committed:
+        """What the drafter is told of tokens that stay, which their sequences count as read already."""
+        tokens: list[int] = []
+        offsets = [0]
+        for k in kept:
+            last = k.sequence.num_read
+            tokens += k.sequence.tokens[last - len(k.path) : last]
+            offsets.append(len(tokens))
+        return Committed(
+            seq_ids=[k.sequence.id for k in kept],
+            tokens=tokens,
+            offsets=offsets,
+            roots=[k.sequence.tokens[k.sequence.num_read] for k in kept],
+            features=self.features(kept),
+            tenants=[k.sequence.tenant for k in kept],
+            num_prompts=[k.sequence.num_prompt for k in kept],
+            salts=salts,
+        )
 
     def features(self, kept: Seq[CommittedPart]) -> Float[Tensor, "total taps hidden"] | None:
         """The tapped states of the tokens that stay, packed."""

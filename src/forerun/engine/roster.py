@@ -62,6 +62,14 @@ class Roster:
             if delta.finish_reason is not None:
                 sequence.status = Status.FINISHED
 
+    def fail(self, sequence: Sequence, error: Exception) -> Delta:
+        """Finish a sequence with an error, which its reader is told; it stays here until `restart`."""
+        delta = Delta.failure(sequence, error)
+        if (hear := self.readers.pop(sequence.id, None)) is not None:
+            hear(delta)
+        sequence.status = Status.FINISHED
+        return delta
+
     def restart(self) -> list[Sequence]:
         """Remove finished sequences and prepare the others to be read again from their first token."""
         for sequence in list(self.sequences.values()):
