@@ -283,6 +283,28 @@ class PassCost:
         return PassCost(replace(self.line), self.level, sizes, self.num_jumps, replace(self.before), self.largest)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Seconds of rounds that read prompts too, without the prompts, by the tokens of `num_rows` texts and guesses.
+
+    A pass over many tokens is limited by arithmetic: a guess takes `token_s` there, as every token of a prompt does,
+    even where a few guesses alone would be as good as free.
+    """
+
+    passes: PassCost
+    num_rows: int
+    token_s: float
+
+    def expect(self, num_tokens: int) -> float:
+        """Seconds with so many tokens."""
+        return self.expect_between(num_tokens)
+
+    def expect_between(self, num_tokens: float | int) -> float:
+        """The same for a number that is expected on average."""
+        least_s = self.passes.expect(self.num_rows) + self.token_s * max(0.0, num_tokens - self.num_rows)
+        return max(least_s, self.passes.expect_between(num_tokens))
+
+
 class Kind(NamedTuple):
     """Rounds that are priced together: about as many rows, texts about as long together, merged trees or not."""
 
@@ -304,11 +326,13 @@ class Kind(NamedTuple):
 class PassCosts:
     """Seconds that the target takes for rounds: a PassCost for every kind of them, all at one level.
 
-    A kind that was not seen yet is taken to cost what the most similar one does, and begins there.
+    A kind that was not seen yet is taken to cost what the most similar one does, and begins there. `prompt_s` is what a
+    token of a prompt takes beside what the pass would take without prompts, at the usual level; 0 if none was seen.
     """
 
     level: Level = field(default_factory=Level)
     kinds: dict[Kind, PassCost] = field(default_factory=dict)
+    prompt_s: float = 0.0
 
     def of(self, kind: Kind) -> PassCost:
         """What rounds of this kind are taken to cost; nothing as long as nothing was seen."""
@@ -322,6 +346,16 @@ class PassCosts:
         if kind not in self.kinds:
             self.kinds[kind] = self.of(kind).copy()
         return self.kinds[kind].record(num_tokens, taken_s)
+
+    def record_reading(self, kind: Kind, num_rows: int, num_tokens: int, taken_s: float) -> None:
+        """Learn from a round that read prompts: of its tokens, all but one for each row are counted as theirs."""
+        more_s = (taken_s - self.of(kind).expect(num_rows)) / self.level.factor
+        each_s = max(0.0, more_s) / (num_tokens - num_rows)
+        self.prompt_s += (damped(each_s, self.prompt_s) - self.prompt_s) / (8 if self.prompt_s else 1)
+
+    def beside_prompts(self, kind: Kind, num_rows: int) -> Beside:
+        """What rounds of this kind are taken to cost where prompts are read in the same pass, without the prompts."""
+        return Beside(self.of(kind), num_rows, self.level.factor * self.prompt_s)
 
 
 def size_class(num_tokens: int) -> int:

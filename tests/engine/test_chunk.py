@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.accept.outcome import Outcome
+from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.engine.chunk import FASTEST, MOST, SHORT, ChunkSize
 
 TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
@@ -42,6 +42,16 @@ def test_small_passes_and_decoding_say_nothing_unless_they_take_too_long() -> No
     assert chunk.tokens == 50
     chunk.record(replace(small, num_prompt_tokens=50))
     assert chunk.tokens == round(50 * FASTEST)
+
+
+def test_rows_that_are_decoded_beside_take_their_part() -> None:
+    """Half of the pass is theirs: the prompts' half may take as long as a pass of its own, whatever drafting takes."""
+    rows = [RowOutcome(row, 1, 1, 0, 1) for row in range(25)]
+    chunk = ChunkSize(100, limit_s=0.1)
+    chunk.record(Outcome(rows[:1], 100, 9.0, 0.1 * 102 / 100, 0.0))
+    assert chunk.tokens == 100
+    chunk.record(Outcome(rows, 50, 9.0, 0.4, 0.0))
+    assert chunk.tokens == 50
 
 
 def test_a_size_that_was_given_stays() -> None:

@@ -4,7 +4,6 @@ import itertools
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,7 @@ from forerun.economy import Kind, PassCosts
 from forerun.engine.arms import LONGEST, RETRY, TRIES, Arm, Arms, Rest
 from forerun.engine.choices import Drafts
 from forerun.engine.controller import Load, slots_of
-from forerun.engine.measured import HOLD, MeasuredDepth
+from forerun.engine.measured import ALWAYS_READING, HOLD, MeasuredDepth
 
 
 def used() -> Rest:
@@ -75,23 +74,57 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     assert value(taken) >= 0.96 * best  # guess by guess is not always the best of all at once
 
 
+def planned(controller: MeasuredDepth, world: World, batch: int, num_prompt_tokens: int) -> Sequence[Budget]:
+    """A new plan for a round that reads so many tokens of prompts too."""
+    controller.held = HOLD
+    spare = Spare(dict.fromkeys(range(batch), AMPLE), AMPLE, 16)
+    load = Load(range(batch), [AUTO_WISH] * batch, [AMPLE] * batch, num_prompt_tokens)
+    return controller.budgets(load, world.outlook(batch), spare)
+
+
 @pytest.mark.parametrize("batch", [1, 4])
-def test_prompts_in_the_same_pass_change_nothing(batch: int) -> None:
+def test_what_prompts_take_does_not_count(batch: int) -> None:
     """They have to be read in any case; a guess is worth its own time, not its share in a round with a prompt."""
     world = World([0.75], [0.002], lambda num_tokens: 0.02 + 0.01 * num_tokens, noise=0.0)
     controller = calibrated(world, batch)
     list(rounds(controller, world, 40, batch))
-    found = []
-    for num_prompt_tokens in (0, 512):
-        spare = Spare(dict.fromkeys(range(batch), AMPLE), AMPLE, 16)
-        load = Load(range(batch), [AUTO_WISH] * batch, [AMPLE] * batch, num_prompt_tokens)
-        controller.held = HOLD
-        found.append(controller.budgets(load, world.outlook(batch), spare))
-        assert controller.tried is None
-    assert found[0] == found[1]
-    controller.plain = controller.other_depth = Rest()  # due for a trial, of which such a round would say nothing
-    controller.budgets(replace(load, num_prompt_tokens=512), world.outlook(batch), spare)
-    assert controller.tried is None
+    before = planned(controller, world, batch, 0)
+    assert any(budget.depth for budget in before)
+    for num_prompt_tokens in (512, 64, 512):
+        assert planned(controller, world, batch, num_prompt_tokens) == before
+        num_tokens = batch + num_prompt_tokens
+        controller.costs.record_reading(Kind.of(batch, 0), batch, num_tokens, world.pass_s(num_tokens))
+    assert controller.costs.prompt_s == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_guesses_beside_prompts_take_as_long_as_tokens_of_prompts(batch: int) -> None:
+    """They are as good as free alone, and not in a pass that is limited by arithmetic."""
+    world = World([0.75], [0.002], noise=0.0)
+    controller = calibrated(world, batch)
+    list(rounds(controller, world, 40, batch))
+    alone = planned(controller, world, batch, 0)
+    controller.costs.record_reading(Kind.of(batch, 0), batch, batch + 256, 0.1 + 0.05 * 256)
+    beside = planned(controller, world, batch, 256)
+    assert all(2 * few.depth <= many.depth for few, many in zip(beside, alone, strict=True))
+    limited = World([0.75], [0.002], lambda num_tokens: 0.1 + 0.05 * (num_tokens - batch))
+    assert limited.speed(beside) >= 0.99 * limited.best_speed(batch)
+    assert world.speed(planned(controller, world, batch, 0)) >= 0.98 * world.speed(alone)
+
+
+def test_trials_wait_for_rounds_that_read_nothing_unless_there_are_none() -> None:
+    world = World([0.75], [0.002], noise=0.0)
+    controller = calibrated(world, 2)
+    tried = []
+    for _ in range(ALWAYS_READING + 1):
+        controller.plain, controller.arms.arms[0].rest = Rest(), Rest()  # both are due
+        budgets = planned(controller, world, 2, 64)
+        tried.append(controller.tried)
+        rows = [RowOutcome(row, budget.depth, 0, 0, 1) for row, budget in enumerate(budgets)]
+        controller.record(Outcome(rows, 64, 0.01, 0.2))
+    assert tried == [None] * ALWAYS_READING + [0]
+    planned(controller, world, 2, 0)
+    assert controller.tried == -1
 
 
 def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -> None:

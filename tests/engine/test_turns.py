@@ -25,7 +25,7 @@ from forerun.sampling.params import SamplingParams
 DATA = Path(__file__).resolve().parents[1] / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
-PATIENCE_S = 60
+PATIENCE_S = 300  # only to end a hang
 
 
 def asking(seed: int, **others: object) -> SamplingParams:

@@ -10,13 +10,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.draft.base import NO_DRAFT, Budget
-from forerun.economy import NO_TIME_S, PassCost
+from forerun.economy import NO_TIME_S, Beside, PassCost
 from forerun.engine.arms import Arms, Way
 
+FAVOR = 1.02  # as many times as good drafting must be as plain decoding to be chosen
 MANY = 5  # members, above which sets of some of them are not looked at
 
 Ways = Mapping[int, Way]
 Choice = Sequence[tuple[Way, int] | None]  # a way and its depth, for every row
+
+
+@dataclass(slots=True)
+class Planned:
+    """The choice for a round, and what it would be worth."""
+
+    choice: Choice
+    tokens_per_s: float
+
+
+def favoring_plain(planned: Planned) -> float:
+    """What a plan is worth beside others. The best of many noisy estimates is too high; that of plain is not."""
+    return planned.tokens_per_s * (1 if any(planned.choice) else FAVOR)
 
 
 @dataclass(slots=True)
@@ -53,7 +67,7 @@ class Drafts:
             taken_s += self.arms.arms[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
         return taken_s
 
-    def tokens_per_s(self, passes: PassCost) -> float:
+    def tokens_per_s(self, passes: PassCost | Beside) -> float:
         """Tokens that the round gives, over the time that it takes. No pass takes less than one without guesses.
 
         Where a larger one seems to, that is noise, by which even guesses that are always wrong would pay.
@@ -61,7 +75,7 @@ class Drafts:
         pass_s = max(passes.expect_between(self.num_tokens), passes.expect(len(self.depths)))
         return self.gain / max(NO_TIME_S, pass_s + self.drafting_s())
 
-    def guess_s(self, passes: PassCost, num_drawn: float | int) -> float:
+    def guess_s(self, passes: PassCost | Beside, num_drawn: float | int) -> float:
         """What one guess more or less takes: its part of drafting, and of what the pass takes for so many tokens.
 
         Passes are compared with half as many guesses more and less: a few alone would show little but noise.

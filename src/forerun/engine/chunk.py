@@ -2,8 +2,8 @@
 
 A short prompt that arrives waits for the pass under way, so a pass over a long prompt should not take long. What a pass
 takes depends on the model, the machine and the length of the text, so with "auto" the size follows the times of passes:
-a pass may take ROOM times as long as one over a short prompt takes on the idle engine, and the short prompt's own pass
-comes next.
+the part of a pass that is over prompts may take ROOM times as long as one over a short prompt takes on the idle engine,
+and the short prompt's own pass comes next. Rows that are decoded in the same pass take their part of it in any case.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class ChunkSize:
         """Learn from a round that read prompts; of less than this size it shows at most that the size is too large."""
         if self.limit_s is None or not outcome.num_prompt_tokens:
             return
-        change = min(max(SLOWEST, self.limit_s / outcome.round_s), FASTEST)
+        share = outcome.num_prompt_tokens / (outcome.num_prompt_tokens + outcome.num_tokens)
+        taken_s = share * (outcome.pass_s + outcome.verdict_s)
+        change = min(max(SLOWEST, self.limit_s / taken_s), FASTEST)
         if outcome.num_prompt_tokens >= self.tokens or change < 1:
             self.tokens = min(max(SHORT, round(self.tokens * change)), MOST)

@@ -18,17 +18,16 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Draft, Outlook
-from forerun.economy import Kind, PassCost, PassCosts, damped
+from forerun.economy import Beside, Kind, PassCost, PassCosts, damped
 from forerun.engine.advice import Advice
 from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
-from forerun.engine.choices import Choice, Drafts, Ways, best_of, fallbacks, sets, tokens_of
+from forerun.engine.choices import Choice, Drafts, Planned, Ways, best_of, fallbacks, favoring_plain, sets, tokens_of
 from forerun.engine.controller import FixedDepth, Load, fitting
 from forerun.engine.forecast import forecast
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
 HYSTERESIS = 1.015  # how many times as good a round must be for the ways of the last one to be left
-FAVOR = 1.02  # as many times as good drafting must be as plain decoding to be chosen
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 WORSE = 0.75  # of what rounds were worth: something has changed
 HOPEFUL_GUESSES = 3.0  # that what is known of an arm weighs as behind a trial that was better than was thought
@@ -36,19 +35,7 @@ TRIAL_SHARE = 0.01  # of the time, that trials may cost
 OTHER_DEPTH = -2  # on trial: what is drafted, half or twice as deep; -1 is drafting nothing
 AWAKE = 64  # rounds behind a change before which another one is not seen as new
 HOLD = 8  # rounds for which a plan is held at most
-
-
-@dataclass(slots=True)
-class Planned:
-    """The choice for a round, and what it would be worth."""
-
-    choice: Choice
-    tokens_per_s: float
-
-
-def favoring_plain(planned: Planned) -> float:
-    """What a plan is worth beside others. The best of many noisy estimates is too high; that of plain is not."""
-    return planned.tokens_per_s * (1 if any(planned.choice) else FAVOR)
+ALWAYS_READING = 64  # rounds in a row that read prompts, behind which trials wait no longer for one that reads none
 
 
 @dataclass
@@ -57,6 +44,8 @@ class MeasuredDepth:
 
     costs: PassCosts = field(default_factory=PassCosts)
     num_context: int = 0  # tokens of the texts of the last round
+    reads: bool = False  # whether prompts are read in the round of the last plan
+    num_reading: int = 0  # rounds in a row that read prompts
     arms: Arms = field(default_factory=Arms)
     plain: Rest = field(default_factory=Rest)
     taken: dict[int, tuple[Way, int] | None] = field(default_factory=dict)  # by sequence, in the last round planned
@@ -98,8 +87,10 @@ class MeasuredDepth:
             self.held, self.pending = self.held + 1, True
             return fitting(load.seq_ids, self.wanted, spare)
         rows = self.ways(load, outlook)
-        planned = self.plan(load.seq_ids, rows, reading=load.num_prompt_tokens > 0)
-        self.watch(planned.tokens_per_s / len(rows))
+        self.reads = load.num_prompt_tokens > 0
+        planned = self.plan(load.seq_ids, rows)
+        if not self.reads:
+            self.watch(planned.tokens_per_s / len(rows))
         self.advise(rows, planned.choice)
         lasting = self.tried is None and all(rows)  # rows without a way may get one
         self.worth = planned.tokens_per_s
@@ -181,7 +172,7 @@ class MeasuredDepth:
 
     def holds(self, load: Load) -> bool:
         """Whether the last plan was of the same rows and is not old, so that what was counted since changes little."""
-        if self.held >= HOLD or self.tried is not None:
+        if self.held >= HOLD or self.tried is not None or self.reads != (load.num_prompt_tokens > 0):
             return False
         same = list(self.taken) == list(load.seq_ids)
         return same and all(wish is before for wish, before in zip(load.wishes, self.wishes, strict=True))
@@ -199,14 +190,14 @@ class MeasuredDepth:
         self.told = dict(zip(load.seq_ids, told, strict=False))
         return draft.tree
 
-    def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways], reading: bool) -> Planned:
+    def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways]) -> Planned:
         """The choice for these rows.
 
-        Where prompts are read in the same pass the choice is the same, since they have to be read in any case; but
-        such a pass says nothing of costs.
+        Prompts in the same pass have to be read in any case: what they take does not count, but guesses beside them
+        take more.
         """
         best = max(self.plans(rows), key=favoring_plain)
-        self.tried = self.trial(rows, best.choice, costs=not reading)
+        self.tried = self.trial(rows, best.choice)
         if self.tried is not None:
             choice = self.on_trial(best.choice, rows, self.tried)
             dearer = best.tokens_per_s / self.tokens_per_s(choice) - 1
@@ -215,17 +206,16 @@ class MeasuredDepth:
             return Planned(choice, best.tokens_per_s)
         last = self.last(seq_ids, rows)
         best = last if last and best.tokens_per_s < HYSTERESIS * last.tokens_per_s else best
-        self.set_prices(best)
+        self.set_price(best)
         return best
 
-    def set_prices(self, planned: Planned) -> None:
-        """By what the plan's rounds are worth, and by what its guesses take; as before where nothing is drafted."""
-        taken = [each for each in planned.choice if each is not None]
-        if taken:
+    def set_price(self, planned: Planned) -> None:
+        """Of a chain that is drafted alone: by what the plan's rounds are worth, and by what its guesses take."""
+        taken = planned.choice[0] if len(planned.choice) == 1 else None
+        if taken is not None and taken[0].budget.price:
             drafts, passes = self.drafts_of(planned.choice)
-            guess_s = drafts.guess_s(passes, sum(way.num_drawn(depth) for way, depth in taken))
-            for arm in {way.budget.arm for way, _ in taken}:
-                self.arms.arms[arm].cut_off.aim(planned.tokens_per_s, guess_s)
+            guess_s = drafts.guess_s(passes, taken[0].num_drawn(taken[1]))
+            self.arms.arms[taken[0].budget.arm].cut_off.aim(planned.tokens_per_s, guess_s)
 
     def plans(self, rows: Sequence[Ways]) -> Iterator[Planned]:
         """The best plan for every set of members, small sets first."""
@@ -238,7 +228,7 @@ class MeasuredDepth:
     def deepest(self, ways: Sequence[Way | None]) -> Planned:
         """How far each row should be drafted if it is drafted in this way."""
         drafts = Drafts(self.arms, [0] * len(ways), num_tokens=len(ways), gain=float(len(ways)))
-        passes = self.costs.of(self.kind(len(ways), [way for way in ways if way]))
+        passes = self.passes(len(ways), [way for way in ways if way])
         guesses = []
         for row, way in enumerate(ways):
             if way is not None and way.free:
@@ -261,13 +251,18 @@ class MeasuredDepth:
         drafts, passes = self.drafts_of(choice)
         return drafts.tokens_per_s(passes)
 
-    def drafts_of(self, choice: Choice) -> tuple[Drafts, PassCost]:
+    def passes(self, num_rows: int, taken: Sequence[Way]) -> PassCost | Beside:
+        """What passes of the round to come take in which these ways are taken, without what prompts take there."""
+        kind = self.kind(num_rows, taken)
+        return self.costs.beside_prompts(kind, num_rows) if self.reads else self.costs.of(kind)
+
+    def drafts_of(self, choice: Choice) -> tuple[Drafts, PassCost | Beside]:
         """The drafts of a choice, and what passes of its kind take."""
         drafts = Drafts(self.arms, [0] * len(choice), num_tokens=len(choice), gain=float(len(choice)))
         taken = [each for each in choice if each is not None]
         for row, (way, depth) in enumerate(taken):
             drafts.deepen(row, way, depth, sum(way.survival[:depth]))
-        return drafts, self.costs.of(self.kind(len(choice), [way for way, _ in taken]))
+        return drafts, self.passes(len(choice), [way for way, _ in taken])
 
     def kind(self, num_rows: int, taken: Sequence[Way]) -> Kind:
         """The kind of the round in which these ways are taken."""
@@ -288,11 +283,14 @@ class MeasuredDepth:
                 return None
         return Planned(choice, self.tokens_per_s(choice))
 
-    def trial(self, rows: Sequence[Ways], best: Choice, costs: bool) -> int | None:
+    def trial(self, rows: Sequence[Ways], best: Choice) -> int | None:
         """An arm that is due for a trial; -1 for drafting nothing, where some row is free to; or OTHER_DEPTH.
 
-        The last two only where the round says what passes cost.
+        A round that reads prompts does not say what passes cost, and guesses are dear there: trials wait for others.
         """
+        if self.reads and self.num_reading < ALWAYS_READING:
+            return None
+        costs = not self.reads
         if costs and self.plain.due and any(way.free for own in rows for way in own.values()):
             return -1
         due = next((arm for arm in sorted(self.possible) if self.arms.arms[arm].rest.due), None)
@@ -322,11 +320,12 @@ class MeasuredDepth:
 
     def record(self, outcome: Outcome) -> None:
         """Learn from the round of the last choice."""
+        self.num_reading = self.num_reading + 1 if outcome.num_prompt_tokens else 0
         if self.pending and list(self.taken) == [row.seq_id for row in outcome.rows]:
             cheap = self.times_count and self.time(self.drafts(outcome), outcome)
             self.accepted(outcome, cheap)
-        elif not self.taken and outcome.rows and not outcome.num_prompt_tokens and self.costs.kinds:
-            self.costs.record(self.kind(len(outcome.rows), ()), outcome.num_tokens, outcome.pass_s + outcome.verdict_s)
+        elif not self.taken and outcome.rows and self.costs.kinds:
+            self.time_pass((), outcome)
         if not self.arms.is_mix:
             self.advice.suspect(outcome)
 
@@ -377,17 +376,22 @@ class MeasuredDepth:
             self.plain.count(0 if taken else 1, self.patience if tried else None, cheap and tried)
 
     def time(self, taken: Taken, outcome: Outcome) -> bool:
-        """Learn what rounds and drafts took; passes that read prompts too say nothing of guesses.
-
-        Whether the target's part took much less than was expected.
-        """
+        """Learn what rounds and drafts took; whether the target's part took much less than was expected."""
         if not taken:
             self.planning_s += (damped(outcome.draft_s, self.planning_s) - self.planning_s) / 8
         self.arms.time(taken, outcome, self.planning_s)
+        return self.time_pass(taken, outcome)
+
+    def time_pass(self, taken: Taken, outcome: Outcome) -> bool:
+        """Learn what the target's part took; of a round that read prompts, what a token of theirs takes beside rows."""
+        num_rows, num_tokens, taken_s = len(outcome.rows), outcome.num_tokens, outcome.pass_s + outcome.verdict_s
         if outcome.num_prompt_tokens:
+            if num_rows and self.costs.kinds:
+                num_tokens += outcome.num_prompt_tokens
+                self.costs.record_reading(self.kind(num_rows, ()), num_rows, num_tokens, taken_s)
             return False
-        kind, before = self.kind(len(outcome.rows), [way for way, _ in taken]), self.costs.level.num_jumps
-        cheap = self.costs.record(kind, outcome.num_tokens, outcome.pass_s + outcome.verdict_s)
+        before = self.costs.level.num_jumps
+        cheap = self.costs.record(self.kind(num_rows, [way for way, _ in taken]), num_tokens, taken_s)
         if self.costs.level.num_jumps != before:
             self.wake()
         return cheap
