@@ -23,7 +23,7 @@ from forerun.demo.score import LEAST_TOKENS, Score, affordable_tokens, costs, ve
 from forerun.demo.screen import FinalAnswers, Panels, card, view_of
 from forerun.engine.delta import Delta, Segment
 from forerun.engine.sequence import Origin
-from forerun.models.bundled import BUNDLED
+from forerun.models.bundled import BUNDLED, DRAFT
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ class ScriptedClock:
 
 @pytest.fixture(scope="module")
 def pair(target_dir: Path, draft_dir: Path) -> Pair:
-    return Pair(str(target_dir), str(draft_dir))
+    return Pair(str(target_dir), f"model:{draft_dir}")
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +278,7 @@ def test_any_terminal_shows_a_race_to_its_end(width: int, height: int) -> None:
 @pytest.fixture
 def run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command on the reference pair."""
-    monkeypatch.setattr(material, "Pair", lambda: pair)
+    monkeypatch.setattr(material, "Pair", lambda draft: pair if draft == f"model:{DRAFT}" else Pair(pair.target, draft))
     monkeypatch.setattr(material, "load_prompts", lambda: PROMPTS)
     monkeypatch.setattr("forerun.commands.demo.LIMIT_S", 1e6)
     return lambda *arguments: CliRunner().invoke(cli.app, ["demo", "--small", "--max-tokens", "24", *arguments])
@@ -315,6 +315,18 @@ def test_json_is_one_object_with_all_numbers(run: Callable[..., Result]) -> None
         assert len(part["acceptance_at_depth"]) <= 2
     assert answer["total"]["plain"]["num_tokens"] == sum(p["plain"]["num_tokens"] for p in answer["prompts"])
     assert 10**7 < answer["peak_rss_bytes"] < 8 * 10**9
+
+
+def test_a_drafter_that_is_given_guesses_for_every_prompt(run: Callable[..., Result]) -> None:
+    result = run("--json", "--draft", "suffix")
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert [p["drafter"] for p in answer["prompts"]] == ["suffix", "suffix"]
+    assert answer["models"].endswith(", draft suffix")
+    assert answer["total"]["same_tokens"]
+    wrong = run("--draft", "no-such-drafter")
+    assert wrong.exit_code == 2
+    assert "no-such-drafter" in wrong.stderr
 
 
 def test_different_tokens_fail_the_command(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:

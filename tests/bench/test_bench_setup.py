@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from forerun.demo import material
 from forerun.device import Placement
 from forerun.draft.model.model import ModelDrafter
 from forerun.errors import InvalidRequest
-from forerun.models.bundled import BUNDLED
+from forerun.llm import LLM
+from forerun.models.bundled import BUNDLED, BUNDLED_HEADS
 from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
+from forerun.sampling.params import SamplingParams
 
 SELECTION = Selection(batches=(3,), depths=(2,), num_tokens=20)
 PASSAGES = {"own": [Passage("Once upon a time", None, "a:1"), Passage([1, 5, 6], [7, 8, 9], "b:1")][:1]}
@@ -97,11 +100,50 @@ def test_a_pass_reads_all_weights_but_rows_that_are_looked_up(name: str, dtype: 
     assert in_4_bits.pass_bytes == head + (sum(sizes) - head) * 9 // 16
 
 
-def test_widening_is_for_bundled_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(material, "widen", lambda name, size, _progress: f"{name}@{size}")
-    wide = material.widened_pair("stdlib", "model:stdlib-draft", None)
-    assert wide == ("stdlib@500000000", "model:stdlib-draft@21000000")
-    assert material.widened_pair("stdlib", "ngram", None) == ("stdlib@500000000", "ngram")
-    for target, draft in (("some/model", "ngram"), ("stdlib", "model:a/b")):
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[str, str]]:
+    """The bundled target at twice its parameters with a drafter to it, each as it is shown."""
+    monkeypatch.setattr("forerun.models.widen.cache_folder", lambda kind: tmp_path / kind)
+    for name, size in (("TARGET_PARAMETERS", 22_000_000), ("DRAFT_PARAMETERS", 2_000_000)):
+        monkeypatch.setattr(material, name, size)
+    return lambda draft: material.widened_pair("stdlib", draft, None)
+
+
+def test_a_drafter_is_widened_with_the_target(wide: Callable[[str], tuple[str, str]]) -> None:
+    target, draft = wide("model:stdlib-draft")
+    assert Blueprint.of(target).config.widened
+    assert Blueprint.of(draft.removeprefix("model:")).config.widened
+    assert wide("ngram") == (target, "ngram")
+    for head in ("block:stdlib-block", "early-exit:2:stdlib-early-exit"):
+        drafts = [wide(head)[1], wide(head)[1], wide(f"mix[suffix,{head}]")[1]]
+        assert drafts[1] == drafts[0]
+        assert drafts[2] == f"mix[suffix,{drafts[0]}]"
+        assert Path(drafts[0].rpartition(":")[2]).parent == Path(target)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True)
+    rounds = []
+    for own, drafter in (("stdlib", "block:stdlib-block"), wide("block:stdlib-block")):
+        llm = LLM(own, drafter, speculation=4, max_num_seqs=1, max_model_len=256)
+        assert llm.draft_name.startswith(
+            "block:stdlib-block (widened from " if own != "stdlib" else "block:stdlib-block"
+        )
+        llm.generate(["import os\n\n\ndef main"], params)
+        rounds.append(llm.stats.tokens_per_round)
+        llm.close()
+    assert rounds[0] == pytest.approx(rounds[1], rel=0.3)
+
+
+def test_a_widened_drafter_of_other_weights_is_not_taken_for_it(
+    wide: Callable[[str], tuple[str, str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(BUNDLED_HEADS["stdlib-block"], folder)
+    _, first = wide(f"block:{folder}")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    assert wide(f"block:{folder}")[1] != first
+
+
+def test_widening_is_for_bundled_models() -> None:
+    for target, draft in (("some/model", "ngram"), ("stdlib", "model:a/b"), ("stdlib", "mix[suffix,model:a/b]")):
         with pytest.raises(InvalidRequest, match="widen"):
             material.widened_pair(target, draft, None)

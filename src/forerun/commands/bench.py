@@ -54,7 +54,9 @@ class BenchOptions:
 
     model: ModelOption = TARGET
     draft: Annotated[str, REQUIRED_DRAFT] = f"model:{DRAFT}"
-    widen: Annotated[bool, typer.Option("--widen", help="Bundled models at the demo's sizes, 0.5 B and 21 M.")] = False
+    widen: Annotated[
+        bool, typer.Option("--widen", help="Bundled models at the demo's sizes, 0.5 B and 21 M; heads grow along.")
+    ] = False
     workload: Annotated[str | None, typer.Option(help=f"Some of {', '.join(SHIPPED)}; default: code,edits.")] = None
     prompts: Annotated[
         Path | None, typer.Option(help="Instead: a .jsonl with prompt, text or turns in each line, or a .txt.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import typer
@@ -11,13 +11,15 @@ import typer
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
 from forerun.config import DEFAULT_DEPTH
-from forerun.options import OutputOptions, with_options
+from forerun.models.bundled import DRAFT
+from forerun.options import REQUIRED_DRAFT, AdapterOption, OutputOptions, adapted, with_options
 
 LIMIT_S = 105.0  # from the command's start: the rest of two minutes is for Python itself to start
 SEED = 1
 EXAMPLES = """
 forerun demo
 forerun demo --small --temperature 1 -n 48
+forerun demo --draft block:stdlib-block
 """
 
 
@@ -27,11 +29,16 @@ class DemoOptions:
 
     TITLE: ClassVar[str] = "Race"
 
+    draft: Annotated[str | None, REQUIRED_DRAFT] = None
     small: Annotated[bool, typer.Option("--small", help="The models as trained, not widened: over in seconds.")] = False
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = 0.0
     depth: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = DEFAULT_DEPTH
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most tokens per answer.")] = 96
     raw: Annotated[bool, typer.Option("--raw", help="No panels, no colours.")] = False
+    adapter: AdapterOption = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
 
 @with_options(EXAMPLES)
@@ -39,6 +46,7 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
     """Watch what speculation brings on this machine: prompts answered plain and speculatively, side by side.
 
     Without options it runs models widened to 0.5 billion and 21 million parameters, and takes less than two minutes.
+    A drafter that is given guesses for every prompt; without one, n-grams guess where a text repeats itself.
     """
     deadline_s = time.perf_counter() + LIMIT_S
     result = Result.of(output)
@@ -55,8 +63,11 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
     params = SamplingParams(temperature=options.temperature, seed=SEED)
     console = Console(quiet=result.as_json, no_color=options.raw or None, highlight=False)
     with LoadingBar(Console(stderr=True)) as bar:
-        pair = Pair() if options.small else Pair.widened(bar)
-        track, prompts = Track(pair.load(options.depth, bar)), load_prompts()
+        draft = options.draft or f"model:{DRAFT}"
+        pair = Pair(draft=draft) if options.small else Pair.widened(draft, bar)
+        track, prompts = Track(pair.load(options.depth, bar), pair.drafter), load_prompts()
+        if options.draft is not None:
+            prompts = [replace(prompt, drafter="model") for prompt in prompts]
         meet = Meet(track, params, options.max_tokens, deadline_s)
         meet.warm_up(prompts[0], bar)
     console.print(pair.title, style="bold")
@@ -64,7 +75,7 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
         if meet.late:
             break
         widened = "" if options.small else ", widened"
-        heading = f"{i + 1}/{len(prompts)}  {prompt.path}  (drafter: {prompt.drafter}{widened})"
+        heading = f"{i + 1}/{len(prompts)}  {prompt.path}  (drafter: {track.shown[prompt.drafter]}{widened})"
         with view_of(console, options.raw or result.as_json, heading, prompt.text) as view:
             meet.race(prompt, len(prompts) - i, view.show)
     console.print()

@@ -1,4 +1,4 @@
-"""The material of the demo: prompts, and a pair of models, as trained or widened to a realistic ratio of costs.
+"""The material of the demo: prompts, and a target with its drafter, as trained or widened to a realistic cost.
 
 This file decides the sizes of the models and where the prompts come from.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
+from pathlib import Path
 
 from forerun.annotations import ProgressCallback
-from forerun.draft.spec import parse_spec
+from forerun.draft.auto import settled
+from forerun.draft.label import draft_label
+from forerun.draft.model.widen import KINDS, cached_widened_drafter
+from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES, DRAFT, TARGET
@@ -24,7 +28,8 @@ TARGET_PARAMETERS, DRAFT_PARAMETERS = 500_000_000, 21_000_000
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A beginning of code, the file it is from, and what guesses how it goes on: "model" or "ngram"."""
+    """A beginning of code, the file it is from, and what guesses how it goes on: "model", which is the drafter that is
+    shown, or "ngram"."""
 
     path: str
     drafter: str
@@ -39,44 +44,73 @@ def load_prompts() -> Sequence[DemoPrompt]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and a draft model, by folder or bundled name."""
+    """A target, by folder or bundled name, and a drafter to it, as `--draft` spells it."""
 
     target: str = TARGET
-    draft: str = DRAFT
+    draft: str = f"model:{DRAFT}"
 
     @classmethod
-    def widened(cls, progress: ProgressCallback | None = None) -> Pair:
-        """The bundled pair widened, made at first use: the same texts at the costs of larger models."""
-        return cls(widen(TARGET, TARGET_PARAMETERS, progress), widen(DRAFT, DRAFT_PARAMETERS, progress))
+    def widened(cls, draft: str = f"model:{DRAFT}", progress: ProgressCallback | None = None) -> Pair:
+        """The bundled target and a drafter to it, widened at first use: the same texts at the costs of larger models.
+
+        Raises InvalidRequest for a drafter that cannot be widened.
+        """
+        return cls(*widened_pair(TARGET, draft, progress))
 
     @property
     def title(self) -> str:
-        """The name of the pair, which says if a model is widened."""
-        return f"target {title(self.target)}, draft {title(self.draft)}"
+        """The names of the target and of its drafter, which say if a model is widened."""
+        spec = parse_spec(self.draft)
+        drafter = title(spec.argument) if spec.name == "model" and spec.argument else draft_label(self.draft)
+        return f"target {title(self.target)}, draft {drafter}"
+
+    @property
+    def drafter(self) -> str:
+        """The name of the kind of drafter, as it is shown beside a prompt."""
+        return parse_spec(self.draft).name
 
     def load(self, depth: int, progress: ProgressCallback | None = None) -> LLM:
-        """Both models, ready to guess `depth` tokens per round."""
-        draft = f"model:{self.draft}"  # both sides of a race read their prompts, so nothing is kept
-        return LLM(self.target, draft, speculation=depth, max_num_seqs=1, prefix_cache=False, progress=progress)
-
-
-def widen(name: str, num_parameters: int, progress: ProgressCallback | None) -> str:
-    """The folder of a bundled model at another size."""
-    wider = Wider.of(Blueprint.of(name).config, num_parameters)
-    return str(cached_widened(name, wider, progress))
+        """Target and drafter, ready to guess `depth` tokens per round; prompts are read by both sides of a race, so
+        nothing of them is kept."""
+        return LLM(self.target, self.draft, speculation=depth, max_num_seqs=1, prefix_cache=False, progress=progress)
 
 
 def widened_pair(target: str, draft: str, progress: ProgressCallback | None) -> tuple[str, str]:
-    """The folder of a bundled target and the drafter to it at the demo's sizes; a drafter without a model stays.
+    """The folder of a bundled target and the drafter to it at the demo's sizes.
 
-    Raises InvalidRequest for models that are not bundled.
+    Draft models get the size of one, drafters that read the target's states grow with it, drafters without weights
+    stay, and `auto` is what it is beside the target as trained. Raises InvalidRequest for a target or a draft model
+    that is not bundled, and for what cannot be widened; ModelError for an unusable drafter.
     """
-    spec = parse_spec(draft)
-    if target not in BUNDLED or spec.argument not in (None, *BUNDLED):
-        raise InvalidRequest("widen", f"{target} drafted by {draft} is not of the bundled models {BUNDLED_NAMES}.")
-    if spec.argument is not None:
-        draft = f"{spec.name}:{widen(spec.argument, DRAFT_PARAMETERS, progress)}"
-    return widen(target, TARGET_PARAMETERS, progress), draft
+    if target not in BUNDLED:
+        raise InvalidRequest("widen", f"{target} is not of the bundled models {BUNDLED_NAMES}.")
+    spec = settled(parse_spec(draft), Blueprint.of(target))
+    wider = Wider.of(Blueprint.of(target).config, TARGET_PARAMETERS)
+    refuse_unknown_models(spec)
+    wide = cached_widened(target, wider, progress)
+    return str(wide), str(widened_draft(spec, target, wide, wider, progress))
+
+
+def refuse_unknown_models(spec: DraftSpec) -> None:
+    """Raise InvalidRequest for a draft model, at any depth, that is not bundled."""
+    for member in spec.members:
+        refuse_unknown_models(member)
+    argument = spec.argument
+    if spec.name == "model" and argument not in BUNDLED and Path(argument or "") not in BUNDLED.values():
+        raise InvalidRequest("widen", f"{spec} is not of the bundled models {BUNDLED_NAMES}.")
+
+
+def widened_draft(
+    spec: DraftSpec, target: str, wide: Path, wider: Wider, progress: ProgressCallback | None
+) -> DraftSpec:
+    """A drafter of the target as one of the widened target in the folder `wide`."""
+    if spec.name == "model" and spec.argument is not None:
+        grown = Wider.of(Blueprint.of(spec.argument).config, DRAFT_PARAMETERS)
+        return replace(spec, argument=str(cached_widened(spec.argument, grown, progress)))
+    if spec.name in KINDS and spec.argument is not None:
+        return cached_widened_drafter(str(spec), target, wide, wider)
+    members = [widened_draft(member, target, wide, wider, progress) for member in spec.members]
+    return replace(spec, members=tuple(members))
 
 
 def title(model: str) -> str:

@@ -69,7 +69,7 @@ class Meet:
             for each in (score, self.seen, self.total):
                 each.add(step)
             show(step, score)
-        self.heats.append(Heat(prompt.path, prompt.drafter, most, score))
+        self.heats.append(Heat(prompt.path, self.track.shown[prompt.drafter], most, score))
         return self.heats[-1]
 
     @property

@@ -53,10 +53,14 @@ def race(lanes: Mapping[Side, Lane], clock: Clock = time.perf_counter) -> Iterat
 
 
 class Track:
-    """One LLM's weights, and over them an engine for each way to answer: plain, its own drafter, n-grams."""
+    """One LLM's weights, and over them an engine for each way to answer: plain, its own drafter, n-grams.
 
-    def __init__(self, llm: LLM) -> None:
+    `shown` has the names of both drafters for people; `own` is that of the LLM's.
+    """
+
+    def __init__(self, llm: LLM, own: str = "model") -> None:
         self.llm = llm
+        self.shown = {"model": own, "ngram": "ngram"}
         self.plain = engine_beside(llm, None)
         self.drafted = {"model": llm.engine, "ngram": engine_beside(llm, NgramDrafter())}
 

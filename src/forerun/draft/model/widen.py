@@ -9,6 +9,7 @@ This file decides, kind by kind, which tensors and fields these are. Models, whi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -180,6 +182,24 @@ def widen_drafter(draft: str, source: str, target: Path, wider: Wider, seed: int
     A folder that the same call made before is taken as it is. Raises InvalidRequest for a drafter that is none of
     KINDS, for a padded vocabulary, and where the folder holds something else; ModelError for an unusable drafter.
     """
+    plan, found = planned(draft, source, wider, seed)
+    return put(found, plan, target / parse_spec(draft).name, draft)
+
+
+def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) -> DraftSpec:
+    """The same for a checkpoint in the user's cache folder, where the drafter gets a folder of its own weights: a later
+    call with equal weights finds it, and one with others does not meet it."""
+    plan, found = planned(draft, source, wider, 0)
+    digest = hashlib.sha256(plan.recipe.encode())
+    for path in (found.source / "config.json", *sorted(found.source.glob("*.safetensors"))):
+        digest.update(path.read_bytes())
+    name = f"{parse_spec(draft).name}-{digest.hexdigest()[:16]}"
+    with FileLock(target / f".{name}.lock"):
+        return put(found, plan, target / name, draft)
+
+
+def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, WideDrafter]:
+    """The target's widening and what becomes of its drafter; nothing is written."""
     spec, plan = parse_spec(draft), Plan.of(source, wider, seed)
     make = KINDS.get(spec.name)
     if make is None or spec.argument is None:
@@ -187,8 +207,13 @@ def widen_drafter(draft: str, source: str, target: Path, wider: Wider, seed: int
         raise InvalidRequest("draft", f"{draft} reads no states of the target: {wanted}.")
     if plan.wide.vocab_size != plan.source.config.vocab_size:
         raise InvalidRequest("vocab_size", "drafters have the source's vocabulary: leave it as it is.")
-    found, folder = make(spec.argument, plan), target / spec.name
-    made = {"from": spec.argument, "recipe": plan.recipe, "seed": seed}
+    return plan, make(spec.argument, plan)
+
+
+def put(found: WideDrafter, plan: Plan, folder: Path, draft: str) -> DraftSpec:
+    """Write the drafter into the folder, unless the same one is there; returns its specification."""
+    spec = parse_spec(draft)
+    made = {"from": spec.argument, "recipe": plan.recipe, "seed": plan.seed}
     if folder.exists():
         here = read_fields(folder / "config.json").values.get(WIDENED) if (folder / "config.json").is_file() else None
         if not isinstance(here, dict) or {key: here.get(key) for key in made} != made:
