@@ -69,7 +69,16 @@ def test_it_says_what_to_do_and_writes_it_down(tuned: tuple[Path, Result, list[s
     folder, result, _ = tuned
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    for said in ("plain", "ngram", "stories280k", "pre-", "dicted", "kept at", "no chat template", "2 to predict"):
+    for said in (
+        "plain",
+        "ngram",
+        "stories280k",
+        "pre-",
+        "dicted",
+        "kept at",
+        "no chat template",
+        "4, both to predict",
+    ):
         assert said in result.stdout
     told = json.loads((folder / "out/tune.json").read_text())
     assert told["complete"]
@@ -130,7 +139,7 @@ def test_the_same_command_measures_nothing_again_and_a_new_candidate_alone(
     exits = [draft for draft in own if draft.startswith("early-exit")]
     assert exits == ["early-exit:1", "early-exit:2"]
     assert after["best_exits"]["early-exit:auto"] in exits
-    assert len(made) == 2 * 2 * 2 * 2  # exits, batches, repetitions, plain and drafted
+    assert len(made) == 2 * 2 * 2 * 3  # exits, batches, repetitions, ways: plain, at a depth, at chosen ones
 
 
 def test_interrupted_it_goes_on(pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +161,7 @@ def test_interrupted_it_goes_on(pair: list[str], tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
     ended = invoke(arguments)
     assert ended.exit_code == 0, ended.output
-    assert len(made) == 1
+    assert len(made) == 3  # of two repetitions, three ways each
     assert json.loads(ended.stdout)["complete"]
     other = invoke([*arguments, "--seed", "5"])
     assert other.exit_code == 2

@@ -1,4 +1,4 @@
-"""Prompts to tune on: every form of a line, every mistake in one with its place, and who predicts."""
+"""Prompts to tune on: every form of a line, and every mistake in one with its place."""
 
 import json
 from collections.abc import Callable
@@ -78,19 +78,15 @@ def test_what_ships_is_used_where_no_file_is_named() -> None:
     assert [p.category for p in read_tune_prompts(None, None)[:4]] == ["code", "prose", "code", "prose"]
 
 
-def test_categories_take_turns_so_that_each_predicts_and_is_measured(target_dir: Path) -> None:
+def test_categories_take_turns_so_that_the_first_prompts_have_some_of_each(target_dir: Path) -> None:
     prompts = [
         TunePrompt(f"{kind} {i}", "", category=kind) for kind, times in (("a", 6), ("b", 2)) for i in range(times)
     ]
     assert [p.words for p in by_turns(prompts)] == ["a 0", "b 0", "a 1", "b 1", "a 2", "a 3", "a 4", "a 5"]
-    texts = texts_of(by_turns(prompts), 8, Tokenizer.load(target_dir), Template())
-    assert texts.categories == ("a", "b")
-    assert (len(texts.pilot.items), len(texts.rest.items)) == (2, 6)
+    texts = texts_of(by_turns(prompts), 3, Tokenizer.load(target_dir), Template())
+    assert texts.categories == ("a", "b", "a")
+    assert len(texts.workload.items) == 3
     assert texts.template is None
-    assert not texts.shared
-    alone = texts_of(prompts, 1, Tokenizer.load(target_dir), Template())
-    assert alone.shared
-    assert alone.pilot.items == alone.rest.items
 
 
 def test_messages_go_through_the_template_which_is_told_by_its_hash(target_dir: Path, tmp_path: Path) -> None:
@@ -110,6 +106,6 @@ def test_messages_go_through_the_template_which_is_told_by_its_hash(target_dir: 
         assert template.thinking is thinking
         texts = texts_of(prompts, 2, tokenizer, template)
         assert texts.template == tokenizer.template_digest()
-        said[thinking] = [tokenizer.decode(list(p.items[0].prompt)).strip() for p in (texts.pilot, texts.rest)]
+        said[thinking] = [tokenizer.decode(list(item.prompt)).strip() for item in texts.workload.items]
     assert said[True] == ["<user>Tell a tale think", "<user>Hi think"]
     assert said[False] == said[None] == ["<user>Tell a tale", "Hi"]

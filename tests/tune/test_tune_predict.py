@@ -1,122 +1,121 @@
-"""The prediction is the expectation: against games that are played out draw by draw, and against enumeration."""
+"""The prediction: a round of a job is charged what its shape takes; the best depth is found by trying all of them."""
 
-import itertools
 import random
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from forerun.tune.predict import (
     DecodingJob,
-    Drafting,
+    Guessed,
+    RoundShape,
     TextRounds,
     acceptance_at_depth,
-    drafting_of,
-    predict,
-    rounds_by_rows,
+    expect,
+    interval,
+    played,
     speed_up,
 )
 
 
 @dataclass(frozen=True)
 class MadeCosts:
-    """A pass costs 1 and a little for each token; a draft, its depth, whoever makes it, and its prompt once."""
+    """A pass costs 1 and a little for each token; a draft, its depth; and 0.01 each token that a drafter reads."""
 
     token_s: float = 0.02
     draft_s: float = 0.1
-    read_s: float = 0.01
 
-    def plain_s(self, num_rows: int) -> float:
-        return 1 + self.token_s * num_rows
-
-    def drafted_s(self, num_rows: int, drafting: Drafting) -> float:
-        return 1 + self.token_s * num_rows * (1 + drafting.guesses) + self.draft_s * drafting.depth
-
-    def reading_s(self, arm: str, num_tokens: float) -> float:
-        return self.read_s * num_tokens
+    def round_s(self, arm: str, shape: RoundShape) -> float:
+        return 1 + self.token_s * shape.num_tokens + self.draft_s * shape.depth + 0.01 * shape.num_read
 
 
-def drawn(rates: Sequence[float], depth: int, rng: random.Random) -> int:
-    """How many guesses of a round are accepted."""
-    return next((place for place in range(depth) if rng.random() >= rates[place]), depth)
+def text(num_right: int, depth: int = 8, num_tokens: int = 41, num_prompt: int = 5, category: str = "") -> TextRounds:
+    """A text in which every draft has so many right guesses."""
+    own = [Guessed(each, min(each, num_right)) for each in range(1, depth + 1)]
+    return TextRounds(category, num_prompt, num_tokens, [own] * num_tokens)
 
 
-def counted(rates: Sequence[float], depth: int, num_rounds: int, rng: random.Random) -> TextRounds:
-    """A pilot of one text."""
-    return TextRounds("", Counter((depth, drawn(rates, depth, rng)) for _ in range(num_rounds)))
+def noisy(rate: float, seed: int, num_tokens: int = 60) -> TextRounds:
+    """A text whose guesses are right at this rate, each for itself."""
+    rng = random.Random(seed)
+    right = [rng.random() < rate for _ in range(num_tokens + 8)]
+
+    def run(place: int) -> int:
+        return next(n for n in range(9) if n == 8 or not right[place + n])
+
+    return TextRounds("", 5, num_tokens, [[Guessed(d, min(d, run(g))) for d in range(1, 9)] for g in range(num_tokens)])
 
 
-def played(
-    rates: Sequence[Sequence[float]], job: DecodingJob, depth: int, costs: MadeCosts, rng: random.Random
-) -> float:
-    """Seconds of a job, round by round: rows emit what is accepted and one more, and give way to the next text."""
-    waiting = [(job.num_tokens, rates[number % len(rates)]) for number in range(job.num_texts)][::-1]
-    rows: list[tuple[float, Sequence[float]]] = []
-    total_s = 0.0
-    while waiting or rows:
-        while waiting and len(rows) < job.batch:
-            rows.append(waiting.pop())
-            total_s += costs.reading_s("", job.num_prompt_tokens) if depth else 0.0
-        total_s += (
-            costs.drafted_s(len(rows), Drafting("", depth, float(depth), 1.0)) if depth else costs.plain_s(len(rows))
-        )
-        rows = [(left - 1 - drawn(own, depth, rng), own) for left, own in rows]
-        rows = [row for row in rows if row[0] > 0]
-    return total_s
+def test_rounds_follow_each_other_where_the_one_before_ended() -> None:
+    places = [[], [Guessed(1, 1), Guessed(2, 1)], [], [Guessed(1, 0)], [], [Guessed(1, 1), Guessed(2, 2)], [], []]
+    found = TextRounds("", 3, 8, places)
+    assert found.at_depth(1) == [Guessed(1, 1), Guessed(1, 0), Guessed(), Guessed(1, 1), Guessed()]
+    assert found.at_depth(2) == found.at_depth(5) == [Guessed(2, 1), Guessed(1, 0), Guessed(), Guessed(2, 2)]
+    assert found.at_depth(0) == [Guessed()] * 7
 
 
-def test_what_a_round_gives_is_the_expectation_over_all_outcomes() -> None:
-    """Exact: a pilot whose counts are in proportion to the chances, against the sum over all outcomes."""
-    rates = (0.5, 0.75, 0.25)
-    rounds = Counter[tuple[int, int]]()
-    for outcome in itertools.product((False, True), repeat=3):
-        weight = 1.0
-        for accepted, rate in zip(outcome, rates, strict=True):
-            weight *= rate if accepted else 1 - rate
-        num_accepted = outcome.index(False) if False in outcome else 3
-        rounds[3, num_accepted] += round(weight * 32)
-    text = TextRounds("", rounds)
-    for depth in (1, 2, 3):
-        expected = 1 + sum(0.5 * (1, 0.75, 0.75 * 0.25)[place] for place in range(depth))
-        assert text.tokens(depth) == pytest.approx(expected)
-    assert acceptance_at_depth([text]) == pytest.approx(rates)
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_a_job_costs_what_its_rounds_cost(batch: int) -> None:
+    """Texts of equal prompts and equal rounds go in step, so the sum can be written down."""
+    job = DecodingJob([text(3)] * 4, batch)
+    found = played(job, 4)
+    num_waves = 4 // batch
+    first = RoundShape(batch, 5 * batch, 4, batch, 5 * batch)
+    assert found.rounds == {first: num_waves, RoundShape(batch, 5 * batch, 4, batch): 9 * num_waves}
+    assert found.num_decoded == 4 * 40
+    costs = MadeCosts()
+    drafted_s = num_waves * (10 * (1 + 0.02 * 5 * batch + 0.4) + 0.05 * batch)
+    plain_s = num_waves * 40 * (1 + 0.02 * batch)
+    assert speed_up(job, costs, "", 4) == pytest.approx(plain_s / drafted_s)
 
 
-@pytest.mark.parametrize(("batch", "num_texts"), [(1, 6), (4, 12), (8, 8)])
-@pytest.mark.parametrize("depth", [1, 3, 6])
-def test_the_predicted_speed_up_is_what_games_come_to(batch: int, num_texts: int, depth: int) -> None:
-    rng, costs = random.Random(f"{batch} {num_texts} {depth}"), MadeCosts()
-    rates = [[0.9] * 6, [0.7, 0.6, 0.5, 0.4, 0.3, 0.2], [0.2] * 6]
-    job = DecodingJob(num_texts, 300.0, batch, num_prompt_tokens=900.0)
-    texts = [counted(own, 6, 4000, rng) for own in rates]
-    found = speed_up(texts, costs, job, "", depth)
-    times = [played(rates, job, depth, costs, rng) for _ in range(8)]
-    assert found == pytest.approx(played(rates, job, 0, costs, rng) / (sum(times) / len(times)), rel=0.04)
+def test_places_are_filled_as_soon_as_they_are_free_and_rounds_that_read_do_not_count() -> None:
+    quick = TextRounds("", 5, 11, [[], [Guessed(8, 8)]])  # nine tokens in a round, and then the last one
+    job = DecodingJob([quick, text(0, num_tokens=11), text(0, num_tokens=4)], 2)
+    found = played(job, 8)
+    rows = sorted(shape.num_rows for shape, times in found.rounds.items() for _ in range(times))
+    # The first ends after two rounds; the third begins in one that is not counted, and ends three later.
+    assert rows == [1] * 4 + [2] * 5
+    assert found.num_decoded == 10 + 9 + 3
+
+
+def test_a_long_prompt_is_read_in_pieces_that_nothing_is_drawn_from() -> None:
+    found = played(DecodingJob([text(0, num_tokens=3, num_prompt=21)], 1, chunk_tokens=8), 0)
+    assert found.rounds == {RoundShape(1, 1): 2}
 
 
 def test_the_best_depth_and_arm_are_found_by_trying_all() -> None:
-    rng, costs = random.Random(1), MadeCosts()
-    texts = {arm: [counted([rate] * 8, 8, 500, rng)] for arm, rate in (("bad", 0.3), ("good", 0.8))}
-    job = DecodingJob(4, 100.0, 2)
-    found = predict(texts, costs, job, 8)
-    gains = {(arm, d): speed_up(texts[arm], costs, job, arm, d) for arm in texts for d in range(1, 9)}
+    jobs = {
+        arm: DecodingJob([noisy(rate, seed) for seed in range(4)], 2) for arm, rate in (("bad", 0.3), ("good", 0.8))
+    }
+    costs = MadeCosts()
+    found = expect(jobs, costs, 8)
+    gains = {(arm, depth): speed_up(jobs[arm], costs, arm, depth) for arm in jobs for depth in range(1, 9)}
     assert (found.arm, found.depth) == max(gains, key=gains.__getitem__)
     assert found.speed_up == max(gains.values()) == max(found.by_depth)
     assert found.arm == "good"
 
 
-def test_rounds_without_guesses_count_as_such() -> None:
-    text = TextRounds("", {(0, 0): 3, (4, 2): 1})
-    drafting = drafting_of([text], "", 3)
-    assert (drafting.guesses, drafting.covered) == (0.75, 0.25)
-    assert text.tokens(3) == 1.5
-    assert acceptance_at_depth([text]) == ()  # a single guess says nothing
-    assert TextRounds("", {}).tokens(4) == 1
+def test_the_interval_covers_what_other_draws_of_prompts_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of jobs with other texts of the kind most lie within it; a wrong one, of a quarter of the width, fails."""
+    monkeypatch.setattr("forerun.tune.predict.RESAMPLES", 40)
+    costs, covered, narrow = MadeCosts(), 0, 0
+    rng = random.Random(3)
+    many = [noisy(rng.uniform(0.2, 0.9), rng.randrange(10**6), num_tokens=20) for _ in range(100)]
+    truth = speed_up(DecodingJob(many, 1), costs, "", 4)
+    for _ in range(20):
+        found = interval(DecodingJob(rng.sample(many, 12), 1), costs, "", 4)
+        assert found is not None
+        low, high = found
+        covered += low <= truth <= high
+        middle, half = (low + high) / 2, (high - low) / 8
+        narrow += middle - half <= truth <= middle + half
+    assert covered >= 15
+    assert narrow < 10
+    assert interval(DecodingJob([text(1)], 1), costs, "", 4) is None
 
 
-def test_places_are_filled_as_soon_as_they_are_free() -> None:
-    assert rounds_by_rows([5.0, 1.0, 2.0], 2) == {2: 3, 1: 2}
-    assert rounds_by_rows([4.0] * 4, 2) == {2: 8}
-    assert rounds_by_rows([2.5], 8) == {1: 2.5}
+def test_acceptance_is_counted_over_the_rounds_of_the_greatest_depth() -> None:
+    assert acceptance_at_depth([text(2, depth=4, num_tokens=31)], 4) == (1.0, 1.0, 0.0)
+    assert acceptance_at_depth([text(2, num_tokens=8)], 4) == ()  # a few guesses say nothing
+    assert acceptance_at_depth([], 4) == ()

@@ -18,7 +18,7 @@ from forerun.bench.material import Item, Workload
 from forerun.bench.pace import Pace
 from forerun.bench.plan import Group, Turn
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.base import Budget
+from forerun.draft.base import Budget, Drafter
 from forerun.engine.controller import Controller
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
@@ -162,7 +162,8 @@ def hash_of(answer: Sequence[int]) -> str:
 class Stage:
     """An LLM with a drafter, nothing under way, the texts to run on it, and what `wish` asks of it at a depth.
 
-    Where `refills` is set, a prompt begins as soon as another one ends, instead of wave by wave.
+    Where `refills` is set, a prompt begins as soon as another one ends, instead of wave by wave. `drafter`, if there is
+    one, drafts in the place of the LLM's.
     """
 
     llm: LLM
@@ -173,6 +174,7 @@ class Stage:
     wish: Callable[[int], Speculation] = Speculation
     controllers: dict[tuple[Group, int], Controller] = field(default_factory=dict)
     refills: bool = False
+    drafter: Drafter | None = None
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
@@ -237,7 +239,7 @@ class Stage:
             self.controllers[group, depth] = deepcopy(self.llm.engine.controller)
         return Engine(
             self.llm.engine.runner,
-            self.llm.drafter if depth else None,
+            (self.drafter or self.llm.drafter) if depth else None,
             controller=self.controllers[group, depth],
             options=EngineOptions(group.batch, self.llm.engine.options.chunk_tokens, prefix_cache=False),
             num_ids=self.llm.requests.num_ids,

@@ -61,7 +61,7 @@ class TuneOptions:
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")
     ] = 64
-    num_prompts: Annotated[int, typer.Option(min=1, help="Most prompts; a quarter of them predicts.")] = 16
+    num_prompts: Annotated[int, typer.Option(min=1, help="Most prompts.")] = 16
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement, by turns.")] = 3
     seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
     time_limit: Annotated[float | None, typer.Option(help="Seconds after which nothing new is measured.")] = None
@@ -114,8 +114,8 @@ def tune(
 ) -> None:
     """Find out whether speculation helps on your model, machine and prompts: with which drafter, how deep.
 
-    Each drafter's speed-up is predicted from its acceptance on a part of the prompts and from measured costs, and then
-    measured on the others, against plain decoding by turns. The folder gets tune.json, forerun.toml, which every
+    Each drafter's speed-up is predicted from what it guesses on the prompts and from measured costs, and then measured
+    on the same prompts, against plain decoding by turns. The folder gets tune.json, forerun.toml, which every
     command reads with --config, and tune.html. What is interrupted goes on where it was. Status 1: a drafter changed
     the tokens.
     """

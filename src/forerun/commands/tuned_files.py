@@ -34,7 +34,7 @@ def settings_of(report: TuneReport) -> str:
         return written_settings(
             values, f"Written by forerun tune: plain decoding was fastest {at}.\n--config FILE reads it."
         )
-    values |= {"draft": pick.draft, "depth": pick.depth, "verification": "coupled"}
+    values |= {"draft": pick.draft, "depth": pick.shown_depth, "verification": "coupled"}
     said = (
         f"Written by forerun tune: {pick.speed_up:.2f} times as fast as plain decoding {at}.\n--config FILE reads it."
     )

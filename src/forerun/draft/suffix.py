@@ -132,7 +132,7 @@ class SuffixDrafter:
             best = NONE if growing is None else self.guess(growing, Budget(AHEAD))
             expected.append(best.expected)
             limit.append(0 if growing is None or best is NONE else self.limit(growing))
-        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected)
+        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected, depth_matters=True)
 
     def limit(self, growing: SuffixSequence) -> int:
         """The deepest draft that contexts as long as these can give."""

@@ -20,6 +20,7 @@ COLOURS = ("#3b82c4", "#d9762b", "#3a9a5b", "#b05fb0", "#b39200", "#d1495b", "#2
 TEXT, RULE = "#010203", "#040506"  # stand for the page's colours until the chart is text
 WIDTH, HEIGHT = 8.4, 3.4  # inches
 BAR = 0.8  # of the room of a batch size that its bars take
+NAME = 24  # characters of a drafter's name; of longer ones the end is shown
 REPLACED = (
     (re.compile(r"^.*?(?=<svg)", re.DOTALL), ""),
     (re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL), ""),
@@ -88,6 +89,11 @@ def colour_of(report: TuneReport, each: Studied) -> str:
     return COLOURS[report.studied.index(each) % len(COLOURS)]
 
 
+def shortened(name: str) -> str:
+    """A name for a legend, which would take the chart's room if it were the whole path of a model."""
+    return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
+
+
 def speed_chart(report: TuneReport, temperature: float) -> str:
     """Measured speed-up by batch size, a bar for each candidate, with quartiles and what was expected."""
     shown = [each for each in report.studied if any(c.group.temperature == temperature for c in each.cells)]
@@ -102,7 +108,7 @@ def speed_chart(report: TuneReport, temperature: float) -> str:
                     x = place + (number + 0.5) * width - BAR / 2
                     bar(panel, x, width, cell, colour_of(report, each))
                     expected.append((x, cell.prediction.speed_up))
-            panel.bar([0], [0], color=colour_of(report, each), label=each.candidate.draft)
+            panel.bar([0], [0], color=colour_of(report, each), label=shortened(each.candidate.draft))
         panel.plot(*zip(*expected, strict=True), "D", color=TEXT, markersize=4, label="predicted", fillstyle="none")
         panel.axhline(1.0, color=TEXT, linewidth=1.0, linestyle="--", label="plain decoding")
         panel.set_xticks(range(len(report.settings.batches)), [f"batch {batch}" for batch in report.settings.batches])
@@ -130,7 +136,7 @@ def depth_chart(report: TuneReport, batch: int, temperature: float) -> str:
             cell = each.cell(batch, temperature)
             if cell is not None:
                 depths, colour = range(1, len(cell.prediction.by_depth) + 1), colour_of(report, each)
-                panel.plot(depths, cell.prediction.by_depth, color=colour, label=each.candidate.draft)
+                panel.plot(depths, cell.prediction.by_depth, color=colour, label=shortened(each.candidate.draft))
                 if cell.speed_up:
                     panel.plot([cell.prediction.depth], [cell.speed_up], "o", color=colour, markersize=7)
         panel.axhline(1.0, color=TEXT, linewidth=1.0, linestyle="--")
@@ -148,7 +154,8 @@ def acceptance_chart(report: TuneReport, temperature: float) -> str:
             rates: Sequence[float] = each.acceptance.get(temperature, {}).get("", ())
             if rates:
                 depths = range(1, len(rates) + 1)
-                panel.plot(depths, rates, "o-", color=colour_of(report, each), markersize=4, label=each.candidate.draft)
+                name, colour = shortened(each.candidate.draft), colour_of(report, each)
+                panel.plot(depths, rates, "o-", color=colour, markersize=4, label=name)
         panel.set_ylim(0, 1.05)
         panel.xaxis.get_major_locator().set_params(integer=True)
         finish(panel, "accepted, where those before were", "place of the guess in its draft")

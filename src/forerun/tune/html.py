@@ -42,6 +42,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; max-width: 17rem; }
+h1, dd { overflow-wrap: anywhere; }
 tr.best td { font-weight: 600; background: var(--box); } tr.part td { color: var(--soft); }
 tr.part td:first-child { padding-left: 1.6rem; }
 svg { width: 100%; height: auto; display: block; } figure { margin: .5rem 0 0; }

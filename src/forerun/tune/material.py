@@ -1,6 +1,6 @@
-"""Prompts to tune on: what a line of a user's file may hold, how it becomes tokens, and which of them predict.
+"""Prompts to tune on: what a line of a user's file may hold, and how it becomes tokens.
 
-The first part of the prompts, in which every category has its turn, predicts the speed-up; it is measured on the rest.
+Categories take turns, so that the first prompts have some of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from forerun.messages import ChatOptions, Conversation, with_text
 from forerun.prove.prompts import prompt_lines, prompt_of
 from forerun.text.tokenizer import Tokenizer
 
-PILOT_SHARE = 4  # one prompt in so many predicts
 USUAL = ("code", "prose")  # what ships and is used where no file is given
 
 
@@ -50,16 +49,11 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class TuneTexts:
-    """The prompts as tokens: those that predict and those that are measured, with the categories of the former.
+    """The prompts as tokens, and their categories; `template` is a hash of the chat template where one was used."""
 
-    `template` is a hash of the chat template where one was used. `shared`: there is a single prompt, which does both.
-    """
-
-    pilot: Workload
-    rest: Workload
+    workload: Workload
     categories: tuple[str, ...]
     template: str | None
-    shared: bool
 
 
 def read_tune_prompts(prompts: Path | None, replay: Path | None) -> list[TunePrompt]:
@@ -162,18 +156,14 @@ def by_turns(prompts: Sequence[TunePrompt]) -> list[TunePrompt]:
 
 
 def texts_of(prompts: Sequence[TunePrompt], most: int, tokenizer: Tokenizer, template: Template) -> TuneTexts:
-    """The first `most` prompts as tokens, in two parts. Raises InvalidRequest, with its place, for an unusable one."""
+    """The first `most` prompts as tokens. Raises InvalidRequest, with its place, for one that cannot be used."""
     taken = prompts[:most]
     items = [item_of(prompt, tokenizer, template) for prompt in taken]
-    kinds = len({prompt.category for prompt in taken})
-    size = max(1, len(items) // PILOT_SHARE, min(kinds, len(items) // 2))
     chat = any(prompt.messages is not None for prompt in taken) or template.always
     return TuneTexts(
-        pilot=Workload("pilot", tuple(items[:size])),
-        rest=Workload("tune", tuple(items[size:] or items)),
-        categories=tuple(prompt.category for prompt in taken[:size]),
+        workload=Workload("tune", tuple(items)),
+        categories=tuple(prompt.category for prompt in taken),
         template=tokenizer.template_digest() if chat else None,
-        shared=len(items) == 1,
     )
 
 

@@ -1,155 +1,229 @@
-"""Prediction: the speed-up that measured acceptance and measured costs lead one to expect.
+"""Prediction: the speed-up that recorded guesses and measured costs lead one to expect.
 
-A text that is drafted `d` deep gives G(d) = 1 + the mean of min(accepted, d) tokens in a round, counted over the rounds
-of a run at a larger depth. So T tokens take T / G(d) rounds, and what a round takes depends on how many rows are in it.
-A batch of rows is refilled while there are texts; texts that are done early leave smaller rounds behind at the end.
-Before it drafts a text, a drafter reads its prompt, which counts as drafting; the target's reading counts on no side.
-This file holds that arithmetic; `costs.py` tells what rounds take.
+A pilot records at every place of every text what a drafter guesses there, and how far that is right. From this follow
+the rounds of a run at any depth, exactly: sampling is coupled, so the text is the same whatever is drafted, and a round
+begins where the one before it ended. A job is played round by round as the engine would run it: places of the batch
+are filled from a queue, prompts are read, rows differ in guesses. Each round is charged what rounds of its shape take.
+As in every measured run, rounds that read prompts count on no side. This file holds that arithmetic; `passes.py` tells
+what rounds take.
+
+Two things are approximated. What a drafter remembers of other texts depends on which of them are finished: with more
+than one row at once, that differs a little from depth to depth. And a mix is replayed with a single arm for all rounds.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import Protocol, runtime_checkable
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
 
 LEAST_SEEN = 5  # guesses, below which a share of them is not told
+RESAMPLES = 200
+LIKELY = 0.9  # of other prompts' speed-ups that lie in the interval
+MOST_PLAYED = 400_000  # rounds of sequences that the resampling may play in all
+
+
+class Guessed(NamedTuple):
+    """What a drafter did in one round: how many guesses it made, and how many of them were accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TextRounds:
-    """How one text was drafted: in how many rounds it had so many guesses, and so many of them were accepted."""
+    """How one text is drafted. `places[g]` is of a round that begins behind g tokens of the answer.
+
+    It holds what is guessed there at depth 1, 2, and so on; deeper drafts are as the last of them, and an empty place
+    is not drafted at all. The answer has `num_tokens`, and `num_prompt` tokens stand before it.
+    """
 
     category: str
-    rounds: Mapping[tuple[int, int], int]
+    num_prompt: int
+    num_tokens: int
+    places: Sequence[Sequence[Guessed]]
+
+    def guessed(self, place: int, depth: int) -> Guessed:
+        """The guesses of a round that begins there and drafts so far."""
+        own = self.places[place] if place < len(self.places) else ()
+        return own[min(depth, len(own)) - 1] if own and depth else Guessed()
+
+    def at_depth(self, depth: int, place: int = 1) -> list[Guessed]:
+        """The rounds of a run at this depth, in order, from a place on; the first token comes from the prompt."""
+        found = []
+        while place < self.num_tokens:
+            found.append(self.guessed(place, depth))
+            place += found[-1].accepted + 1
+        return found
+
+
+class RoundShape(NamedTuple):
+    """What the cost of a round depends on.
+
+    `num_rows` draw a token; `num_tokens` are in the target's pass, the roots among them; `num_drafted` rows have
+    guesses, at most `depth` of them; drafters first read `num_read` tokens of prompts.
+    """
+
+    num_rows: int
+    num_tokens: int
+    depth: int = 0
+    num_drafted: int = 0
+    num_read: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The rounds of a job that read no prompts, by shape, and the tokens that they give."""
+
+    rounds: Mapping[RoundShape, int]
+    num_decoded: int
 
     @property
     def num_rounds(self) -> int:
         """Rounds in all."""
         return sum(self.rounds.values())
 
-    def mean(self, figure: Callable[[int, int], int]) -> float:
-        """A figure of guesses and accepted ones, on average over the rounds; 0 without any."""
-        total = sum(times * figure(drafted, accepted) for (drafted, accepted), times in self.rounds.items())
-        return total / self.num_rounds if self.rounds else 0.0
-
-    def tokens(self, depth: int) -> float:
-        """G: what a round gives where at most so many guesses are made."""
-        return 1 + self.mean(lambda _, accepted: min(accepted, depth))
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """What rounds of a depth are like for a row, on average: how many guesses it has, and how often it has any."""
-
-    arm: str
-    depth: int
-    guesses: float
-    covered: float
-
 
 @runtime_checkable
 class RoundCosts(Protocol):
     """What rounds take."""
 
-    def plain_s(self, num_rows: int) -> float:
-        """Seconds of a plain round of so many rows."""
-        ...
-
-    def drafted_s(self, num_rows: int, drafting: Drafting) -> float:
-        """Seconds of a round in which all rows are drafted like this."""
-        ...
-
-    def reading_s(self, arm: str, num_tokens: float) -> float:
-        """Seconds that what drafts takes to read a prompt of so many tokens."""
+    def round_s(self, arm: str, shape: RoundShape) -> float:
+        """Seconds of a round of this shape, drafted by this arm."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Expected:
     """The best that is expected at a batch size: times as fast as plain decoding, by this arm, this far.
 
-    `by_depth` is the most that is expected of any arm at depth 1, 2, and so on.
+    `by_depth` is the most that is expected of any arm at depth 1, 2, and so on. Other prompts of the same kind, as many
+    of them, are expected between the two numbers of the `interval`; it is the chance of the draw of prompts alone.
     """
 
     arm: str
     depth: int
     speed_up: float
     by_depth: tuple[float, ...]
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingJob:
-    """What is to be decoded: so many texts of so many tokens, in batches of so many, behind prompts."""
+    """What is run: texts, so many at once; a pass reads at most `chunk_tokens` of prompts."""
 
-    num_texts: int
-    num_tokens: float
+    texts: Sequence[TextRounds]
     batch: int
-    num_prompt_tokens: float = 0.0  # of a text
+    chunk_tokens: int = 512
 
 
-def predict(texts: Mapping[str, Sequence[TextRounds]], costs: RoundCosts, job: DecodingJob, deepest: int) -> Prediction:
-    """The best depth for a job, at most `deepest`, given how each arm drafted the texts of a pilot."""
+@dataclass(slots=True)
+class PlayedRow:
+    """One sequence of a job under way: where it is, and what of its prompt is still to be read."""
+
+    text: TextRounds
+    unread: int = field(init=False)
+    said: int = 0
+    drafted_before: bool = False
+
+    def __post_init__(self) -> None:
+        self.unread = self.text.num_prompt - 1  # the last token is the root
+
+
+def played(job: DecodingJob, depth: int) -> Played:
+    """The job at this depth, round by round: texts in order, each as soon as there is a place for it."""
+    waiting, running = deque(PlayedRow(text) for text in job.texts), list[PlayedRow]()
+    rounds, num_decoded, oldest_first = Counter[RoundShape](), 0, False
+    while waiting or running:
+        while waiting and len(running) < job.batch:
+            running.append(waiting.popleft())
+        unread = [row.unread for row in running]
+        chunks = chunks_of(unread, job.chunk_tokens, oldest_first)
+        oldest = next((i for i, num in enumerate(unread) if num), None)
+        oldest_first = oldest is not None and not chunks[oldest]
+        drawing = [i for i, num in enumerate(unread) if num == chunks[i]]
+        guessed = [Guessed() if chunks[i] else running[i].text.guessed(running[i].said, depth) for i in drawing]
+        new = [running[i] for i, own in zip(drawing, guessed, strict=True) if own.drafted]
+        num_read = sum(row.text.num_prompt for row in new if not row.drafted_before)
+        if not any(chunks):
+            rounds[shape_of(guessed, num_read)] += 1
+            num_decoded += sum(own.accepted + 1 for own in guessed)
+        for row in new:
+            row.drafted_before = True
+        for row, num in zip(running, chunks, strict=True):
+            row.unread -= num
+        for i, own in zip(drawing, guessed, strict=True):
+            running[i].said += own.accepted + 1
+        running = [row for row in running if row.said < row.text.num_tokens]
+    return Played(rounds, num_decoded)
+
+
+def chunks_of(unread: Sequence[int], most: int, oldest_first: bool) -> list[int]:
+    """How much of each prompt a pass reads: short ones first, as the scheduler of the engine has it."""
+    found = [0] * len(unread)
+    order = range(len(unread))
+    for row in order if oldest_first else sorted(order, key=lambda row: unread[row]):
+        found[row] = min(unread[row], most)
+        most -= found[row]
+    return found
+
+
+def shape_of(guessed: Sequence[Guessed], num_read: int) -> RoundShape:
+    """The shape of a round with these guesses."""
+    sizes = [own.drafted for own in guessed]
+    num_drafted = sum(size > 0 for size in sizes)
+    return RoundShape(len(sizes), len(sizes) + sum(sizes), max(sizes), num_drafted, num_read)
+
+
+def speed(job: DecodingJob, costs: RoundCosts, arm: str, depth: int) -> float:
+    """Tokens per second of a job, decoding alone; 0 where every round reads a prompt."""
+    found = played(job, depth)
+    taken_s = sum(times * costs.round_s(arm, shape) for shape, times in found.rounds.items())
+    return found.num_decoded / taken_s if taken_s else 0.0
+
+
+def speed_up(job: DecodingJob, costs: RoundCosts, arm: str, depth: int) -> float:
+    """How many times as fast a job is expected to be, drafted by this arm, this far; 1 where nothing is decoded."""
+    plain = speed(job, costs, arm, 0)
+    return speed(job, costs, arm, depth) / plain if plain else 1.0
+
+
+def expect(jobs: Mapping[str, DecodingJob], costs: RoundCosts, deepest: int) -> Expected:
+    """The best depth, at most `deepest`, and arm for a job, which is given for each arm with its rounds."""
     gains = {
-        (depth, arm): speed_up(rounds, costs, job, arm, depth)
-        for depth in range(1, deepest + 1)
-        for arm, rounds in texts.items()
+        (depth, arm): speed_up(job, costs, arm, depth) for depth in range(1, deepest + 1) for arm, job in jobs.items()
     }
-    by_depth = [max(gains[depth, arm] for arm in texts) for depth in range(1, deepest + 1)]
+    by_depth = [max(gains[depth, arm] for arm in jobs) for depth in range(1, deepest + 1)]
     depth, arm = max(gains, key=gains.__getitem__)
-    return Prediction(arm, depth, gains[depth, arm], tuple(by_depth))
+    return Expected(arm, depth, gains[depth, arm], tuple(by_depth))
 
 
-def speed_up(texts: Sequence[TextRounds], costs: RoundCosts, job: DecodingJob, arm: str, depth: int) -> float:
-    """How many times as fast a job is expected to be, drafted by this arm, this far."""
-    drafting = drafting_of(texts, arm, depth)
-    lengths = [job.num_tokens / texts[number % len(texts)].tokens(depth) for number in range(job.num_texts)]
-    plain_s = total_s([job.num_tokens] * job.num_texts, job.batch, costs.plain_s)
-    drafted_s = total_s(lengths, job.batch, lambda num_rows: costs.drafted_s(num_rows, drafting))
-    return plain_s / (drafted_s + job.num_texts * costs.reading_s(arm, job.num_prompt_tokens))
+def interval(job: DecodingJob, costs: RoundCosts, arm: str, depth: int, seed: int = 0) -> tuple[float, float] | None:
+    """Between which speed-ups most draws of as many prompts lie, by drawing these anew; None of a single text."""
+    if len(job.texts) < 2:
+        return None
+    rng = random.Random(seed)
+    num_tokens = sum(text.num_tokens for text in job.texts)
+    num_draws = max(20, min(RESAMPLES, MOST_PLAYED // num_tokens))
+    found = sorted(
+        speed_up(DecodingJob(rng.choices(job.texts, k=len(job.texts)), job.batch, job.chunk_tokens), costs, arm, depth)
+        for _ in range(num_draws)
+    )
+    outside = round((1 - LIKELY) / 2 * (num_draws - 1))
+    return found[outside], found[-1 - outside]
 
 
-def drafting_of(texts: Sequence[TextRounds], arm: str, depth: int) -> Drafting:
-    """What rounds of this depth are like, over all texts: those that take more rounds count more."""
-    weights = [1 / text.tokens(depth) for text in texts]
-    guesses = [text.mean(lambda drafted, _: min(drafted, depth)) for text in texts]
-    covered = [text.mean(lambda drafted, _: drafted > 0) for text in texts]
-
-    def over(values: Sequence[float]) -> float:
-        return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
-
-    return Drafting(arm, depth, over(guesses), over(covered))
-
-
-def total_s(lengths: Sequence[float], batch: int, round_s: Callable[[int], float]) -> float:
-    """Seconds for texts that take so many rounds each."""
-    return sum(num_rounds * round_s(num_rows) for num_rows, num_rounds in rounds_by_rows(lengths, batch).items())
-
-
-def rounds_by_rows(lengths: Sequence[float], batch: int) -> dict[int, float]:
-    """How many rounds have so many rows, where texts begin in order, each as soon as there is a place."""
-    waiting, ends, now, found = list(reversed(lengths)), list[float](), 0.0, defaultdict[int, float](float)
-    while waiting or ends:
-        while waiting and len(ends) < batch:
-            heappush(ends, now + waiting.pop())
-        end = heappop(ends)
-        if end > now:
-            found[1 + len(ends)] += end - now
-        now = end
-    return dict(found)
-
-
-def acceptance_at_depth(texts: Sequence[TextRounds]) -> tuple[float, ...]:
-    """P(guess j accepted | those before it were, and it was on offer), from depth 1, over all rounds of all texts.
+def acceptance_at_depth(texts: Iterable[TextRounds], deepest: int) -> tuple[float, ...]:
+    """P(guess j accepted | those before it were, and it was on offer), from depth 1, over the rounds at `deepest`.
 
     It ends where fewer than LEAST_SEEN guesses were on offer, which would say little.
     """
     offered, accepted = Counter[int](), Counter[int]()
     for text in texts:
-        for (num_drafted, num_accepted), times in text.rounds.items():
-            for depth in range(1, min(num_drafted, num_accepted + 1) + 1):
-                offered[depth] += times
-                accepted[depth] += times * (depth <= num_accepted)
+        for own in text.at_depth(deepest):
+            for depth in range(1, min(own.drafted, own.accepted + 1) + 1):
+                offered[depth] += 1
+                accepted[depth] += depth <= own.accepted
     return tuple(accepted[depth] / offered[depth] for depth in sorted(offered) if offered[depth] >= LEAST_SEEN)

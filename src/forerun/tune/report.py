@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from forerun.config import AUTO
 from forerun.prove.report import jsonable
 from forerun.tune.settings import TuneSettings
 from forerun.tune.study import Studied, TuneCell
@@ -20,18 +21,29 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """The fastest way to decode at a batch size and a temperature; no draft and depth 0 are plain decoding."""
+    """The fastest way to decode at a batch size and a temperature; no draft and depth 0 are plain decoding.
+
+    With `auto` the controller chose the depth, round by round; `depth` is then the best of the fixed ones. On other
+    prompts of the kind the speed-up of that one is expected within the `interval`.
+    """
 
     batch: int
     temperature: float
     draft: str | None
     depth: int
     speed_up: float
+    interval: tuple[float, float] | None = None
+    auto: bool = False
+
+    @property
+    def shown_depth(self) -> int | str:
+        """The depth as a user gives it."""
+        return AUTO if self.auto else self.depth
 
     @property
     def name(self) -> str:
         """For a reader."""
-        return f"{self.draft}, depth {self.depth}" if self.draft else PLAIN
+        return f"{self.draft}, depth {self.shown_depth}" if self.draft else PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +58,17 @@ class TuneReport:
 
     def choice(self, batch: int, temperature: float) -> TunedChoice | None:
         """The fastest that was measured here; None where nothing was."""
-        cells = [(each, cell) for each in self.studied if (cell := each.cell(batch, temperature)) and cell.speed_up]
-        if not cells:
+        found = []
+        for each in self.studied:
+            cell = each.cell(batch, temperature)
+            for auto, own in ((False, cell and cell.drafted), (True, cell and cell.chosen)):
+                if cell and own and own.speed_up:
+                    named = each.candidate.draft, cell.prediction.depth, own.speed_up.median, cell.interval
+                    found.append(TunedChoice(batch, temperature, *named, auto))
+        if not found:
             return None
-        best, cell = max(cells, key=lambda pair: pair[1].speed_up or 0.0)
-        if (cell.speed_up or 0.0) <= 1:
-            return TunedChoice(batch, temperature, None, 0, 1.0)
-        return TunedChoice(batch, temperature, best.candidate.draft, cell.prediction.depth, cell.speed_up or 0.0)
+        best = max(found, key=lambda choice: choice.speed_up)
+        return best if best.speed_up > 1 else TunedChoice(batch, temperature, None, 0, 1.0)
 
     @property
     def pick(self) -> TunedChoice | None:
@@ -140,8 +156,11 @@ class TuneReport:
             "predicted_speed_up_by_depth": cell.prediction.by_depth,
             "measured_speed_up": cell.drafted and cell.drafted.speed_up and asdict(cell.drafted.speed_up),
             "prediction_error": cell.error,
+            "likely_on_other_prompts": cell.interval,
+            "measured_speed_up_of_auto": cell.chosen and cell.chosen.speed_up and asdict(cell.chosen.speed_up),
             "plain": cell.plain and asdict(cell.plain),
             "drafted": cell.drafted and asdict(cell.drafted),
+            "auto": cell.chosen and asdict(cell.chosen),
             "same_tokens": cell.figures and cell.figures.same_tokens,
         }
 

@@ -12,7 +12,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from forerun.bench.figures import CellFigures
 from forerun.cache.plan import size
+from forerun.config import AUTO
 from forerun.figure_table import FigureTable
 from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.study import Studied, TuneCell
@@ -45,7 +47,7 @@ def speeds(report: TuneReport, temperature: float) -> FigureTable:
         rows.append(plain_row(report, batch, temperature, best))
         for each in report.studied:
             cell = each.cell(batch, temperature)
-            rows.append(row(each, cell, best) if cell else [Text(each.candidate.draft), str(batch), *["–"] * 6])
+            rows += rows_of(each, cell, best) if cell else [[Text(each.candidate.draft), str(batch), *["–"] * 6]]
     return FigureTable(COLUMNS, rows, num_names=1)
 
 
@@ -57,22 +59,26 @@ def plain_row(report: TuneReport, batch: int, temperature: float, best: TunedCho
     return [named("plain", best is not None and best.draft is None), str(batch), "0", speed, "×1.00", "", "", ""]
 
 
-def row(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[str | Text]:
-    """A candidate at a batch size."""
-    drafted, draft = cell.drafted, each.candidate.draft
-    spread = drafted.speed_up if drafted else None
-    speed = f"{drafted.tokens_per_s.median:.1f}" if drafted and drafted.tokens_per_s else "?"
-    measured = Text(f"×{spread.median:.2f}", "green" if spread.median > 1 else "yellow") if spread else Text("?")
-    return [
-        named(draft, best is not None and best.draft == draft),
-        str(cell.group.batch),
-        str(cell.prediction.depth),
-        speed,
-        measured,
-        f"{spread.low:.2f}–{spread.high:.2f}" if spread else "",
-        f"×{cell.prediction.speed_up:.2f}",
-        f"{cell.error:+.0%}" if cell.error is not None else "",
-    ]
+def rows_of(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[list[str | Text]]:
+    """A candidate at a batch size: at the depth that was predicted to be best, and at chosen depths."""
+    draft, batch = each.candidate.draft, str(cell.group.batch)
+    is_best = {auto: best is not None and (best.draft, best.auto) == (draft, auto) for auto in (False, True)}
+    error = f"{cell.error:+.0%}" if cell.error is not None else ""
+    predicted = [f"×{cell.prediction.speed_up:.2f}", error]
+    rows = [[named(draft, is_best[False]), batch, str(cell.prediction.depth), *measured(cell.drafted), *predicted]]
+    if cell.chosen:
+        rows.append([named(draft, is_best[True]), batch, AUTO, *measured(cell.chosen), "", ""])
+    return rows
+
+
+def measured(figures: CellFigures | None) -> list[str | Text]:
+    """Tokens per second, the speed-up and its quartiles."""
+    spread = figures.speed_up if figures else None
+    speed = f"{figures.tokens_per_s.median:.1f}" if figures and figures.tokens_per_s else "?"
+    if spread is None:
+        return [speed, Text("?"), ""]
+    colour = "green" if spread.median > 1 else "yellow"
+    return [speed, Text(f"×{spread.median:.2f}", colour), f"{spread.low:.2f}–{spread.high:.2f}"]
 
 
 def named(name: str, best: bool) -> Text:
@@ -143,8 +149,8 @@ def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
     yield "target", f"{model['target']} ({model['format']})"
     threads = f"{machine['num_threads']} thread{'s' * (machine['num_threads'] > 1)}"
     yield "machine", f"{machine['processor']}, {threads}, {model['kernels']}"
-    both = "the same one prompt" if prompts["shared"] else f"{prompts['tune']['num_prompts']} others"
-    yield "prompts", f"{prompts['pilot']['num_prompts']} to predict, {both} to measure; {template_line(prompts)}"
+    num = prompts["num_prompts"]
+    yield "prompts", f"{num}, both to predict and to measure; {template_line(prompts)}"
     repeats = report.settings.repeats
     yield (
         "runs",
@@ -178,7 +184,12 @@ def verdict(report: TuneReport) -> Iterator[Text]:
     if pick.draft is None:
         yield Text(f"Plain decoding is fastest {at}: none of these drafters helps.", "bold yellow")
     else:
-        yield Text(f"Use {pick.draft} at depth {pick.depth}: {pick.speed_up:.2f} times as fast {at}.", "bold green")
+        yield Text(
+            f"Use {pick.draft} at depth {pick.shown_depth}: {pick.speed_up:.2f} times as fast {at}.", "bold green"
+        )
+        if pick.interval is not None:
+            low, high = pick.interval
+            yield Text(f"On other prompts like these, {low:.2f} to {high:.2f} times.", "green")
     for temperature in report.temperatures:
         batch = report.plain_from(temperature)
         if batch is not None and pick.draft is not None:

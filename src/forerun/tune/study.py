@@ -8,19 +8,33 @@ all cells have their first repetition before any has its second.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import CellFigures, GroupFigures, group_figures
-from forerun.bench.plan import Group, Selection, Turn
+from forerun.bench.plan import CHOSEN, Group, Selection, Turn
 from forerun.bench.run import BenchRun, hash_of
 from forerun.errors import DraftError, NotEnoughMemory
-from forerun.tune.costs import MeasuredCosts, cost_table
-from forerun.tune.predict import DecodingJob, Prediction, TextRounds, acceptance_at_depth, predict
+from forerun.tune.costs import cost_table
+from forerun.tune.passes import COARSE_DEPTHS, PassTable, RowCosts, rows_of, sizes_at
+from forerun.tune.predict import (
+    DecodingJob,
+    Expected,
+    acceptance_at_depth,
+    expect,
+    interval,
+    played,
+    speed_up,
+)
 from forerun.tune.settings import PILOT_DEPTH, Candidate, TuneSettings
 from forerun.tune.trial import DrafterMemory, Trial
+
+COARSE_REPEATS, FINE_REPEATS = 3, 5
+CLOSE = 0.92  # of the best prediction by a few sizes: of such depths all sizes are measured
+MOST_SIZES, LEAST_SHARE = 32, 0.004  # of sizes that are measured: their number, and their rounds' share
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +42,7 @@ class TuneCell:
     """A candidate at a batch size and a temperature: what was expected, and what was measured, if it was."""
 
     group: Group
-    prediction: Prediction
+    prediction: Expected
     figures: GroupFigures | None
 
     @property
@@ -38,14 +52,31 @@ class TuneCell:
 
     @property
     def drafted(self) -> CellFigures | None:
-        """Drafted decoding."""
-        return self.figures.cells[-1] if self.figures else None
+        """Drafted decoding at the depth that is expected to be best."""
+        return self.at(self.prediction.depth)
+
+    @property
+    def chosen(self) -> CellFigures | None:
+        """Drafted decoding at depths that the controller chooses, round by round."""
+        return self.at(CHOSEN)
+
+    def at(self, depth: int) -> CellFigures | None:
+        """Decoding at a depth, if it was measured."""
+        return next((own for own in self.figures.cells if own.depth == depth), None) if self.figures else None
 
     @property
     def speed_up(self) -> float | None:
         """Measured: times as fast as plain decoding."""
         drafted = self.drafted
         return drafted.speed_up.median if drafted and drafted.speed_up else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Where the speed-up on other prompts like these is expected, around what was measured on these."""
+        if self.prediction.interval is None or not self.speed_up:
+            return None
+        low, high = (end / self.prediction.speed_up * self.speed_up for end in self.prediction.interval)
+        return low, high
 
     @property
     def error(self) -> float | None:
@@ -96,17 +127,15 @@ def study(trial: Trial, clock: TimeLimit) -> Studied:
         return Studied(of, problem="not reached within --time-limit")
     try:
         memory = trial.memory()
-        pilots = {
-            temperature: {arm: trial.pilot(temperature, arm) for arm in trial.arms()}
-            for temperature in temperatures(trial)
-        }
-        known = MeasuredCosts(trial.controller(), trial.outside())
+        jobs = jobs_of(trial)
+        tables = {group: table_of(trial, group, own) for group, own in jobs.items()}
+        first = {group.batch: table for group, table in reversed(tables.items())}
         return Studied(
             candidate=of,
             memory=memory,
-            costs=cost_table(known, settings.batches),
-            acceptance={temperature: acceptance_of(found) for temperature, found in pilots.items()},
-            cells=tuple(measured(trial, predictions(trial, pilots), clock)),
+            costs=cost_table({batch: first[batch] for batch in settings.batches}),
+            acceptance={group.temperature: acceptance_of(own) for group, own in reversed(jobs.items())},
+            cells=tuple(measured(trial, expectations(trial, tables, jobs), clock)),
         )
     except (NotEnoughMemory, DraftError) as error:
         return Studied(of, problem=str(error))
@@ -116,14 +145,16 @@ def study(trial: Trial, clock: TimeLimit) -> Studied:
 
 def temperatures(trial: Trial) -> tuple[float, ...]:
     """Those that are asked for; recorded answers are drawn at none."""
-    return (0.0,) if trial.texts.rest.replayed else trial.settings.temperatures
+    return (0.0,) if trial.texts.workload.replayed else trial.settings.temperatures
 
 
-def acceptance_of(pilots: Mapping[str, Sequence[TextRounds]]) -> dict[str, tuple[float, ...]]:
-    """Acceptance by depth of all texts ("") and of each category, of the arm that had most guesses accepted."""
-    found = max(pilots.values(), key=lambda texts: sum(text.tokens(PILOT_DEPTH) for text in texts))
-    kinds = {"": found} | {kind: [text for text in found if text.category == kind] for kind in kinds_of(found)}
-    return {kind: acceptance_at_depth(texts) for kind, texts in kinds.items()}
+def acceptance_of(jobs: Mapping[str, DecodingJob]) -> dict[str, tuple[float, ...]]:
+    """Acceptance by depth of all texts ("") and of each category, of the arm that needs the fewest rounds."""
+    best = min(jobs.values(), key=lambda job: sum(len(text.at_depth(PILOT_DEPTH)) for text in job.texts))
+    kinds = {"": best.texts} | {
+        kind: [text for text in best.texts if text.category == kind] for kind in kinds_of(best.texts)
+    }
+    return {kind: acceptance_at_depth(texts, PILOT_DEPTH) for kind, texts in kinds.items()}
 
 
 def kinds_of(texts: Sequence[Any]) -> list[str]:
@@ -131,39 +162,76 @@ def kinds_of(texts: Sequence[Any]) -> list[str]:
     return list(dict.fromkeys(text.category for text in texts if text.category))
 
 
-def predictions(trial: Trial, pilots: Mapping[float, Mapping[str, Sequence[TextRounds]]]) -> dict[Group, Prediction]:
+def expectations(
+    trial: Trial, tables: Mapping[Group, PassTable], jobs: Mapping[Group, Mapping[str, DecodingJob]]
+) -> dict[Group, Expected]:
     """What is expected of each cell."""
     found = {}
-    for temperature, by_arm in pilots.items():
-        costs = MeasuredCosts(trial.controller(), trial.outside())
-        for batch in trial.settings.batches:
-            job = job_of(trial, batch)
-            found[Group(trial.texts.rest.name, batch, temperature)] = predict(by_arm, costs, job, PILOT_DEPTH)
+    for group, by_arm in jobs.items():
+        best = expect(by_arm, tables[group], PILOT_DEPTH)
+        likely = interval(by_arm[best.arm], tables[group], best.arm, best.depth)
+        found[group] = replace(best, interval=likely)
     return found
 
 
-def job_of(trial: Trial, batch: int) -> DecodingJob:
-    """What a run decodes. The first token of an answer comes from reading the prompt."""
-    items, num_tokens = trial.texts.rest.items, trial.settings.num_tokens
-    lengths = [num_tokens if item.answer is None else len(item.answer) for item in items]
-    mean_prompt = sum(len(item.prompt) for item in items) / len(items)
-    return DecodingJob(-(-len(items) // batch) * batch, sum(lengths) / len(lengths) - 1, batch, mean_prompt)
+def jobs_of(trial: Trial) -> dict[Group, dict[str, DecodingJob]]:
+    """What a run of each cell decodes, with the rounds of each arm."""
+    groups = [
+        Group(trial.texts.workload.name, batch, temperature)
+        for temperature in temperatures(trial)
+        for batch in trial.settings.batches
+    ]
+    return {group: {arm: DecodingJob(trial.pilot(group, arm), group.batch) for arm in trial.arms()} for group in groups}
 
 
-def measured(trial: Trial, expected: Mapping[Group, Prediction], clock: TimeLimit) -> list[TuneCell]:
+def table_of(trial: Trial, group: Group, jobs: Mapping[str, DecodingJob]) -> PassTable:
+    """What rounds of a cell take: first of a few sizes, then of those that the depths need which look best."""
+    batch = group.batch
+    sizes = {num_rows: sizes_at(num_rows, COARSE_DEPTHS) for num_rows in rows_of(batch)}
+    coarse = {arm: trial.passes(group, arm, "a few sizes", sizes, COARSE_REPEATS) for arm in jobs}
+    table = PassTable({arm: {rows: RowCosts.of([own]) for rows, own in found} for arm, found in coarse.items()})
+    gains = {
+        (arm, depth): speed_up(job, table, arm, depth)
+        for arm, job in jobs.items()
+        for depth in range(1, PILOT_DEPTH + 1)
+    }
+    joined = {arm: dict(known) for arm, known in table.by_arm.items()}
+    for arm, job in jobs.items():
+        depths = [depth for (own, depth), gain in gains.items() if own == arm and gain >= CLOSE * max(gains.values())]
+        needed = needed_sizes(job, depths)
+        if not needed:
+            continue
+        for rows, fine in trial.passes(group, arm, "all sizes", {batch: needed}, FINE_REPEATS):
+            first = next(own for num_rows, own in coarse[arm] if num_rows == rows)
+            joined[arm][rows] = RowCosts.of([first, fine])
+    return PassTable(joined)
+
+
+def needed_sizes(job: DecodingJob, depths: Sequence[int]) -> list[int]:
+    """The sizes of full rounds that these depths have: the most frequent ones, as long as each is a real share."""
+    counts = Counter[int]()
+    for depth in depths:
+        for shape, times in played(job, depth).rounds.items():
+            if shape.num_rows == job.batch and shape.num_tokens > job.batch:
+                counts[shape.num_tokens] += times
+    total = counts.total()
+    return sorted(size for size, times in counts.most_common(MOST_SIZES) if times >= LEAST_SHARE * total)
+
+
+def measured(trial: Trial, expected: Mapping[Group, Expected], clock: TimeLimit) -> list[TuneCell]:
     """All cells, with as many repetitions as there is time for."""
     settings, runs = trial.settings, dict[Group, list[BenchRun]]()
     order = [(repetition, group) for repetition in range(settings.repeats) for group in expected]
     for number, (repetition, group) in enumerate(order):
-        pair = turns_of(settings, expected[group].depth, repetition)
-        if not all(trial.has_run(group, turn) for turn in pair):
+        turns = turns_of(settings, expected[group].depth, repetition)
+        if not all(trial.has_run(group, turn) for turn in turns):
             if clock.over:
                 continue
             trial.report(f"measuring {group.name}", number / len(order))
             if repetition == 0 or group not in runs or trial.llm is None:
-                trial.warm_up(group, (0, expected[group].depth))
-        runs.setdefault(group, []).extend(trial.run(group, turn) for turn in pair)
-    answers = [hash_of(item.answer) for item in trial.texts.rest.items if item.answer is not None]
+                trial.warm_up(group, (0, expected[group].depth, CHOSEN))
+        runs.setdefault(group, []).extend(trial.run(group, turn) for turn in turns)
+    answers = [hash_of(item.answer) for item in trial.texts.workload.items if item.answer is not None]
     return [
         TuneCell(group, prediction, group_figures(group, runs[group], answers) if group in runs else None)
         for group, prediction in expected.items()
@@ -171,8 +239,8 @@ def measured(trial: Trial, expected: Mapping[Group, Prediction], clock: TimeLimi
 
 
 def turns_of(settings: TuneSettings, depth: int, repetition: int) -> list[Turn]:
-    """Plain and drafted decoding, in the order of this repetition."""
-    plan = Selection(depths=(0, depth), repeats=settings.repeats, num_tokens=settings.num_tokens)
+    """Plain decoding, this depth and chosen depths, in the order of this repetition."""
+    plan = Selection(depths=(0, depth, CHOSEN), repeats=settings.repeats, num_tokens=settings.num_tokens)
     return [turn for turn in plan.turns() if turn.repetition == repetition]
 
 

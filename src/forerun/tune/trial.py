@@ -6,35 +6,35 @@ when the first one is missing. `study.py` decides which are made, and in which o
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.annotations import ProgressCallback
-from forerun.bench.lane import Timed
-from forerun.bench.plan import Group, Turn
-from forerun.bench.run import BenchRun, Stage, Tape
+from forerun.bench.plan import CHOSEN, Group, Turn, depth_name
+from forerun.bench.run import BenchRun, Stage, waves
 from forerun.bench.state import as_tuple
-from forerun.config import DEFAULT_DEPTH, Speculation
+from forerun.config import Speculation
+from forerun.draft.base import Drafter
 from forerun.draft.build import plan_drafter
 from forerun.draft.plan import DraftContext
 from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
+from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.kept_costs import from_json
 from forerun.engine.measured import MeasuredDepth
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
-from forerun.tune.costs import Outside, measured_costs
+from forerun.tune.costs import measured_costs
 from forerun.tune.material import TuneTexts
 from forerun.tune.notes import Notes
+from forerun.tune.passes import PassMeter
+from forerun.tune.pilot import PilotDrafter, PilotTape, as_numbers, text_rounds
 from forerun.tune.predict import TextRounds
 from forerun.tune.settings import PILOT_DEPTH, Candidate, TuneSettings
 
-OUTSIDE_TOKENS = 24  # of each answer in whose rounds that is timed
-MARGIN = 32  # tokens of a context beyond what the samples of a calibration take
+MARGIN = 32  # tokens of a context beyond what texts take, so that deep drafts fit at their ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +53,9 @@ class DrafterMemory:
         return self.weights_bytes + self.cache_bytes
 
 
-@dataclass(slots=True)
-class PilotTape(Tape):
-    """What became of guesses, by sequence, and what the engine took outside of passes, drafts and verdicts."""
-
-    by_text: dict[int, Counter[tuple[int, int]]] = field(default_factory=dict)
-    outside_s: list[float] = field(default_factory=list)  # by round of a whole batch
-
-    def add(self, timed: Timed, clock_s: float) -> None:
-        """One more round; rounds that read prompts do not count."""
-        for row in timed.outcome.rows:
-            self.by_text.setdefault(row.seq_id, Counter())
-        if timed.outcome.num_prompt_tokens:
-            return
-        for row in timed.outcome.rows:
-            self.by_text[row.seq_id][row.num_drafted, row.accepted] += 1
-        if len(timed.outcome.rows) == self.batch:
-            self.outside_s.append(max(0.0, timed.step_s - timed.outcome.round_s))
+def wish_of(depth: int) -> Speculation:
+    """What a run at this depth asks for; CHOSEN leaves the depth to the controller."""
+    return Speculation() if depth == CHOSEN else Speculation(depth)
 
 
 @dataclass(slots=True)
@@ -100,12 +86,12 @@ class Trial:
         """Both models, with room for every batch. Raises NotEnoughMemory where there is none."""
         if self.llm is None:
             batch, longest = max(self.settings.batches), self.longest()
-            least = min(PROMPT_TOKENS + TEXT_TOKENS + MARGIN, self.target.config.max_positions)
+            least = PROMPT_TOKENS + TEXT_TOKENS + MARGIN
             llm = LLM(
                 self.spec,
                 self.candidate.draft,
                 speculation=Speculation(PILOT_DEPTH),
-                max_model_len=max(longest, least),
+                max_model_len=min(max(longest + MARGIN, least), self.target.config.max_positions),
                 max_num_seqs=batch,
                 prefix_cache=False,  # what a prompt takes to read is measured too
                 progress=self.report,
@@ -125,19 +111,25 @@ class Trial:
 
     def longest(self) -> int:
         """Tokens of the longest text, prompt and answer."""
-        return max(part.longest(self.settings.num_tokens) for part in (self.texts.pilot, self.texts.rest))
+        return self.texts.workload.longest(self.settings.num_tokens)
 
-    def stage(self, wish: Callable[[int], Speculation] = Speculation) -> Stage:
-        """Where runs are made: engines begin with the costs that were measured."""
-        llm = self.loaded()
-        llm.engine.controller = self.controller()
+    def stage(
+        self,
+        wish: Callable[[int], Speculation] = wish_of,
+        drafter: Drafter | None = None,
+        controller: Controller | None = None,
+    ) -> Stage:
+        """Where runs are made: engines begin with the costs that were measured, unless there is another controller."""
+        llm, texts = self.loaded(), self.texts.workload
+        llm.engine.controller = controller or self.controller()
         return Stage(
             llm,
-            {part.name: part for part in (self.texts.pilot, self.texts.rest)},
+            {texts.name: texts},
             self.settings.num_tokens,
             self.settings.seed,
             wish=wish,
             refills=True,
+            drafter=drafter,
         )
 
     def running(self) -> Stage:
@@ -165,46 +157,61 @@ class Trial:
         """What rounds take, as `engine/kept_costs.py` writes it."""
         return self.noted("costs", lambda: measured_costs(self.loaded(), self.settings.batches, self.report))
 
-    def outside(self) -> Outside:
-        """What the engine takes outside of passes and drafts, by batch size, plain and drafted."""
-
-        def timed() -> list[list[float]]:
-            found = []
-            for batch in sorted(self.settings.batches):
-                self.report("measuring costs", 1.0)
-                group, times = Group(self.texts.pilot.name, batch, self.settings.temperatures[0]), []
-                for depth in (0, DEFAULT_DEPTH):
-                    tape = PilotTape(batch, depth)
-                    self.stage().wave(
-                        group, depth, range(batch), tape, OUTSIDE_TOKENS, tenant=f"outside {group} {depth}"
-                    )
-                    times.append(statistics.median(tape.outside_s or [0.0]))
-                found.append([batch, *times])
-            return found
-
-        return Outside(
-            tuple((int(batch), plain_s, drafted_s) for batch, plain_s, drafted_s in self.noted("outside", timed))
-        )
-
     def controller(self) -> MeasuredDepth:
         """A controller that knows these costs, for one engine."""
         costs = self.costs()
         return from_json(costs, costs["names"] if len(costs["names"]) > 1 else ())
 
-    def pilot(self, temperature: float, arm: str) -> tuple[TextRounds, ...]:
-        """How this arm drafts the first part of the prompts, at the greatest depth, all of them at once."""
+    def remembers(self) -> bool:
+        """Whether what is drafted may depend on earlier answers, and so on the batch size."""
+        return self.memory().remembered_bytes > 0
 
-        def counted() -> list[list[list[int]]]:
-            items = self.texts.pilot.items
-            group = Group(self.texts.pilot.name, min(len(items), max(self.settings.batches)), temperature)
-            stage = self.stage(lambda depth: Speculation(depth, drafter=arm or None))
-            tape = PilotTape(group.batch, PILOT_DEPTH)
-            stage.wave(group, PILOT_DEPTH, range(len(items)), tape, tenant=f"pilot {group} {arm}")
-            return [[[*pair, times] for pair, times in tape.by_text[i].items()] for i in sorted(tape.by_text)]
+    def num_texts(self, batch: int) -> int:
+        """Texts of a run, whose last wave is as full as the others."""
+        return list(waves(len(self.texts.workload.items), batch))[-1].stop
 
-        found = self.noted(f"pilot, temperature {temperature:g}, arm {arm}", counted)
-        rounds = [{(drafted, accepted): times for drafted, accepted, times in text} for text in found]
-        return tuple(TextRounds(*pair) for pair in zip(self.texts.categories, rounds, strict=True))
+    def pilot(self, group: Group, arm: str) -> tuple[TextRounds, ...]:
+        """What this arm guesses at every place of every text of a run, at the greatest depth of interest.
+
+        One record serves all batch sizes where nothing is remembered: what is drafted then depends on the text alone.
+        """
+        batches = self.settings.batches
+        batch = group.batch if self.remembers() else max(batches)
+        num_texts = self.num_texts(batch) if self.remembers() else max(map(self.num_texts, batches))
+        items = self.texts.workload.items
+
+        def recorded() -> list[Any]:
+            self.report(f"recording guesses, batch {batch}", 0.0)
+            llm = self.loaded()
+            assert llm.drafter is not None, "a candidate drafts"
+            pilot, tape = PilotDrafter(llm.drafter), PilotTape(batch, PILOT_DEPTH)
+            stage = self.stage(lambda depth: Speculation(depth, drafter=arm or None), pilot, FixedDepth())
+            own = replace(group, batch=batch)
+            answers = stage.wave(own, PILOT_DEPTH, range(num_texts), tape, tenant=f"pilot {own} {arm}")
+            found = []
+            for number, (seq_id, answer) in enumerate(zip(sorted(tape.seq_ids), answers, strict=True)):
+                prompt = len(items[number % len(items)].prompt)
+                places = pilot.places(seq_id, prompt, answer, PILOT_DEPTH)
+                found.append(as_numbers(TextRounds("", prompt, len(answer), places)))
+            return found
+
+        found = self.noted(f"pilot, batch {batch}, temperature {group.temperature:g}, arm {arm}", recorded)
+        kinds = self.texts.categories
+        texts = [text_rounds(kinds[number % len(kinds)], own) for number, own in enumerate(found)]
+        return tuple(texts[: self.num_texts(group.batch)])
+
+    def passes(self, group: Group, arm: str, part: str, sizes: Mapping[int, Sequence[int]], repeats: int) -> Any:
+        """What rounds of these sizes take, by the number of rows, as it was noted under the name of this `part`."""
+
+        def timed() -> list[list[Any]]:
+            stage, deepest = self.stage(controller=FixedDepth()), PILOT_DEPTH
+            found: list[list[Any]] = []
+            for num_rows, own in sizes.items():
+                meter = PassMeter(stage, replace(group, batch=num_rows), arm or None, deepest, repeats)
+                found.append([num_rows, meter.measure(own, self.report).as_object()])
+            return found
+
+        return self.noted(f"passes, {group.name}, arm {arm}, {part}", timed)
 
     def has_run(self, group: Group, turn: Turn) -> bool:
         """Whether this run is noted already."""
@@ -222,4 +229,4 @@ class Trial:
 
 def run_name(group: Group, turn: Turn) -> str:
     """What a run is called in the notes."""
-    return f"run, {group.name}, depth {turn.depth}, repetition {turn.repetition}"
+    return f"run, {group.name}, depth {depth_name(turn.depth)}, repetition {turn.repetition}"

@@ -54,8 +54,7 @@ def tune(
     candidates = candidates_of(subject.drafts, target.config.layers)
     tokenizer = target.tokenizer()
     texts = texts_of(prompts, settings.num_prompts, tokenizer, subject.template)
-    for part in (texts.pilot, texts.rest):
-        check_lengths(part, settings.num_tokens, target.config.max_positions)
+    check_lengths(texts.workload, settings.num_tokens, target.config.max_positions)
     about = about_of(subject, target, texts, settings)
     notes = Notes.open(folder / NOTES, about, fresh)
     trials = [Trial(target, subject.spec, each, settings, texts, notes, bar) for each in candidates]
@@ -74,7 +73,6 @@ def about_of(subject: Subject, target: Blueprint, texts: TuneTexts, settings: Tu
     """Everything that decides a measurement, whichever the candidate."""
     told = subject.template
     chat = {"hash": texts.template, "options": dict(told.options), "thinking": told.thinking}
-    parts = {part.name: {"num_prompts": len(part.items), "digest": part.digest()} for part in (texts.pilot, texts.rest)}
     return {
         "forerun": __version__,
         "sources": sources_digest(),
@@ -87,10 +85,10 @@ def about_of(subject: Subject, target: Blueprint, texts: TuneTexts, settings: Tu
         },
         "machine": asdict(Machine.here()),
         "prompts": {
-            **parts,
+            "num_prompts": len(texts.workload.items),
+            "digest": texts.workload.digest(),
             "template": chat if texts.template else None,
-            "replayed": texts.rest.replayed,
-            "shared": texts.shared,
+            "replayed": texts.workload.replayed,
         },
         "settings": {name: value for name, value in asdict(settings).items() if name not in FREE},
     }

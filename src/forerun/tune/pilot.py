@@ -1,0 +1,138 @@
+"""The pilot: what a drafter guesses at every place of every text, recorded without judging any of it.
+
+The engine decodes plainly, a token a round, and in each round the drafter guesses as deep as is of interest. What it
+guessed is kept, and compared with the text when that is known. So the guesses are known behind every token, and not
+only where the rounds of some depth happen to begin; `predict.py` plays any depth from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forerun.bench.lane import Timed
+from forerun.bench.run import Tape
+from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
+from forerun.tune.predict import Guessed, TextRounds
+
+GuessedTree = tuple[Sequence[int], Sequence[int]]  # of a draft: its tokens, root first, and their parents
+
+
+@dataclass(slots=True)
+class PilotDrafter:
+    """A drafter whose guesses are recorded instead of given away: every sequence gets its root alone.
+
+    `seen` holds its drafts by sequence and by the length of the text that ends with their root. Where the depth that is
+    asked for decides what is guessed first, there is one for each depth, from 1 on; else a single one.
+    """
+
+    drafter: Drafter
+    seen: dict[int, dict[int, Sequence[GuessedTree]]] = field(default_factory=dict)
+    each_depth: bool = False  # as the drafter said before the round
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The drafter's own."""
+        return self.drafter.taps
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The drafter's own."""
+        return self.drafter.arms
+
+    def observe(self, news: Committed) -> None:
+        """What the drafter is told."""
+        self.drafter.observe(news)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """Record what the drafter guesses; roots alone."""
+        depths = range(1, 1 + max(budget.depth for budget in budgets)) if self.each_depth else [None]
+        found = [
+            chains_of(self.drafter.propose(draws, [within(budget, depth) for budget in budgets], tail).tree)
+            for depth in depths
+        ]
+        for number, (row, budget) in enumerate(zip(draws.rows, budgets, strict=True)):
+            drafts = [own[number] for own in found][: budget.depth if self.each_depth else 1]
+            self.seen.setdefault(row.seq_id, {})[len(row.tokens)] = drafts if budget.depth else []
+        return Draft.none([row.tokens[-1] for row in draws.rows])
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """The drafter's own."""
+        found = self.drafter.outlook(seq_ids)
+        self.each_depth = found.depth_matters
+        return found
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """The drafter forgets; what was recorded stays."""
+        self.drafter.forget(seq_ids)
+
+    def places(self, seq_id: int, prompt: int, answer: Sequence[int], deepest: int) -> list[list[Guessed]]:
+        """How the drafts of a sequence did, by the number of tokens said before, as `TextRounds` has it."""
+        own = self.seen.get(seq_id, {})
+        return [did(own.get(prompt + said, ()), answer[said:], deepest) for said in range(len(answer))]
+
+
+@dataclass(slots=True)
+class PilotTape(Tape):
+    """Which sequences took part, in the order in which they were asked for."""
+
+    seq_ids: set[int] = field(default_factory=set)
+
+    def add(self, timed: Timed, clock_s: float) -> None:
+        """One more round."""
+        self.seq_ids.update(row.seq_id for row in timed.outcome.rows)
+
+
+def within(budget: Budget, depth: int | None) -> Budget:
+    """A budget of chains, cut to a depth."""
+    if depth is None or depth >= budget.depth:
+        return budget
+    return replace(budget, depth=depth, nodes=min(depth, budget.nodes))
+
+
+def chains_of(tree: DraftTree) -> list[GuessedTree]:
+    """The trees of all rows, on the host."""
+    return list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
+
+
+def did(drafts: Sequence[GuessedTree], text: Sequence[int], deepest: int) -> list[Guessed]:
+    """How drafts at one place did, at depth 1, 2, and so on, as long as that makes a difference.
+
+    A single draft is cut to each depth; of several the n-th is that of depth n. `text` is what followed the root.
+    """
+    depths = range(1, deepest + 1 if drafts else 1)
+    found = [judged(drafts[min(depth, len(drafts)) - 1], text, depth) for depth in depths]
+    while len(found) > 1 and found[-1] == found[-2]:
+        found.pop()
+    return [] if found and not any(own.drafted for own in found) else found
+
+
+def judged(draft: GuessedTree, text: Sequence[int], depth: int) -> Guessed:
+    """What a draft, cut to a depth, comes to where the text goes on like this."""
+    below: dict[tuple[int, int], int] = {}
+    levels, drafted = [0], 0
+    for node, (token, parent) in enumerate(zip(*draft, strict=True)):
+        if node == 0:
+            continue
+        levels.append(levels[parent] + 1 if token >= 0 and parent >= 0 else depth + 1)
+        if levels[node] <= depth:
+            drafted += 1
+            below.setdefault((parent, token), node)
+    node, accepted = 0, 0
+    while accepted < len(text) and (node, text[accepted]) in below:
+        node, accepted = below[node, text[accepted]], accepted + 1
+    return Guessed(drafted, accepted)
+
+
+def as_numbers(text: TextRounds) -> list[Any]:
+    """For the notes."""
+    return [text.num_prompt, text.num_tokens, [[list(own) for own in place] for place in text.places]]
+
+
+def text_rounds(category: str, numbers: Sequence[Any]) -> TextRounds:
+    """From the notes."""
+    num_prompt, num_tokens, places = numbers
+    return TextRounds(category, num_prompt, num_tokens, [[Guessed(*own) for own in place] for place in places])

@@ -1,0 +1,82 @@
+"""What rounds take: rounds of every size are made by the engine, and ratios to plain ones are kept."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM
+from forerun.bench.material import Item, Workload
+from forerun.bench.plan import Group
+from forerun.bench.run import Stage
+from forerun.tune.passes import PassMeter, PassTable, RowCosts, rows_of, sizes_at
+from forerun.tune.predict import RoundShape
+from unchecked import unchecked
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+
+
+@pytest.fixture(
+    scope="module", params=["ngram", "suffix", f"model:{DATA / 'stories280k'}"], ids=["ngram", "suffix", "model"]
+)
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with unchecked():
+        llm = LLM(str(DATA / "stories260k"), request.param, dtype="float32", max_model_len=128, max_num_seqs=3)
+        yield llm
+        llm.close()
+
+
+def meter(llm: LLM, rows: int, num_tokens: int = 30) -> PassMeter:
+    """On three stories, with a clock that goes on by one second whenever it is read."""
+    assert llm.tokenizer is not None
+    items = tuple(Item(tuple(llm.tokenizer.encode(story)), None, "") for story in ("Once upon", "One day", "Tom ran"))
+    ticks = count()
+    stage = Stage(llm, {"tales": Workload("tales", items)}, num_tokens, clock=lambda: float(next(ticks)))
+    return PassMeter(stage, Group("tales", rows, 0.0), None, 8, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rounds_of_every_size_are_made_whatever_the_drafter_guesses(llm: LLM, rows: int) -> None:
+    own, sizes = meter(llm, rows), range(rows + 1, 9 * rows + 1)
+    found = own.measure(sizes, lambda *_: None)
+    assert sorted(own.ratios) == list(sizes)
+    assert all(len(seen) == 2 for seen in own.ratios.values())
+    assert set(found.passes) == {rows, *sizes}
+    assert all(0 < sum(ratios) <= 1.01 for seen in own.ratios.values() for _, *ratios in seen)  # each takes one tick
+    assert not llm.engine.has_work
+
+
+def test_sizes_that_do_not_fit_are_left_out(llm: LLM) -> None:
+    own = meter(llm, 1, num_tokens=2)
+    own.deepest = 200
+    found = own.measure([2, 150], lambda *_: None)
+    assert set(found.passes) == {1, 2}
+
+
+def costs(rows: int) -> RowCosts:
+    """A pass costs 1 and 0.1 for each token, of one row less and of more rows more."""
+    return RowCosts(1.0, {n: 1 + 0.1 * n + 0.01 * rows for n in sizes_at(rows, (0, 1, 2, 4, 8))}, {1: 0.1, 4: 0.4}, 0.5)
+
+
+def test_what_was_not_measured_lies_between_its_neighbours() -> None:
+    assert rows_of(8) == [1, 4, 8]
+    assert rows_of(1) == [1]
+    assert rows_of(2) == [1, 2]
+    table = PassTable({"": {rows: costs(rows) for rows in rows_of(8)}})
+    for rows, tokens in ((1, 3), (4, 20), (6, 24), (8, 48)):
+        assert table.pass_s("", rows, tokens) == pytest.approx(1 + 0.1 * tokens + 0.01 * rows)
+    assert table.draft_s("", 8, 2) == pytest.approx(0.2)
+    assert table.draft_s("", 8, 0) == table.draft_s("", 0, 4) == 0
+    assert table.round_s("", RoundShape(8, 24, 2, 8, 3)) == pytest.approx(1 + 2.4 + 0.08 + 0.2 + 1.5)
+    assert table.pass_s("", 1, 18) == pytest.approx(2.81, rel=0.02)  # beyond all that was measured of one row
+
+
+def test_a_later_measurement_of_a_size_counts_and_steps_stay_steps() -> None:
+    first, later = costs(1), RowCosts(3.0, {3: 2.0, 4: 2.0}, {2: 0.9})
+    joined = RowCosts.of([first.as_object(), later.as_object()])
+    assert joined.plain_s == 1.0
+    assert joined.pass_s(3) == joined.pass_s(4) == 2.0
+    assert joined.pass_s(5) == pytest.approx(first.pass_s(5))
+    assert joined.draft_s(2) == 0.9
+    assert joined.reading_s == 0.5

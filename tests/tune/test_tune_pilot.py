@@ -1,0 +1,143 @@
+"""The pilot's record, played at a depth, is what the engine does at that depth: round by round, text by text."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM
+from forerun.bench.lane import Timed
+from forerun.bench.material import Item, Workload
+from forerun.bench.plan import Group
+from forerun.bench.run import Stage, Tape
+from forerun.engine.controller import FixedDepth
+from forerun.tune.pilot import PilotDrafter, PilotTape, as_numbers, judged, text_rounds
+from forerun.tune.predict import DecodingJob, Guessed, RoundShape, TextRounds, played
+from unchecked import unchecked
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+DEEPEST = 8
+NUM_TOKENS = 40
+STORIES = [
+    "Once upon a time",
+    "Lily had a red ball. Lily had a",
+    "Tom and his dog ran and ran and ran",
+    "One day,",
+    "She",
+]
+EXACT = ["ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", "early-exit:1"]
+
+
+@dataclass(slots=True)
+class RowsTape(Tape):
+    """Every round: its shape without what drafters read, and each sequence's guesses in order."""
+
+    by_text: dict[int, list[Guessed]] = field(default_factory=dict)
+    shapes: list[tuple[int, int, int, int]] = field(default_factory=list)
+    num_decoded: int = 0
+
+    def add(self, timed: Timed, clock_s: float) -> None:
+        rows = timed.outcome.rows
+        for row in rows:
+            self.by_text.setdefault(row.seq_id, []).append(Guessed(row.num_drafted, row.accepted))
+        if rows and not timed.outcome.num_prompt_tokens:
+            sizes = [row.num_drafted for row in rows]
+            self.shapes.append((len(rows), len(rows) + sum(sizes), max(sizes), sum(size > 0 for size in sizes)))
+            self.num_decoded += sum(row.num_emitted for row in rows)
+
+
+@pytest.fixture(scope="module", params=EXACT, ids=lambda draft: draft.replace(str(TARGET.parent), ""))
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with unchecked():
+        llm = LLM(str(TARGET), request.param, dtype="float32", max_model_len=128, max_num_seqs=3, prefix_cache=False)
+        llm.engine.controller = FixedDepth()
+        yield llm
+        llm.close()
+
+
+def stage_of(llm: LLM, drafter: PilotDrafter | None = None) -> Stage:
+    assert llm.tokenizer is not None
+    items = tuple(Item(tuple(llm.tokenizer.encode(text)), None, "") for text in STORIES)
+    return Stage(llm, {"tales": Workload("tales", items)}, NUM_TOKENS, refills=True, drafter=drafter)
+
+
+def piloted(llm: LLM, batch: int, temperature: float) -> list[TextRounds]:
+    """A pilot of all stories."""
+    pilot, tape = PilotDrafter(llm.drafter), PilotTape(batch, DEEPEST)
+    stage = stage_of(llm, pilot)
+    answers = stage.wave(
+        Group("tales", batch, temperature), DEEPEST, range(len(STORIES)), tape, tenant=f"pilot {batch} {temperature}"
+    )
+    prompts = [len(item.prompt) for item in stage.workloads["tales"].items]
+    return [
+        TextRounds("", prompt, len(answer), pilot.places(seq_id, prompt, answer, DEEPEST))
+        for seq_id, prompt, answer in zip(sorted(tape.seq_ids), prompts, answers, strict=True)
+    ]
+
+
+def ran(llm: LLM, batch: int, temperature: float, depth: int) -> RowsTape:
+    """The engine at this depth."""
+    tape = RowsTape(batch, depth)
+    group = Group("tales", batch, temperature)
+    stage_of(llm).wave(group, depth, range(len(STORIES)), tape, tenant=f"at {batch} {temperature} {depth}")
+    return tape
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm: LLM, temperature: float) -> None:
+    texts = piloted(llm, 1, temperature)
+    assert all(text.num_tokens == NUM_TOKENS for text in texts)
+    for depth in (0, 1, 2, 3, 5, DEEPEST):
+        tape = ran(llm, 1, temperature, depth)
+        for text, rounds in zip(texts, tape.by_text.values(), strict=True):
+            assert text.at_depth(depth, place=0) == rounds
+        found = played(DecodingJob(texts, 1), depth)
+        assert sum(found.rounds.values()) == len(tape.shapes)
+        assert found.num_decoded == tape.num_decoded
+
+
+@pytest.mark.parametrize("chunk_tokens", [512, 5])
+def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if llm.arms == ("suffix",):
+        pytest.skip("with several rows at once, suffix has other past answers at each depth")
+    options = llm.engine.options.__class__(3, chunk_tokens, prefix_cache=False)
+    monkeypatch.setattr(llm.engine, "options", options)
+    texts = piloted(llm, 3, 0.0)
+    for depth in (0, 1, 2, 4, DEEPEST):
+        for batch in (2, 3):
+            tape = ran(llm, batch, 0.0, depth)
+            found = played(DecodingJob(texts, batch, chunk_tokens), depth)
+            expected = sorted(shape[:4] for shape, times in found.rounds.items() for _ in range(times))
+            assert expected == sorted(tape.shapes)
+            assert found.num_decoded == tape.num_decoded
+
+
+def test_a_text_recorded_in_a_batch_is_recorded_as_it_is_alone(llm: LLM) -> None:
+    if llm.arms == ("suffix",):
+        pytest.skip("with several rows at once, suffix has other past answers")
+    assert piloted(llm, 3, 0.0) == piloted(llm, 1, 0.0)
+
+
+def test_drafters_read_a_prompt_once_before_they_first_draft() -> None:
+    hits = [[Guessed(2, 0)]] * 6
+    texts = [TextRounds("", prompt, 4, hits) for prompt in (7, 9)]
+    found = played(DecodingJob(texts, 1), 2)
+    assert found.rounds == {RoundShape(1, 3, 2, 1, 7): 1, RoundShape(1, 3, 2, 1, 9): 1, RoundShape(1, 3, 2, 1): 4}
+    assert sum(shape.num_read for shape in played(DecodingJob(texts, 2), 2).rounds) == 16
+    assert all(not shape.num_read for shape in played(DecodingJob(texts, 2), 0).rounds)
+
+
+def test_a_tree_is_judged_along_the_path_that_the_text_takes() -> None:
+    tree = [7, 1, 2, 3, 4, -1], [-1, 0, 0, 2, 3, -1]
+    assert judged(tree, [2, 3, 5], 3) == Guessed(4, 2)
+    assert judged(tree, [2, 3, 4], 3) == Guessed(4, 3)
+    assert judged(tree, [2, 3, 4], 1) == Guessed(2, 1)
+    assert judged(tree, [9], 3) == Guessed(4, 0)
+    assert judged(([7], [-1]), [9], 3) == Guessed(0, 0)
+
+
+def test_the_notes_hold_all_of_it() -> None:
+    text = TextRounds("a", 3, 5, [[], [Guessed(1, 1), Guessed(2, 1)], [], [Guessed(4, 0)], []])
+    assert text_rounds("a", as_numbers(text)) == text
