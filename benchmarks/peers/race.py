@@ -1,9 +1,10 @@
 """One class of precision: all engines' workers up, everything asked in turns, what fails noted and left behind.
 
 This file decides who is asked when. A repetition asks every mode of every engine for every prompt; engines alternate,
-and whoever is first moves on by one from prompt to prompt. Before the first repetition every mode is warmed up, which
-is when it loads. At least one plain 16-bit text must begin as forerun's does, or the export is wrong; not all, since
-near ties may be decided differently in other arithmetic. A dead worker is restarted for the modes that have not failed.
+and whoever is first moves on by one from prompt to prompt. Every mode is warmed up before it counts, which is when it
+loads: all of them first, unless the run has a limit of time. At least one plain 16-bit text must begin as forerun's
+does, or the export is wrong; not all, since near ties may be decided differently in other arithmetic. A dead worker is
+started again for the modes that have not failed.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ class Race:
     equal: dict[str, list[int]] = field(default_factory=dict)  # leading tokens of warm-ups, by prompt
     entries: list[Entry] = field(default_factory=list)
     workers: dict[str, Worker] = field(default_factory=dict)
+    warm: set[Entry] = field(default_factory=set)  # what has answered since its worker was started
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Race:
-        self.entries = circle(list(self.commands), self.modes)
-        for engine in self.commands:
-            self.start(engine)
+        out = {(failed.engine, failed.mode) for failed in self.failures}
+        everybody = circle(list(self.commands), self.modes)
+        self.entries = [(e, mode) for e, mode in everybody if not out & {(e, "all"), (e, str(mode))}]
         return self
 
     def __exit__(
@@ -78,6 +80,12 @@ class Race:
             "failures": failures,
         }
 
+    def start_all(self) -> None:
+        """Start every worker now, and not when it is first asked."""
+        for engine in self.commands:
+            if any(entry[0] == engine for entry in self.entries):
+                self.start(engine)
+
     def start(self, engine: str) -> None:
         """Start a worker; where it does not come up, the engine leaves the race."""
         try:
@@ -95,14 +103,17 @@ class Race:
         self.say(f"{engine} {name} FAILED: {reason.splitlines()[0]}")
 
     def ask(self, engine: str, mode: Mode, prompt: Sequence[int], num_tokens: int) -> Answer | None:
-        """One answer; None if the mode has failed, which takes it out of the race."""
+        """One answer; None if the mode has failed, which takes it out of the race. Starts the worker if need be."""
+        if engine not in self.workers:
+            self.start(engine)
+        if engine not in self.workers:
+            return None
         try:
             return self.workers[engine].ask(mode, prompt, num_tokens)
         except StepFailed as failed:
             self.workers.pop(engine).close()
+            self.warm = {entry for entry in self.warm if entry[0] != engine}
             self.leave(engine, mode, str(failed))
-        if any(entry[0] == engine for entry in self.entries):
-            self.start(engine)
         return None
 
     def warm_up(self, check_texts: bool) -> None:
@@ -129,19 +140,39 @@ class Race:
             return None
         started_s = time.monotonic()
         answer = self.ask(engine, mode, prompt, WARMUP_TOKENS)
+        if answer is not None:
+            self.warm.add((engine, mode))
         self.say(f"warm-up {engine} {mode}: {time.monotonic() - started_s:.1f} s")
         return answer
 
-    def repetition(self, number: int, num_tokens: int) -> list[Cell]:
-        """Every mode of every engine, every prompt that is measured."""
-        cells = []
+    def repetition(
+        self,
+        number: int,
+        num_tokens: int,
+        begun: Sequence[Cell] = (),
+        keep: Callable[[Cell], None] = lambda cell: None,
+        until_s: float | None = None,
+    ) -> bool:
+        """Every mode of every engine, every prompt that is measured, but for what is `begun`; False if not all is done.
+
+        `keep` is told of each answer. No answer begins after `until_s` on the clock of `time.monotonic`, but one does
+        in any case, so that a run that is called again and again ends. What is not warm is warmed up before its answer.
+        """
+        done = {(cell.engine, cell.mode, cell.prompt) for cell in begun}
+        num_asked = 0
+        order = circle(list(self.commands), self.modes)
         for i, prompt in enumerate(self.prompts[: self.num_measured]):
-            for engine, mode in turns(self.entries, number * self.num_measured + i):
-                if (engine, mode) not in self.entries:
+            for engine, mode in turns(order, number * self.num_measured + i):
+                if (engine, mode) not in self.entries or (engine, str(mode), i) in done:
+                    continue
+                if num_asked and until_s is not None and time.monotonic() > until_s:
+                    return False
+                num_asked += 1
+                if (engine, mode) not in self.warm and self.warm_up_one(engine, mode, self.prompts[0]) is None:
                     continue
                 answer = self.ask(engine, mode, prompt, num_tokens)
                 if answer is not None:
-                    cells.append(Cell(engine, str(mode), i, answer))
+                    keep(Cell(engine, str(mode), i, answer))
                     speed = answer.num_decoded / answer.decode_s if answer.decode_s else 0.0
                     self.say(f"repetition {number + 1}, prompt {i + 1}, {engine} {mode}: {speed:.1f} tokens/s")
-        return cells
+        return True

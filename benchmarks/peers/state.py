@@ -1,7 +1,7 @@
 """The finished repetitions, stored so that a stopped run can continue: one JSON object per line, only ever appended.
 
-This file decides what belongs together: a repetition is kept when it is complete, since only times taken near each
-other are compared; one that was interrupted is measured again.
+This file decides what belongs together: every answer is kept as it comes, and a repetition is compared when it is
+complete. One that was interrupted goes on with the answers that it lacks.
 """
 
 from __future__ import annotations
@@ -43,22 +43,29 @@ class State:
 
     def repetitions(self, precision: str) -> dict[int, list[Cell]]:
         """All complete ones of a class, by number."""
-        found = {}
-        for record in self.records(precision):
-            if "cells" in record:
-                found[record["repetition"]] = [
-                    Cell(cell["engine"], cell["mode"], cell["prompt"], Answer(**cell["answer"]))
-                    for cell in record["cells"]
-                ]
-        return found
+        complete = [record["repetition"] for record in self.records(precision) if record.get("complete")]
+        return {number: self.begun(precision, number) for number in complete}
+
+    def begun(self, precision: str, repetition: int) -> list[Cell]:
+        """What there is of a repetition, complete or not."""
+        return [
+            Cell(cell["engine"], cell["mode"], cell["prompt"], Answer(**cell["answer"]))
+            for record in self.records(precision)
+            if record.get("repetition") == repetition
+            for cell in record.get("cells", ())
+        ]
 
     def about(self, precision: str) -> dict[str, Any]:
         """Versions, failures and what else was noted when the class was last begun; empty before."""
         return next((r["about"] for r in reversed(list(self.records(precision))) if "about" in r), {})
 
     def keep(self, precision: str, repetition: int, cells: Sequence[Cell]) -> None:
-        """A complete repetition."""
+        """Answers of a repetition."""
         self.append(precision, {"repetition": repetition, "cells": [asdict(cell) for cell in cells]})
+
+    def close(self, precision: str, repetition: int) -> None:
+        """Note that a repetition is complete."""
+        self.append(precision, {"repetition": repetition, "complete": True})
 
     def note(self, precision: str, about: Mapping[str, Any]) -> None:
         """What to know about a class."""

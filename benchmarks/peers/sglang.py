@@ -1,0 +1,90 @@
+"""SGLang's build for CPUs: plain; bfloat16.
+
+This file decides how it is installed. No package index has a build for CPUs: the one there needs CUDA's libraries. Its
+documentation builds a checkout of its repository with the project files for CPUs, first the engine and then its
+kernels, and that is done here, so a machine without access to the repository reports git's error.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from benchmarks.peers.place import Place, StepFailed
+from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
+
+REPOSITORY, VERSION = "https://github.com/sgl-project/sglang.git", "v0.5.23"
+PROJECTS = ("python", "python/sglang/kernels/aot")  # each with project files for several kinds of hardware
+CONTEXT_TOKENS = 2048
+
+
+class Sglang:
+    """Reads the checkpoints as they are."""
+
+    name = "sglang"
+    formats: Mapping[str, str] = {"16-bit": "bfloat16"}
+    module = "benchmarks.peers.sglang"
+    environment: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1"}
+
+    def make(self, place: Place, setup: Setup) -> None:
+        """Fetch its sources and install both projects from them."""
+        place.install([])
+        place.once("build", VERSION, partial(self.build, place))
+
+    def python(self, place: Place) -> str:
+        """Its environment's interpreter."""
+        return place.python
+
+    def build(self, place: Place) -> None:
+        """The steps of its documentation for servers without a GPU."""
+        source = place.folder / "source"
+        shutil.rmtree(source, ignore_errors=True)
+        clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", VERSION, REPOSITORY, str(source)]
+        place.run(f"git clone {REPOSITORY}", clone)
+        for project in PROJECTS:
+            folder = source / project
+            try:
+                shutil.copyfile(folder / "pyproject_cpu.toml", folder / "pyproject.toml")
+            except OSError as error:
+                raise StepFailed(f"{project}: {error}") from error
+            install = [place.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(folder)]
+            place.run(f"pip install {project} (long)", install)
+
+
+def load(setup: Setup, stack: ExitStack) -> Service:
+    """One engine, without a drafter: it is asked for plain answers alone."""
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=setup.target,
+        device="cpu",
+        dtype=setup.format,
+        context_length=CONTEXT_TOKENS,
+        max_running_requests=1,
+        disable_radix_cache=True,
+        skip_tokenizer_init=True,
+        log_level="warning",
+    )
+    stack.callback(engine.shutdown)
+
+    def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
+        if mode.depth:
+            raise StepFailed(f"{mode}: this peer answers plain only")
+        params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        watch = Stopwatch()
+        tokens: list[int] = []
+        for part in engine.generate(input_ids=list(prompt_ids), sampling_params=params, stream=True):
+            found = part["output_ids"]  # all of them so far
+            watch.emitted(len(found) - len(tokens))
+            tokens = list(found)
+        return watch.answer(tokens)
+
+    return Service({"sglang": sglang.__version__}, generate)
+
+
+if __name__ == "__main__":
+    with ExitStack() as engines_up:
+        serve(lambda setup: load(setup, engines_up))
