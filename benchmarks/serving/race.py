@@ -1,0 +1,107 @@
+"""The run: every contender at every number of clients, by turns; what fails is noted and left behind.
+
+This file decides the order. All contenders are asked at one number of clients before the next number, and another one
+begins in each repetition. A server starts when its first missing cell is due, and is stopped while others are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from benchmarks.peers.place import StepFailed
+from benchmarks.peers.race import turns
+from benchmarks.serving.cells import CellFile, CellKey, Load, ServedCell, measure_cell
+from benchmarks.serving.contenders import Contender
+from benchmarks.serving.server import ServerProcess
+
+from forerun.errors import InvalidRequest
+from forerun.traffic.prompts import TrafficPrompt
+
+Starter = Callable[[str], tuple[ServerProcess, Mapping[str, object]]]  # by server: the process, and more for bodies
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """All cells of a run."""
+
+    concurrencies: Sequence[int]
+    repeats: int
+    contenders: Sequence[Contender]
+
+    def cells(self) -> Iterator[tuple[CellKey, Contender]]:
+        """In the order in which they are measured."""
+        for concurrency in self.concurrencies:
+            for repetition in range(self.repeats):
+                for contender in turns(self.contenders, repetition):
+                    yield CellKey(concurrency, repetition, contender.name), contender
+
+
+@dataclass(slots=True)
+class ServingRace:
+    """The servers of a run, and what of it is measured. To be used as a context, which ends the servers."""
+
+    start: Starter
+    file: CellFile
+    load: Load
+    prompts: Sequence[TrafficPrompt]
+    say: Callable[[str], None]
+    failures: dict[str, str] = field(default_factory=dict)  # by server: why it is out
+    servers: dict[str, tuple[ServerProcess, Mapping[str, object]]] = field(default_factory=dict)
+    warm: set[tuple[str, int]] = field(default_factory=set)  # contender and concurrency
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> ServingRace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def run(self, grid: Grid, limit_s: float = float("inf")) -> int:
+        """Measure what is missing, and begin no cell after `limit_s` seconds; how many cells are still missing then.
+
+        Cells of a server that has failed are none of them.
+        """
+        end_s, done = time.monotonic() + limit_s, set(self.file.cells())
+        missing = [(key, contender) for key, contender in grid.cells() if key not in done]
+        for number, (key, contender) in enumerate(missing):
+            if contender.server in self.failures:
+                continue
+            if time.monotonic() >= end_s:
+                return sum(left.server not in self.failures for _, left in missing[number:])
+            try:
+                cell = self.measure(key, contender)
+            except (StepFailed, InvalidRequest) as failed:
+                self.leave(contender.server, str(failed))
+                continue
+            self.file.keep(cell)
+            failed_too = f", {cell.num_failed} failed" if cell.num_failed else ""
+            self.say(
+                f"{key.concurrency} at once, repetition {key.repetition + 1}, {key.contender}: "
+                f"{cell.tokens_per_s:.1f} tokens/s{failed_too}"
+            )
+        return 0
+
+    def measure(self, key: CellKey, contender: Contender) -> ServedCell:
+        """One cell, with its server awake."""
+        if contender.server not in self.servers:
+            self.servers[contender.server] = started = self.start(contender.server)
+            self.stack.callback(started[0].close)
+        server, extra = self.servers[contender.server]
+        place = (key.contender, key.concurrency)
+        asked = (key, contender.speculation, self.load, self.prompts, extra, place in self.warm)
+        with server.awake() as url:
+            try:
+                cell = asyncio.run(measure_cell(url, *asked))
+            except (StepFailed, InvalidRequest) as failed:
+                raise StepFailed(f"{failed}\n{server.last_words()}") from failed
+        self.warm.add(place)
+        return cell
+
+    def leave(self, server: str, reason: str) -> None:
+        """A server is out."""
+        self.failures[server] = reason
+        self.say(f"{server} FAILED: {reason.splitlines()[0]}")

@@ -1,0 +1,157 @@
+"""From cells to figures: rates and times by load and contender, ratios within a repetition, tables, and the picture.
+
+This file holds every formula. Times are medians over repetitions of each repetition's percentile.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.serving.cells import CellKey, ServedCell, spread
+
+from forerun.bench.figures import Spread
+from forerun.bench.picture import COLOURS, DPI, HEIGHT, WIDTH
+
+AUTO, OFF = "forerun auto", "forerun off"
+FEW_CLIENTS = 4  # at which drafting has to shorten answers
+LEAST_MEAN, LEAST_CELL = 1.0, 0.95
+Cells = Mapping[CellKey, ServedCell]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRow:
+    """One contender at one number of clients. `ratio` is the rate of forerun's auto over this one's, `latency_ratio`
+    that of its median latencies; both are None without such a cell in the same repetition."""
+
+    concurrency: int
+    contender: str
+    num_repetitions: int
+    num_failed: int
+    tokens_per_s: Spread
+    ratio: Spread | None
+    latency_ratio: Spread | None
+    first_p50_s: float
+    first_p95_s: float
+    latency_p50_s: float
+    latency_p95_s: float
+
+
+def rows(cells: Cells) -> list[ServedRow]:
+    """One row for each load and contender, in the order of the loads."""
+    found = sorted({(key.concurrency, key.contender) for key in cells}, key=lambda pair: pair[0])
+    order = {name: i for i, name in enumerate(dict.fromkeys(key.contender for key in cells))}
+    return [row(cells, *pair) for pair in sorted(found, key=lambda pair: (pair[0], order[pair[1]]))]
+
+
+def row(cells: Cells, concurrency: int, contender: str) -> ServedRow:
+    """The figures of all repetitions of a contender at a load."""
+    own = repetitions(cells, concurrency, contender)
+    best = repetitions(cells, concurrency, AUTO)
+
+    def median(value: Callable[[ServedCell], float]) -> float:
+        return statistics.median(map(value, own.values()))
+
+    return ServedRow(
+        concurrency,
+        contender,
+        len(own),
+        sum(cell.num_failed for cell in own.values()),
+        spread([cell.tokens_per_s for cell in own.values()]),
+        Spread.of(best[i].tokens_per_s / own[i].tokens_per_s for i in own if i in best),
+        Spread.of(best[i].latency_s(50.0) / own[i].latency_s(50.0) for i in own if i in best),
+        median(lambda cell: cell.first_token_s(50.0)),
+        median(lambda cell: cell.first_token_s(95.0)),
+        median(lambda cell: cell.latency_s(50.0)),
+        median(lambda cell: cell.latency_s(95.0)),
+    )
+
+
+def repetitions(cells: Cells, concurrency: int, contender: str) -> dict[int, ServedCell]:
+    """The cells of a contender at a load, by repetition."""
+    return {
+        key.repetition: cell
+        for key, cell in cells.items()
+        if key.concurrency == concurrency and key.contender == contender
+    }
+
+
+def different_answers(cells: Cells) -> int:
+    """How many answers of auto differ from those of off to the same request; the promise is none."""
+    count = 0
+    for key, cell in cells.items():
+        plain = cells.get(CellKey(key.concurrency, key.repetition, OFF))
+        if key.contender == AUTO and plain is not None:
+            pairs = zip(cell.answers, plain.answers, strict=True)
+            count += sum(a.digest != b.digest for a, b in pairs if not a.error and not b.error)
+    return count
+
+
+def markdown(table: Sequence[ServedRow], failures: Mapping[str, str]) -> str:
+    """The rows as a Markdown table, and the last words of servers that failed below it."""
+    heads = "| at once | server | tokens/s | quartiles | auto / this | quartiles | first token p50, ms | p95, ms | "
+    lines = [heads + "latency p50, s | p95, s | failed |", "|---" * 11 + "|", *map(table_line, table)]
+    for server, reason in failures.items():
+        lines += ["", f"{server} failed:", "", *(f"    {line}" for line in reason.splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def table_line(row: ServedRow) -> str:
+    """One row."""
+    speed, ratio = row.tokens_per_s, row.ratio
+    cells = [str(row.concurrency), row.contender, f"{speed.median:.1f}", f"{speed.low:.1f} to {speed.high:.1f}"]
+    compared = ratio is not None and row.contender != AUTO
+    cells += [f"{ratio.median:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}"] if ratio and compared else ["", ""]
+    cells += [f"{1000 * row.first_p50_s:.0f}", f"{1000 * row.first_p95_s:.0f}"]
+    cells += [f"{row.latency_p50_s:.2f}", f"{row.latency_p95_s:.2f}", str(row.num_failed or "")]
+    return f"| {' | '.join(cells)} |"
+
+
+def verdict(table: Sequence[ServedRow], num_different: int) -> Iterator[str]:
+    """What the goals come to: throughput of auto over off, latency with few clients, equal answers."""
+    plain = [(row.concurrency, row.ratio, row.latency_ratio) for row in table if row.contender == OFF and row.ratio]
+    if plain:
+        ratios = {concurrency: ratio.median for concurrency, ratio, _ in plain if ratio}
+        mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
+        least = min(ratios, key=lambda concurrency: ratios[concurrency])
+        yield f"auto / off, tokens/s: geometric mean {mean:.2f} (goal: at least {LEAST_MEAN:g})"
+        yield f"auto / off, least: {ratios[least]:.2f}, {least} at once (goal: at least {LEAST_CELL:g})"
+        few = [f"{ratio.median:.2f} ({number})" for number, _, ratio in plain if ratio and number <= FEW_CLIENTS]
+        if few:
+            yield f"auto / off, median latency (requests at once): {', '.join(few)} (goal: below 1)"
+    yield f"answers of auto that differ from off: {num_different} (goal: 0)"
+
+
+def picture(table: Sequence[ServedRow], title: str) -> bytes:
+    """Throughput, times to the first token and latency by load, one line for each contender, as a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figures: dict[str, Callable[[ServedRow], float]] = {
+        "tokens a second": lambda row: row.tokens_per_s.median,
+        "ms to the first token, p95": lambda row: 1000 * row.first_p95_s,
+        "seconds to the last token, p50": lambda row: row.latency_p50_s,
+    }
+    drawn = Figure(figsize=(WIDTH * 1.3, HEIGHT), layout="constrained")
+    FigureCanvasAgg(drawn)
+    names = list(dict.fromkeys(row.contender for row in table))
+    loads = sorted({row.concurrency for row in table})
+    for panel, (head, value) in zip(drawn.subplots(1, len(figures)), figures.items(), strict=True):
+        for number, name in enumerate(names):
+            points = [(row.concurrency, value(row)) for row in table if row.contender == name]
+            colour = COLOURS[number % len(COLOURS)]
+            panel.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=name)
+        panel.set_title(head, fontsize="medium")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(loads, [str(load) for load in loads])
+        panel.set_xlabel("requests at once")
+        panel.set_ylim(bottom=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    drawn.axes[0].legend(fontsize="small", frameon=False)
+    drawn.suptitle(title, fontsize="medium", wrap=True)
+    file = io.BytesIO()
+    drawn.savefig(file, format="png", dpi=DPI)
+    return file.getvalue()
