@@ -17,7 +17,7 @@ SLOW = {"torch", "numpy", "tokenizers", "safetensors", "jinja2", "huggingface_hu
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-W", "error", "-c", code, *arguments]
-    return subprocess.run(start, env=ENV, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(start, env=ENV, capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def forerun(command: str) -> subprocess.CompletedProcess[str]:
     """A shell line in which `forerun` is the real command."""
     env = os.environ | {"PYTHONPATH": str(SRC), "FORERUN": f"{sys.executable} -W error -m forerun"}
     shell = ["bash", "-c", command.replace("forerun", "$FORERUN")]
-    return subprocess.run(shell, env=env, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(shell, env=env, capture_output=True, text=True, check=False, timeout=600)
 
 
 class Memory(io.TextIOWrapper):

@@ -41,7 +41,7 @@ TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
 NUM_HONEST, NUM_HOSTILE, NUM_KNOWN = 8, 4, 24
 SECONDS = float(os.environ.get("FORERUN_FUZZ_S", "3"))
-PATIENCE_S = 120.0  # for one honest answer
+PATIENCE_S = 300.0  # for one honest answer
 VOCAB = 512
 
 NUMBERS: tuple[Any, ...] = (

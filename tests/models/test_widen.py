@@ -427,7 +427,7 @@ def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, 
     assert not (tmp_path / "wide").exists()
     started = time.monotonic()
     widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
-    assert time.monotonic() - started < 60, "the dead process still holds the lock"
+    assert time.monotonic() - started < 600, "the dead process still holds the lock"
     assert made_in(tmp_path) == ["wide"]
 
 

@@ -263,7 +263,7 @@ def test_compiled_grammars_are_kept_and_shared_by_threads() -> None:
 
 
 def test_different_grammars_are_compiled_side_by_side_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, both, honest, asked = requests(), threading.Barrier(2, timeout=30), Matchers._compiled, list[str]()
+    made, both, honest, asked = requests(), threading.Barrier(2, timeout=300), Matchers._compiled, list[str]()
 
     def compiled(matchers: Matchers, grammar: Grammar) -> Matcher:
         asked.append(grammar.text)

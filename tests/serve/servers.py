@@ -38,7 +38,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}{{ opening or 'One day' }}{% endif %}"
 )
-PATIENCE_S = 30
+PATIENCE_S = 300  # only to end a hang: a busy machine may take minutes
 
 
 @cache

@@ -14,7 +14,7 @@ import pytest
 from forerun.sampling.params import SamplingParams
 from serve.servers import SMALL, Running, drafting, plain, running, until
 
-PATIENCE_MS = 20_000
+PATIENCE_MS = 300_000  # only to end a hang
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )

@@ -110,7 +110,7 @@ def test_who_leaves_while_waiting_never_enters_the_engine(server: Running, paced
         running_ones = [pool.submit(server.post, "/v1/completions", **OK) for _ in range(gate.num_places)]
         until(lambda: gate.held.total() == gate.num_places)
         with pytest.raises(httpx.ReadTimeout), server.http() as http:
-            http.post("/v1/completions", json=OK, timeout=0.1)
+            http.post("/v1/completions", json=OK, timeout=httpx.Timeout(PATIENCE_S, read=0.1))
         until(lambda: not gate.num_waiting)
         num_before = len(server.llm.engine.sequences)
         paced.let_go()

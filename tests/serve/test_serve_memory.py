@@ -99,6 +99,20 @@ def test_a_batch_that_does_not_fit_is_answered_in_smaller_rounds(monkeypatch: py
         assert num_raised > 0
 
 
+def test_a_server_without_memory_to_recover_says_so_and_answers_when_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with drafting() as llm, running(llm) as server:
+        with monkeypatch.context() as patch:
+            lacking(patch, MemoryError, lambda read: True)
+            patch.setattr(Runner, "clear", lambda runner: bytearray(2**62))
+            for answer in side_by_side(server, BODIES):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "out_of_memory")
+            with server.http() as http:
+                assert http.get("/health").status_code == 200
+        assert [said(each) for each in side_by_side(server, BODIES)] == [solo(body) for body in BODIES]
+
+
 def test_a_body_that_cannot_be_read_for_lack_of_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with drafting() as llm, running(llm) as server:
         with monkeypatch.context() as patch:

@@ -15,7 +15,8 @@ import pytest
 from serve.servers import Running, drafting, needed, running, until
 
 SECONDS = float(os.environ.get("FORERUN_FUZZ_S", "10"))
-SHORT_S = 2.0
+LEAST = 8  # answers that the short suite waits for, however long they take; it stops soon after
+PATIENCE_S = 300.0  # to end a hang
 RUN = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]
 CHECKS = ["--checks", "not_a_server_error", "--max-examples", "100000", "--phases", "fuzzing", "--no-color"]
 
@@ -28,9 +29,14 @@ def num_answers(server: Running) -> dict[str, float]:
     return {code: count for code, count in found.items() if code != "200"}  # which /metrics has too
 
 
+def enough(server: Running) -> bool:
+    """Whether as many were answered as are wanted at least."""
+    return sum(num_answers(server).values()) >= LEAST
+
+
 @pytest.mark.parametrize(
     ("seconds", "options"),
-    [(SHORT_S, ["--seed", "1"]), pytest.param(SECONDS, [], marks=pytest.mark.full)],
+    [(0.0, ["--seed", "1"]), pytest.param(SECONDS, [], marks=pytest.mark.full)],
     ids=["short", "long"],
 )
 def test_no_body_is_answered_with_a_fault_of_the_server(seconds: float, options: list[str], tmp_path: Path) -> None:
@@ -39,7 +45,7 @@ def test_no_body_is_answered_with_a_fault_of_the_server(seconds: float, options:
         command = [*RUN, f"{server.url}/openapi.json", *CHECKS, *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
         try:
-            until(lambda: num_answers(server) or process.poll() is not None, pause_s=0.1)
+            until(lambda: enough(server) or process.poll() is not None, PATIENCE_S, pause_s=0.1)
             out, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.terminate()
@@ -48,5 +54,5 @@ def test_no_body_is_answered_with_a_fault_of_the_server(seconds: float, options:
             process.kill()
         assert "Server error" not in out, out
         status = num_answers(server)
-        assert sum(status.values()) > seconds, f"schemathesis has asked: {out}"
+        assert sum(status.values()) >= LEAST, f"schemathesis has asked: {out}"
         assert not [code for code in status if code >= "500"], status

@@ -117,7 +117,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_soon_small_and_by_name(name: str) -> None:
     """A second or two and some hundreds of MB at most, of 2 GB that it is given here."""
-    before, begin = resource.getrlimit(resource.RLIMIT_AS), time.perf_counter()
+    before, begin = resource.getrlimit(resource.RLIMIT_AS), time.process_time()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), before[1]))
     try:
@@ -127,7 +127,7 @@ def test_a_hostile_template_ends_soon_small_and_by_name(name: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert len(str(caught.value)) < 400
     assert "MemoryError" not in str(caught.value)
-    assert time.perf_counter() - begin < 20, "a second or two on a machine that nobody else uses"
+    assert time.process_time() - begin < 60, "of the processor; a second or two is usual"
 
 
 def test_a_long_conversation_is_no_hostile_one() -> None:

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 def used(folder: Path) -> TokenizerError | None:
     """The error of loading and using a tokenizer; None where there is none. Any other exception fails the test."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     error = None
     try:
         tokenizer = Tokenizer.load(folder)
@@ -44,7 +44,7 @@ def used(folder: Path) -> TokenizerError | None:
     except TokenizerError as raised:
         error = raised
         assert len(str(error)) < 1500
-    assert time.perf_counter() - begin < 60, "it hangs"
+    assert time.process_time() - begin < 60, "it hangs"
     return error
 
 
