@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,7 +52,7 @@ class Queue:
     stage: Stage
     name: str
     num_tokens: int  # of each row that count
-    halves: dict[str, Sequence[Item]] = field(default_factory=dict)
+    halves: Mapping[str, Sequence[Item]]
 
     def speed(self, group: Group, depth: int, half: str, tenant: str) -> float:
         """Tokens per second of full rounds."""
@@ -62,7 +61,8 @@ class Queue:
             item = items[number % len(items)]
             params = self.stage.params(item, group, number, None)
             if number < group.batch:  # so that not all of the first ones end in the same round
-                params = replace(params, max_tokens=max(2, params.max_tokens * (number + 1) // group.batch))
+                most = params.max_tokens or self.stage.num_tokens
+                params = replace(params, max_tokens=max(2, most * (number + 1) // group.batch))
             (sequence,) = self.stage.llm.requests.sequences(
                 Request.of(item.prompt, params, self.stage.wish(depth), tenant)
             )
@@ -180,4 +180,4 @@ def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, ba
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,7 +26,7 @@ from forerun.bench.material import Item, Passage, shipped, workload_of
 from forerun.bench.pace import Pace
 from forerun.bench.plan import SHIPPED
 from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculation
-from forerun.demo.material import DRAFT, DRAFT_PARAMETERS, TARGET, TARGET_PARAMETERS, load_prompts, widen
+from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, load_prompts, widen
 from forerun.draft.base import Drafter
 from forerun.draft.build import plan
 from forerun.draft.plan import DraftContext
@@ -35,6 +35,7 @@ from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s
+from forerun.models.bundled import DRAFT, TARGET
 from forerun.models.loading import Blueprint
 from forerun.request import Request
 from forerun.sampling.draws import Draws
@@ -89,7 +90,8 @@ def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
     if found is None:
         raise SystemExit(f"mode {text!r}: write SPEC@DEPTH or SPEC@DEPTHxWIDTHxNODES, as in ngram@7")
     depth, width, nodes = (int(found[name]) if found[name] else None for name in ("depth", "width", "nodes"))
-    spec = replace(target.spec, quantize=found["quantize"] or target.spec.quantize)
+    quantize: Quantization | None = found["quantize"] or target.spec.quantize  # type: ignore[assignment]
+    spec = replace(target.spec, quantize=quantize)
     context = DraftContext(replace(target, spec=spec), llm.tokenizer)
     planned = plan(widened(parse_spec(found["spec"])), context)
     drafter = planned.build(dict.fromkeys(planned.models, cache_tokens), None, llm.engine.runner)

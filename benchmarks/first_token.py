@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.drafters import passages
 
-from forerun.demo.material import TARGET, widened_pair
+from forerun.demo.material import widened_pair
+from forerun.models.bundled import TARGET
 from forerun.models.loading import Blueprint
 from forerun.traffic.client import ServerAddress, TimedAnswer, TrafficClient
 from forerun.traffic.figures import percentile

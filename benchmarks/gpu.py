@@ -105,7 +105,9 @@ def random_runner(fields: dict[str, Any], placement: Placement) -> GraphRunner:
         return torch.randn(shape, generator=dice, dtype=torch.bfloat16, device=placement.device) * 0.02
 
     decoder = Decoder(config, take, torch.bfloat16, make=device_linears(placement))
-    return GraphRunner.of(decoder, config.max_positions)
+    runner = GraphRunner.of(decoder, config.max_positions)
+    assert isinstance(runner, GraphRunner)
+    return runner
 
 
 def weight_bytes(c: ModelConfig) -> int:

@@ -12,16 +12,18 @@ else, over 4,000 tokens, against torch's attention on dense tensors.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
-from isa import add_isa, pin
+from isa import add_isa, pin  # type: ignore[import-not-found]  # beside this file, which is run as a script
 from torch.nn import functional
 
 from forerun.config import QUANTIZATIONS
-from forerun.demo.material import Pair
+from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
 from forerun.machine import Machine, bandwidth_bytes_per_s
+from forerun.models.bundled import DRAFT, TARGET
 from forerun.models.choice import has_bfloat16_linears
 from forerun.models.decoder import Decoder
 from forerun.models.linear import MIN_ROWS, Linear, PackedLinear
@@ -43,7 +45,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def alternating(calls: dict[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
+def alternating(calls: Mapping[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
     """Median seconds of each call, made by turns; the first turns are not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(repeats + 2):
@@ -63,14 +65,14 @@ def layers(bandwidth: float) -> None:
         print("|---" * (2 + len(LAYER_ROWS)) + "|")
         weight = torch.randn(outputs, inputs) * inputs**-0.5
         makers: dict[tuple[str, float], Callable[[], Linear]] = {
-            ("compiled float32", 4): lambda w=weight: kernels.linear(w, None),
-            ("compiled bfloat16", 2): lambda w=weight: kernels.linear(w.bfloat16(), None),
-            ("compiled int8", 1): lambda w=weight: kernels.linear(w, None, "int8"),
-            ("compiled int4", 4.5 / 8): lambda w=weight: kernels.linear(w, None, "int4"),
-            ("torch, packed float32", 4): lambda w=weight: PackedLinear(w, None),
+            ("compiled float32", 4): partial(kernels.linear, weight, None),
+            ("compiled bfloat16", 2): partial(kernels.linear, weight.bfloat16(), None),
+            ("compiled int8", 1): partial(kernels.linear, weight, None, "int8"),
+            ("compiled int4", 4.5 / 8): partial(kernels.linear, weight, None, "int4"),
+            ("torch, packed float32", 4): partial(PackedLinear, weight, None),
         }
         if has_bfloat16_linears():
-            makers["torch, packed bfloat16", 2] = lambda w=weight: PackedLinear(w.bfloat16(), None)
+            makers["torch, packed bfloat16", 2] = partial(PackedLinear, weight.bfloat16(), None)
         for (name, size), make in makers.items():
             copies = [make() for _ in range(max(2, int(COLD_BYTES / (outputs * inputs * size))))]
             limit_ms = outputs * inputs * size / bandwidth * 1e3
@@ -85,7 +87,7 @@ def layer_ms(copies: list[Linear], x: torch.Tensor, by_torch: bool) -> float:
         bfloat16 = isinstance(copies[0], PackedLinear) and copies[0].packed.dtype == torch.bfloat16
         x = x.bfloat16() if bfloat16 else x
     turns = 3 if len(x) < MANY else 1
-    times = [seconds(lambda layer=layer: layer(x)) for _ in range(turns + 1) for layer in copies[: MANY // turns]]
+    times = [seconds(partial(layer, x)) for _ in range(turns + 1) for layer in copies[: MANY // turns]]
     return statistics.median(times[len(times) // (turns + 1) :]) * 1e3
 
 
@@ -136,7 +138,7 @@ def attention() -> None:
     dice = torch.Generator().manual_seed(0)
 
     def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=dice) * shape[-1] ** -0.5
+        return torch.randn(shape, generator=dice) * float(shape[-1] ** -0.5)
 
     decoder = Decoder(config, take, torch.bfloat16, kernels=find_kernels("native", torch.bfloat16))
     runner = Runner.of(decoder, LONG + 128)
@@ -180,8 +182,9 @@ def main(only: str | None, quantize: str | None) -> None:
     if only in (None, "passes"):
         print("\n| model | tokens | ms | torch / kernels | over the memory limit | over 1 token |")
         print("|---" * 6 + "|")
-        pair = Pair.widened()
-        for model, title in ((pair.target, "0.51 B"), (pair.draft, "21 M"), ("stdlib-draft", "0.93 M")):
+        sizes = ((TARGET, TARGET_PARAMETERS, "0.51 B"), (DRAFT, DRAFT_PARAMETERS, "21 M"))
+        wide = [(widen(name, num_parameters, None), title) for name, num_parameters, title in sizes]
+        for model, title in (*wide, (DRAFT, "0.93 M")):
             bandwidth = max(bandwidth, bandwidth_bytes_per_s())
             passes(model, title, bandwidth, quantize)
     if only in (None, "attention"):

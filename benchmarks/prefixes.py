@@ -25,11 +25,12 @@ import torch
 from forerun.cache.beginnings import Beginning, LiveText, begin_row
 from forerun.commands.widening import read_amount
 from forerun.config import Speculation
-from forerun.demo.material import TARGET, widen
+from forerun.demo.material import widen
 from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Text
 from forerun.llm import LLM
+from forerun.models.bundled import TARGET
 from forerun.models.runner import Read
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams

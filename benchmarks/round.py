@@ -81,6 +81,7 @@ class ReadyRunner(Runner):
         taps: Sequence[int] = (),
         drawn: DeviceTokens | None = None,
         begun: PartialPass | None = None,
+        inputs: Tensor | None = None,
     ) -> States:
         started = time.perf_counter()
         if self.weights is not None:

@@ -13,6 +13,7 @@ import argparse
 
 from forerun import LLM, SamplingParams
 from forerun.bench.material import shipped
+from forerun.draft.base import Drafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.translate import plan_translation, translated
 from forerun.draft.vocab import shared_ids, shared_weight
@@ -52,22 +53,24 @@ def main() -> None:
             SamplingParams(temperature=temperature, seed=i, max_tokens=options.tokens, ignore_eos=True)
             for i in range(len(prompts))
         ]
-        plain, first = None, None
+        plain: list[tuple[int, ...]] | None = None
+        first: float | None = None
         for name in ("plain", "same vocabulary", "shared tokens", "encoded again"):
-            drafter = {"plain": None, "same vocabulary": f"model:{options.draft}"}.get(name)
+            drafter: str | Drafter | None = f"model:{options.draft}" if name == "same vocabulary" else None
             if name in ("shared tokens", "encoded again"):
                 runner = foreign.load(CACHE_TOKENS)
                 drafter = translated(runner, target.config.vocab_size, way, shared=name == "shared tokens")
             llm = LLM(options.target, drafter, max_num_seqs=len(prompts), speculation=options.depth)
-            said = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+            said = [tuple(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
             plain = plain or said
             assert said == plain, f"{name} changed the output"
             if drafter is None:
                 continue
             stats = llm.stats
-            first = first or stats.acceptance_rate
+            rate = stats.acceptance_rate or 0.0
+            first = first or rate
             depths = " ".join(f"{rate:.3f}" for rate in stats.acceptance_at_depth)
-            cells = [f"{temperature:g}", name, f"{stats.acceptance_rate:.3f}", f"{stats.acceptance_rate / first:.2f}"]
+            cells = [f"{temperature:g}", name, f"{rate:.3f}", f"{rate / first:.2f}"]
             print(f"| {' | '.join([*cells, f'{stats.tokens_per_round:.3f}', depths])} |", flush=True)
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.demo.material import Pair, load_prompts
+from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, load_prompts, widen
+from forerun.models.bundled import DRAFT, TARGET
 from forerun.text.tokenizer import Tokenizer
 
 WRITER = re.compile(r"model\.layers\.(\d+)\..*(o_proj|down_proj)\.weight")
@@ -35,8 +36,8 @@ class Material:
     @classmethod
     def make(cls, folder: Path) -> Material:
         """The demo's pair, copied to `folder` once, and its held-out prompts for the draft model."""
-        pair = Pair.widened()
-        target, draft = (told_apart(Path(source), folder / Path(source).name) for source in (pair.target, pair.draft))
+        sources = (widen(TARGET, TARGET_PARAMETERS, None), widen(DRAFT, DRAFT_PARAMETERS, None))
+        target, draft = (told_apart(Path(source), folder / Path(source).name) for source in sources)
         tokenizer = Tokenizer.load(target)
         texts = [prompt.text for prompt in load_prompts() if prompt.drafter == "model"]
         return cls(target, draft, [tokenizer.encode(text) for text in texts])

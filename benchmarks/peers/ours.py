@@ -36,6 +36,7 @@ def load(setup: Setup) -> Service:
     from forerun import LLM, SamplingParams, __version__
     from forerun.config import QUANTIZATIONS
     from forerun.demo.race import engine_beside
+    from forerun.draft.base import Drafter
     from forerun.draft.mix import MixDrafter
     from forerun.draft.model.model import ModelDrafter
     from forerun.draft.ngram import NgramDrafter
@@ -53,7 +54,7 @@ def load(setup: Setup) -> Service:
     model = llm.engine.drafter
     assert isinstance(model, ModelDrafter), "the draft is a model"
     runner = type(model.runner).of(model.runner.decoder, llm.plan.cache_tokens)
-    both = [NgramDrafter(), ModelDrafter(runner, model.vocab_size, model.shared)]
+    both: Sequence[Drafter] = [NgramDrafter(), ModelDrafter(runner, model.vocab_size, model.shared)]
     engines[MIX] = engine_beside(llm, MixDrafter(both, ("ngram", "model")))
 
     def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:

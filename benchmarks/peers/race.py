@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.peers.place import StepFailed
 from benchmarks.peers.protocol import MIX, Answer, Mode
@@ -27,9 +27,10 @@ LEAST_EQUAL = 8  # leading tokens, on the prompt where they are most: no acciden
 PLAIN = Mode()
 IDLE_S = 0.5
 Entry = tuple[str, Mode]  # engine, mode
+T = TypeVar("T")
 
 
-def turns(entries: Sequence[Entry], turn: int) -> list[Entry]:
+def turns(entries: Sequence[T], turn: int) -> list[T]:
     """Who is asked in which order in a turn: the same circle, begun one further on every time."""
     first = turn % len(entries) if entries else 0
     return [*entries[first:], *entries[:first]]

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.peers.place import StepFailed
 
 from forerun.bench.figures import Spread
-from forerun.demo.material import TARGET
+from forerun.models.bundled import TARGET
 from forerun.models.loading import Blueprint
 from forerun.traffic.client import ServerAddress, TimedAnswer, TrafficClient
 from forerun.traffic.figures import percentile

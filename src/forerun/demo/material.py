@@ -91,6 +91,12 @@ def widened_pair(target: str, draft: str, progress: ProgressCallback | None) -> 
     return str(wide), str(widened_draft(spec, target, wide, wider, progress))
 
 
+def widen(name: str, num_parameters: int, progress: ProgressCallback | None) -> str:
+    """The folder of a bundled model at another size."""
+    wider = Wider.of(Blueprint.of(name).config, num_parameters)
+    return str(cached_widened(name, wider, progress))
+
+
 def refuse_unknown_models(spec: DraftSpec) -> None:
     """Raise InvalidRequest for a draft model, at any depth, that is not bundled."""
     for member in spec.members:
@@ -105,8 +111,7 @@ def widened_draft(
 ) -> DraftSpec:
     """A drafter of the target as one of the widened target in the folder `wide`."""
     if spec.name == "model" and spec.argument is not None:
-        grown = Wider.of(Blueprint.of(spec.argument).config, DRAFT_PARAMETERS)
-        return replace(spec, argument=str(cached_widened(spec.argument, grown, progress)))
+        return replace(spec, argument=widen(spec.argument, DRAFT_PARAMETERS, progress))
     if spec.name in KINDS and spec.argument is not None:
         return cached_widened_drafter(str(spec), target, wide, wider)
     members = [widened_draft(member, target, wide, wider, progress) for member in spec.members]
