@@ -359,6 +359,30 @@ def test_recovering_that_fails_once_is_as_if_it_had_not(
     assert_empty(llm.engine)
 
 
+def test_what_a_round_has_decided_is_told_although_recovering_from_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tokens of a text that ends in that round are among them."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    fault = Fault(lambda call: call in (0, 1), MemoryError())
+    honest, told = llm.engine.runner.clear, llm.engine.drafter.observe  # type: ignore[union-attr]
+    decided: list[int] = []
+
+    def observe_and_break(news: Committed) -> None:
+        told(news)
+        if not decided and any(s.status is Status.FINISHED for s in llm.engine.sequences.values()):
+            decided.extend(s.id for s in llm.engine.sequences.values() if s.status is Status.FINISHED)
+            monkeypatch.setattr(llm.engine.runner, "clear", fault.before(honest))
+            raise MemoryError
+
+    monkeypatch.setattr(llm.engine.drafter, "observe", observe_and_break)
+    found, expected = stepped(llm), alone_tokens()
+    assert decided
+    assert fault.num_raised == 2
+    failed = [i for i in range(NUM) if isinstance(found[i], OutOfMemory)]
+    assert len(failed) == 1
+    assert [found[i] for i in range(NUM) if i not in failed] == [expected[i] for i in range(NUM) if i not in failed]
+    assert_empty(llm.engine)
+
+
 def test_where_memory_lacks_to_recover_all_requests_as_many_end_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those with the longest texts; the others are answered as ever."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)

@@ -142,7 +142,7 @@ class Engine:
         deltas: list[Delta] = []
         undecided = attempt(lambda: deltas.extend(self.answer_for(error)))
         if undecided is not None:
-            return self.surrender(undecided)
+            return [delta for _, delta in self.roster.decided or ()] + self.surrender(undecided)
         self.roster.decided = None
         self.torn = False
         return deltas
@@ -243,7 +243,8 @@ class Engine:
             time.sleep(PAUSE_S)  # nobody is left: what is there has to be mended before a request can be read
             return []
         failed = failure_of(culprit, error).told
-        return [self.roster.fail(sample, failed) for sample in self.roster.samples_of(culprit.request_id)]
+        samples = self.roster.samples_of(culprit.request_id)
+        return [self.roster.fail(sample, failed) for sample in samples if sample.status is not Status.FINISHED]
 
     def mend(self) -> None:
         """Recover from a round that did not come to its end: apply what was decided, and read all sequences again.
