@@ -17,7 +17,7 @@ from forerun.bench.setup import Models, about, set_up
 from forerun.demo import material
 from forerun.device import Placement
 from forerun.draft.model.model import ModelDrafter
-from forerun.errors import InvalidRequest
+from forerun.errors import ForerunError, InvalidRequest
 from forerun.llm import LLM
 from forerun.models.bundled import BUNDLED, BUNDLED_HEADS
 from forerun.models.graphs import GraphRunner
@@ -130,6 +130,24 @@ def test_a_drafter_is_widened_with_the_target(wide: Callable[[str], tuple[str, s
         rounds.append(llm.stats.tokens_per_round)
         llm.close()
     assert rounds[0] == pytest.approx(rounds[1], rel=0.3)
+
+
+def test_a_drafter_is_widened_once_however_its_folder_is_spelled(
+    wide: Callable[[str], tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(BUNDLED_HEADS["stdlib-block"], tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    spelled = ["block:own", "block:./own", f"block:{tmp_path / 'own'}"]
+    assert len({wide(draft) for draft in spelled}) == 1
+
+
+@pytest.mark.parametrize("draft", ["block:nowhere", "early-exit:2", "mix[ngram,block:nowhere]"])
+def test_what_cannot_be_widened_is_refused_before_anything_is_written(
+    wide: Callable[[str], tuple[str, str]], draft: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ForerunError):
+        wide(draft)
+    assert not any(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_widened_drafter_of_other_weights_is_not_taken_for_it(

@@ -18,6 +18,7 @@ from compiled import require_compiler
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter
+from forerun.draft.label import draft_label
 from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.engine.controller import FixedDepth, Load
@@ -393,3 +394,10 @@ def test_layers_are_shared_not_copied(bench_of: Benches) -> None:
     assert whole.taps is not None
     assert torch.equal(lower.hidden, whole.taps[:, 0])
     assert torch.equal(lower.logits, target.decoder.logits(whole.taps[2:, 0]))
+
+
+def test_its_name_has_nothing_of_the_folder_it_is_called_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert draft_label("early-exit:2") == "early-exit:2"
+    assert draft_label("mix[ngram,early-exit:auto]") == "mix[ngram,early-exit:auto]"

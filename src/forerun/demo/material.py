@@ -14,7 +14,7 @@ from pathlib import Path
 from forerun.annotations import ProgressCallback
 from forerun.draft.auto import settled
 from forerun.draft.label import draft_label
-from forerun.draft.model.widen import KINDS, cached_widened_drafter
+from forerun.draft.model.widen import KINDS, cached_widened_drafter, planned
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -78,15 +78,15 @@ class Pair:
 def widened_pair(target: str, draft: str, progress: ProgressCallback | None) -> tuple[str, str]:
     """The folder of a bundled target and the drafter to it at the demo's sizes.
 
-    Draft models get the size of one, drafters that read the target's states grow with it, drafters without weights
+    Draft models get the size of one, drafters that read the target's states grow with it, those that read text alone
     stay, and `auto` is what it is beside the target as trained. Raises InvalidRequest for a target or a draft model
-    that is not bundled, and for what cannot be widened; ModelError for an unusable drafter.
+    that is not bundled, and for what cannot be widened; ModelError for an unusable drafter; nothing is written then.
     """
     if target not in BUNDLED:
         raise InvalidRequest("widen", f"{target} is not of the bundled models {BUNDLED_NAMES}.")
     spec = settled(parse_spec(draft), Blueprint.of(target))
     wider = Wider.of(Blueprint.of(target).config, TARGET_PARAMETERS)
-    refuse_unknown_models(spec)
+    refuse(spec, target, wider)
     wide = cached_widened(target, wider, progress)
     return str(wide), str(widened_draft(spec, target, wide, wider, progress))
 
@@ -97,10 +97,12 @@ def widen(name: str, num_parameters: int, progress: ProgressCallback | None) -> 
     return str(cached_widened(name, wider, progress))
 
 
-def refuse_unknown_models(spec: DraftSpec) -> None:
-    """Raise InvalidRequest for a draft model, at any depth, that is not bundled."""
+def refuse(spec: DraftSpec, target: str, wider: Wider) -> None:
+    """Raise what stands in the way of widening a drafter, at any depth: an error of its own, or an unknown model."""
     for member in spec.members:
-        refuse_unknown_models(member)
+        refuse(member, target, wider)
+    if spec.name in KINDS and spec.argument is not None:
+        planned(str(spec), target, wider, seed=0)
     argument = spec.argument
     if spec.name == "model" and argument not in BUNDLED and Path(argument or "") not in BUNDLED.values():
         raise InvalidRequest("widen", f"{spec} is not of the bundled models {BUNDLED_NAMES}.")

@@ -35,6 +35,8 @@ def labelled(spec: DraftSpec) -> DraftSpec:
 
 
 def head_label(folder: str) -> str:
-    """What heads are called: by their name or, if they were widened, by that of their source."""
+    """What heads are called: by their name or, if they were widened, by that of their source; nothing without any."""
+    if not folder:
+        return folder
     path = Path(folder) / "config.json"
     return (read_widened(read_fields(path)) if path.is_file() else None) or folder

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) 
         digest.update(path.read_bytes())
     name = f"{parse_spec(draft).name}-{digest.hexdigest()[:16]}"
     with FileLock(target / f".{name}.lock"):
-        return put(found, plan, target / name, draft)
+        return put(found, plan, target / name, draft, told=("recipe", "seed"))  # the name stands for the weights
 
 
 def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, WideDrafter]:
@@ -210,13 +210,15 @@ def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, Wid
     return plan, make(spec.argument, plan)
 
 
-def put(found: WideDrafter, plan: Plan, folder: Path, draft: str) -> DraftSpec:
-    """Write the drafter into the folder, unless the same one is there; returns its specification."""
+def put(
+    found: WideDrafter, plan: Plan, folder: Path, draft: str, told: Sequence[str] = ("from", "recipe", "seed")
+) -> DraftSpec:
+    """Write the drafter into the folder, unless the same one is there, by what of it is `told`; its specification."""
     spec = parse_spec(draft)
     made = {"from": spec.argument, "recipe": plan.recipe, "seed": plan.seed}
     if folder.exists():
         here = read_fields(folder / "config.json").values.get(WIDENED) if (folder / "config.json").is_file() else None
-        if not isinstance(here, dict) or {key: here.get(key) for key in made} != made:
+        if not isinstance(here, dict) or any(here.get(key) != made[key] for key in told):
             raise InvalidRequest("folder", f"{folder} exists and is not this drafter: remove it, or choose another.")
     else:
         write(found, plan, folder, made)
