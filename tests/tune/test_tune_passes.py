@@ -10,6 +10,7 @@ from forerun import LLM
 from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group
 from forerun.bench.run import Stage
+from forerun.errors import DraftError
 from forerun.tune.passes import PassMeter, PassTable, RowCosts, rows_of, sizes_at
 from forerun.tune.predict import RoundShape
 from unchecked import unchecked
@@ -52,6 +53,15 @@ def test_sizes_that_do_not_fit_are_left_out(llm: LLM) -> None:
     own.deepest = 200
     found = own.measure([2, 150], lambda *_: None)
     assert set(found.passes) == {1, 2}
+
+
+def test_where_no_round_fits_nothing_is_made_up(llm: LLM) -> None:
+    """The prompt leaves room for a token or two."""
+    own = meter(llm, 1)
+    own.stage.workloads["tales"] = Workload("tales", (Item((5,) * (llm.plan.max_model_len - 4), None, ""),))
+    with pytest.raises(DraftError, match="shorter prompts"):
+        own.measure([2, 5], lambda *_: None)
+    assert not llm.engine.has_work
 
 
 def costs(rows: int) -> RowCosts:

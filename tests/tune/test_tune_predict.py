@@ -97,21 +97,21 @@ def test_the_best_depth_and_arm_are_found_by_trying_all() -> None:
 
 
 def test_the_interval_covers_what_other_draws_of_prompts_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of jobs with other texts of the kind most lie within it; a wrong one, of a quarter of the width, fails."""
+    """Of jobs with other texts of the kind nine in ten lie within it; a wrong one, of half the width, has fewer."""
     monkeypatch.setattr("forerun.tune.predict.RESAMPLES", 40)
     costs, covered, narrow = MadeCosts(), 0, 0
     rng = random.Random(3)
     many = [noisy(rng.uniform(0.2, 0.9), rng.randrange(10**6), num_tokens=20) for _ in range(100)]
-    truth = speed_up(DecodingJob(many, 1), costs, "", 4)
     for _ in range(20):
         found = interval(DecodingJob(rng.sample(many, 12), 1), costs, "", 4)
         assert found is not None
         low, high = found
-        covered += low <= truth <= high
-        middle, half = (low + high) / 2, (high - low) / 8
-        narrow += middle - half <= truth <= middle + half
-    assert covered >= 15
-    assert narrow < 10
+        middle, half = (low + high) / 2, (high - low) / 4
+        others = [speed_up(DecodingJob(rng.sample(many, 12), 1), costs, "", 4) for _ in range(5)]
+        covered += sum(low <= other <= high for other in others)
+        narrow += sum(middle - half <= other <= middle + half for other in others)
+    assert covered >= 80
+    assert narrow < 75
     assert interval(DecodingJob([text(1)], 1), costs, "", 4) is None
 
 

@@ -23,6 +23,7 @@ from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
+from forerun.errors import DraftError
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
@@ -218,7 +219,7 @@ class PassMeter:
     reading: list[tuple[int, float, int]] = field(default_factory=list)  # prompt tokens, seconds, depth
 
     def measure(self, sizes: Sequence[int], report: ProgressCallback) -> RowCosts:
-        """What rounds of these sizes take, and what drafters take to read prompts."""
+        """What rounds of these sizes take, and what drafters take to read prompts. DraftError where no round fits."""
         order = [size for _ in range(self.repeats) for size in sizes]
         number = 0
         for wave in range(MOST_WAVES):
@@ -226,12 +227,17 @@ class PassMeter:
                 break
             report(f"measuring rounds of {self.group.batch}", number / len(order))
             number += self.wave(order[number:], wave)
+        if not self.plain:
+            raise DraftError(
+                "no round with guesses fits behind these prompts in the context of the model: give shorter prompts, "
+                "or fewer --max-tokens."
+            )
         passes = {size: statistics.median(each[1] for each in seen) for size, seen in self.ratios.items()}
         drafts: dict[int, list[float]] = {}
         for seen in self.ratios.values():
             for depth, _, ratio in seen:
                 drafts.setdefault(depth, []).append(ratio)
-        plain_s = statistics.median(self.plain or [1.0])
+        plain_s = statistics.median(self.plain)
         found = RowCosts(
             plain_s, {self.group.batch: 1.0} | passes, {d: statistics.median(r) for d, r in drafts.items()}
         )

@@ -31,7 +31,7 @@ class PilotDrafter:
 
     drafter: Drafter
     seen: dict[int, dict[int, Sequence[GuessedTree]]] = field(default_factory=dict)
-    each_depth: bool = False  # as the drafter said before the round
+    told: Outlook = field(default_factory=lambda: Outlook(unread=[], limit=[]))  # by the drafter, before the round
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -49,21 +49,23 @@ class PilotDrafter:
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """Record what the drafter guesses; roots alone."""
-        depths = range(1, 1 + max(budget.depth for budget in budgets)) if self.each_depth else [None]
+        deepest = max(budgets, key=lambda budget: budget.depth)
+        members = list(self.told.arms.values())[deepest.arm :]  # none where all of them are merged
+        each_depth = (members[0] if members else self.told).depth_matters
+        depths = range(1, 1 + deepest.depth) if each_depth else [None]
         found = [
             chains_of(self.drafter.propose(draws, [within(budget, depth) for budget in budgets], tail).tree)
             for depth in depths
         ]
         for number, (row, budget) in enumerate(zip(draws.rows, budgets, strict=True)):
-            drafts = [own[number] for own in found][: budget.depth if self.each_depth else 1]
+            drafts = [own[number] for own in found][: budget.depth if each_depth else 1]
             self.seen.setdefault(row.seq_id, {})[len(row.tokens)] = drafts if budget.depth else []
         return Draft.none([row.tokens[-1] for row in draws.rows])
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """The drafter's own."""
-        found = self.drafter.outlook(seq_ids)
-        self.each_depth = found.depth_matters
-        return found
+        self.told = self.drafter.outlook(seq_ids)
+        return self.told
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """The drafter forgets; what was recorded stays."""

@@ -8,11 +8,13 @@ As in every measured run, rounds that read prompts count on no side. This file h
 what rounds take.
 
 Two things are approximated. What a drafter remembers of other texts depends on which of them are finished: with more
-than one row at once, that differs a little from depth to depth. And a mix is replayed with a single arm for all rounds.
+than one row at once, that differs a little from depth to depth. And a mix is replayed with a single arm for all rounds,
+its merged trees cut from those of the greatest depth.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -201,7 +203,11 @@ def expect(jobs: Mapping[str, DecodingJob], costs: RoundCosts, deepest: int) -> 
 
 
 def interval(job: DecodingJob, costs: RoundCosts, arm: str, depth: int, seed: int = 0) -> tuple[float, float] | None:
-    """Between which speed-ups most draws of as many prompts lie, by drawing these anew; None of a single text."""
+    """Between which speed-ups most other draws of as many prompts lie; None of a single text.
+
+    Drawing these texts anew shows by how much such a draw differs from the whole it is drawn from. Two draws differ by
+    the root of 2 times as much.
+    """
     if len(job.texts) < 2:
         return None
     rng = random.Random(seed)
@@ -212,7 +218,9 @@ def interval(job: DecodingJob, costs: RoundCosts, arm: str, depth: int, seed: in
         for _ in range(num_draws)
     )
     outside = round((1 - LIKELY) / 2 * (num_draws - 1))
-    return found[outside], found[-1 - outside]
+    usual = speed_up(job, costs, arm, depth)
+    low, high = (usual * (end / usual) ** math.sqrt(2) for end in (found[outside], found[-1 - outside]))
+    return low, high
 
 
 def acceptance_at_depth(texts: Iterable[TextRounds], deepest: int) -> tuple[float, ...]:

@@ -63,7 +63,8 @@ class TuneReport:
             cell = each.cell(batch, temperature)
             for auto, own in ((False, cell and cell.drafted), (True, cell and cell.chosen)):
                 if cell and own and own.speed_up:
-                    named = each.candidate.draft, cell.prediction.depth, own.speed_up.median, cell.interval
+                    speed_up = own.speed_up.median
+                    named = each.candidate.draft, cell.prediction.depth, speed_up, cell.interval_around(speed_up)
                     found.append(TunedChoice(batch, temperature, *named, auto))
         if not found:
             return None

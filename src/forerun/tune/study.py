@@ -7,7 +7,6 @@ all cells have their first repetition before any has its second.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,8 +29,9 @@ from forerun.tune.predict import (
     speed_up,
 )
 from forerun.tune.settings import PILOT_DEPTH, Candidate, TuneSettings
-from forerun.tune.trial import DrafterMemory, Trial
+from forerun.tune.trial import DrafterMemory, OutOfTime, TimeLimit, Trial
 
+NOT_REACHED = "not reached within --time-limit"
 COARSE_REPEATS, FINE_REPEATS = 3, 5
 CLOSE = 0.92  # of the best prediction by a few sizes: of such depths all sizes are measured
 MOST_SIZES, LEAST_SHARE = 32, 0.004  # of sizes that are measured: their number, and their rounds' share
@@ -73,9 +73,13 @@ class TuneCell:
     @property
     def interval(self) -> tuple[float, float] | None:
         """Where the speed-up on other prompts like these is expected, around what was measured on these."""
-        if self.prediction.interval is None or not self.speed_up:
+        return self.interval_around(self.speed_up) if self.speed_up else None
+
+    def interval_around(self, speed_up: float) -> tuple[float, float] | None:
+        """As far from this speed-up as the prediction's interval is from the prediction."""
+        if self.prediction.interval is None:
             return None
-        low, high = (end / self.prediction.speed_up * self.speed_up for end in self.prediction.interval)
+        low, high = (end / self.prediction.speed_up * speed_up for end in self.prediction.interval)
         return low, high
 
     @property
@@ -103,28 +107,10 @@ class Studied:
         return next((c for c in self.cells if (c.group.batch, c.group.temperature) == (batch, temperature)), None)
 
 
-@dataclass(slots=True)
-class TimeLimit:
-    """Until when measurements may begin; `deadline_s` is None where there is no limit."""
-
-    deadline_s: float | None
-
-    @property
-    def over(self) -> bool:
-        """Whether no measurement may begin any more."""
-        return self.deadline_s is not None and time.perf_counter() >= self.deadline_s
-
-    def share(self, num_left: int) -> TimeLimit:
-        """An equal share of the time that is left, for one of so many."""
-        now_s = time.perf_counter()
-        return self if self.deadline_s is None else TimeLimit(now_s + max(0.0, self.deadline_s - now_s) / num_left)
-
-
 def study(trial: Trial, clock: TimeLimit) -> Studied:
     """Everything about one candidate that there is time for. Its models are freed afterwards."""
     of, settings = trial.candidate, trial.settings
-    if clock.over and f"{trial.name} costs" not in trial.notes.values:
-        return Studied(of, problem="not reached within --time-limit")
+    trial.clock = clock
     try:
         memory = trial.memory()
         jobs = jobs_of(trial)
@@ -134,9 +120,14 @@ def study(trial: Trial, clock: TimeLimit) -> Studied:
             candidate=of,
             memory=memory,
             costs=cost_table({batch: first[batch] for batch in settings.batches}),
-            acceptance={group.temperature: acceptance_of(own) for group, own in reversed(jobs.items())},
+            acceptance={
+                heat: acceptance_of(next(own for group, own in jobs.items() if group.temperature == heat))
+                for heat in temperatures(trial)
+            },
             cells=tuple(measured(trial, expectations(trial, tables, jobs), clock)),
         )
+    except OutOfTime:
+        return Studied(of, problem=NOT_REACHED)
     except (NotEnoughMemory, DraftError) as error:
         return Studied(of, problem=str(error))
     finally:

@@ -6,8 +6,9 @@ when the first one is missing. `study.py` decides which are made, and in which o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.annotations import ProgressCallback
@@ -59,8 +60,29 @@ def wish_of(depth: int) -> Speculation:
 
 
 @dataclass(slots=True)
+class TimeLimit:
+    """Until when measurements may begin; `deadline_s` is None where there is no limit."""
+
+    deadline_s: float | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether no measurement may begin any more."""
+        return self.deadline_s is not None and time.perf_counter() >= self.deadline_s
+
+    def share(self, num_left: int) -> TimeLimit:
+        """An equal share of the time that is left, for one of so many."""
+        now_s = time.perf_counter()
+        return self if self.deadline_s is None else TimeLimit(now_s + max(0.0, self.deadline_s - now_s) / num_left)
+
+
+class OutOfTime(Exception):
+    """What a prediction needs would have to be measured behind the time limit."""
+
+
+@dataclass(slots=True)
 class Trial:
-    """A candidate; `report` hears what is under way."""
+    """A candidate; `report` hears what is under way, and `clock` says until when something may begin."""
 
     target: Blueprint
     spec: ModelSpec
@@ -72,15 +94,20 @@ class Trial:
     name: str = ""
     llm: LLM | None = None
     measuring: Stage | None = None
+    clock: TimeLimit = field(default_factory=TimeLimit)
 
     def __post_init__(self) -> None:
         plan = plan_drafter(self.candidate.draft, DraftContext(self.target, self.target.tokenizer(), self.report))
         self.name = " ".join(filter(None, (self.candidate.draft, plan.fingerprint())))
 
     def noted(self, what: str, made: Callable[[], Any]) -> Any:
-        """A measurement: as it was noted, or made now and noted."""
+        """A measurement: as it was noted, or made now and noted. Raises OutOfTime where it is too late for that."""
         of = f"{self.name} {what}"
-        return self.notes.values[of] if of in self.notes.values else self.notes.add(of, made())
+        if of in self.notes.values:
+            return self.notes.values[of]
+        if self.clock.over:
+            raise OutOfTime
+        return self.notes.add(of, made())
 
     def loaded(self) -> LLM:
         """Both models, with room for every batch. Raises NotEnoughMemory where there is none."""

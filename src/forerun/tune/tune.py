@@ -22,8 +22,8 @@ from forerun.tune.material import Template, TunePrompt, TuneTexts, texts_of
 from forerun.tune.notes import Notes
 from forerun.tune.report import TuneReport
 from forerun.tune.settings import TuneSettings, candidates_of
-from forerun.tune.study import TimeLimit, study_all, temperatures
-from forerun.tune.trial import Trial
+from forerun.tune.study import study_all, temperatures
+from forerun.tune.trial import TimeLimit, Trial
 
 NOTES = "measurements.jsonl"
 FREE = ("time_limit_s", "repeats")  # settings that may change between a run and its continuation
