@@ -38,10 +38,14 @@ PRECISIONS = ("16-bit", "8-bit", "4-bit")
 
 
 class Engine(Protocol):
-    """How an engine comes to be: `formats` are its own words for the classes it takes part in."""
+    """How an engine comes to be: `formats` are its own words for the classes it takes part in.
+
+    Where it does not draft it is asked for plain answers alone.
+    """
 
     name: str
     formats: Mapping[str, str]
+    drafts: bool
     module: str  # run as a worker
     environment: Mapping[str, str]  # of the worker, beside the asker's
 
@@ -145,7 +149,7 @@ def commands(options: Options, material: Material, precision: str) -> tuple[dict
         threads = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
         arguments = [engine.python(place), "-m", engine.module, json.dumps(asdict(setup))]
         log = place.folder / f"worker-{number_format}.log"
-        found[name] = Command(arguments, log, threads | dict(engine.environment))
+        found[name] = Command(arguments, log, threads | dict(engine.environment), engine.drafts)
     return found, failures
 
 

@@ -18,6 +18,7 @@ class Transformers:
 
     name = "transformers"
     formats: Mapping[str, str] = {"16-bit": "bfloat16"}
+    drafts = True
     module = "benchmarks.peers.huggingface"
     environment: Mapping[str, str] = {}
 

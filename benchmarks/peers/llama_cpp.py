@@ -48,6 +48,7 @@ class LlamaCpp:
 
     name = "llama.cpp"
     formats: Mapping[str, str] = {"16-bit": "bf16", "8-bit": "q8_0", "4-bit": "q4_K_M"}
+    drafts = True
     module = "benchmarks.peers.llama_cpp"
     environment: Mapping[str, str] = {}
 

@@ -24,6 +24,7 @@ class OpenVino:
 
     name = "openvino"
     formats: Mapping[str, str] = {"16-bit": "fp16", "8-bit": "int8"}
+    drafts = True
     module = "benchmarks.peers.openvino"
     environment: Mapping[str, str] = {"OPENVINO_LOG_LEVEL": "0"}
 

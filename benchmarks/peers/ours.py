@@ -17,6 +17,7 @@ class Forerun:
 
     name = "forerun"
     formats: Mapping[str, str] = {"16-bit": "bfloat16", "8-bit": "int8", "4-bit": "int4"}
+    drafts = True
     module = "benchmarks.peers.ours"
     environment: Mapping[str, str] = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 

@@ -10,7 +10,7 @@ started again for the modes that have not failed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -36,9 +36,14 @@ def turns(entries: Sequence[T], turn: int) -> list[T]:
     return [*entries[first:], *entries[:first]]
 
 
-def circle(engines: Sequence[str], modes: Sequence[Mode]) -> list[Entry]:
+def circle(engines: Sequence[str], modes: Sequence[Mode], plain_only: Container[str] = ()) -> list[Entry]:
     """All engines in all modes that they have; neighbours are different engines where there are several."""
-    return [(engine, mode) for mode in modes for engine in engines if mode.drafter != MIX or engine == OURS]
+    return [
+        (engine, mode)
+        for mode in modes
+        for engine in engines
+        if (mode.drafter != MIX or engine == OURS) and (mode == PLAIN or engine not in plain_only)
+    ]
 
 
 @dataclass(slots=True)
@@ -61,7 +66,7 @@ class Race:
 
     def __enter__(self) -> Race:
         out = {(failed.engine, failed.mode) for failed in self.failures}
-        everybody = circle(list(self.commands), self.modes)
+        everybody = self.circle()
         self.entries = [(e, mode) for e, mode in everybody if not out & {(e, "all"), (e, str(mode))}]
         return self
 
@@ -69,6 +74,11 @@ class Race:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stack.close()
+
+    def circle(self) -> list[Entry]:
+        """All of this race's engines in all modes that they have."""
+        plain_only = [engine for engine, command in self.commands.items() if not command.drafts]
+        return circle(list(self.commands), self.modes, plain_only)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -161,7 +171,7 @@ class Race:
         """
         done = {(cell.engine, cell.mode, cell.prompt) for cell in begun}
         num_asked = 0
-        order = circle(list(self.commands), self.modes)
+        order = self.circle()
         for i, prompt in enumerate(self.prompts[: self.num_measured]):
             for engine, mode in turns(order, number * self.num_measured + i):
                 if (engine, mode) not in self.entries or (engine, str(mode), i) in done:

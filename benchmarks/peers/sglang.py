@@ -26,6 +26,7 @@ class Sglang:
 
     name = "sglang"
     formats: Mapping[str, str] = {"16-bit": "bfloat16"}
+    drafts = False
     module = "benchmarks.peers.sglang"
     environment: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1"}
 

