@@ -88,7 +88,9 @@ def test_it_says_what_to_do_and_writes_it_down(tuned: tuple[Path, Result, list[s
         assert {line["category"] for line in each["acceptance_at_depth"]} == {None, "a", "b"}
         assert {line["batch"] for line in each["costs"]} == {1, 2}
         for cell in each["cells"]:
-            assert cell["predicted_speed_up"] == max(cell["predicted_speed_up_by_depth"])
+            by_depth = cell["predicted_speed_up_by_depth"]
+            assert by_depth[cell["depth"] - 1] == max(by_depth)
+            assert cell["predicted_speed_up"] > 0
             assert cell["measured_speed_up"]["median"] > 0
             error = cell["predicted_speed_up"] / cell["measured_speed_up"]["median"] - 1
             assert cell["prediction_error"] == pytest.approx(error)

@@ -90,3 +90,15 @@ def test_a_later_measurement_of_a_size_counts_and_steps_stay_steps() -> None:
     assert joined.pass_s(5) == pytest.approx(first.pass_s(5))
     assert joined.draft_s(2) == 0.9
     assert joined.reading_s == 0.5
+
+
+def test_what_is_measured_beside_the_runs_counts_where_there_is_some() -> None:
+    """The mean of it."""
+    first = costs(1)
+    beside = [RowCosts(9.0, {1: 1.0, 3: ratio}, {2: ratio / 10}) for ratio in (2.0, 4.0)]
+    newer = first.newer(beside)
+    assert newer.plain_s == first.plain_s
+    assert newer.pass_s(3) == 3.0
+    assert newer.draft_s(2) == pytest.approx(0.3)
+    assert newer.pass_s(5) == first.pass_s(5)
+    assert first.newer([]).as_object() == first.as_object()

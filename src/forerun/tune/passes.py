@@ -134,6 +134,18 @@ class RowCosts:
         """The largest pass that was measured."""
         return max(self.passes)
 
+    def newer(self, beside: Sequence[RowCosts]) -> RowCosts:
+        """With the mean of newer ratios where there are some."""
+
+        def joined(name: str) -> dict[int, float]:
+            seen: dict[int, list[float]] = {}
+            for own in beside:
+                for size, ratio in getattr(own, name).items():
+                    seen.setdefault(size, []).append(ratio)
+            return {**getattr(self, name), **{size: statistics.fmean(ratios) for size, ratios in seen.items()}}
+
+        return replace(self, passes=joined("passes"), drafts=joined("drafts"))
+
     def as_object(self) -> dict[str, Any]:
         """For the notes."""
         pairs = {name: sorted(getattr(self, name).items()) for name in ("passes", "drafts")}

@@ -101,8 +101,9 @@ class RoundCosts(Protocol):
 class Expected:
     """The best that is expected at a batch size: times as fast as plain decoding, by this arm, this far.
 
-    `by_depth` is the most that is expected of any arm at depth 1, 2, and so on. Other prompts of the same kind, as many
-    of them, are expected between the two numbers of the `interval`; it is the chance of the draw of prompts alone.
+    `by_depth` is the most that is expected of any arm at depth 1, 2, and so on, by the costs before the runs. Other
+    prompts of the same kind, as many of them, are expected between the two numbers of the `interval`; it is the chance
+    of the draw of prompts alone.
     """
 
     arm: str

@@ -2,7 +2,9 @@
 
 This file decides the order of measurements and what the time limit means. Every candidate has an equal share of the
 time that is left when its turn comes; repetitions alternate between plain and drafted decoding of the same prompts, and
-all cells have their first repetition before any has its second.
+all cells have their first repetition before any has its second. Before each repetition of a cell the passes that it
+needs are measured again, by turns with the runs: how much more a larger pass takes changes with what neighbours do to
+the memory, from one minute to the next.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from forerun.tune.settings import PILOT_DEPTH, Candidate, TuneSettings
 from forerun.tune.trial import DrafterMemory, OutOfTime, TimeLimit, Trial
 
 NOT_REACHED = "not reached within --time-limit"
-COARSE_REPEATS, FINE_REPEATS = 3, 5
+COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = 3, 2, 2  # of each size: of a few, of all that look good, of the chosen
 CLOSE = 0.92  # of the best prediction by a few sizes: of such depths all sizes are measured
 MOST_SIZES, LEAST_SHARE = 32, 0.004  # of sizes that are measured: their number, and their rounds' share
 
@@ -124,7 +126,7 @@ def study(trial: Trial, clock: TimeLimit) -> Studied:
                 heat: acceptance_of(next(own for group, own in jobs.items() if group.temperature == heat))
                 for heat in temperatures(trial)
             },
-            cells=tuple(measured(trial, expectations(trial, tables, jobs), clock)),
+            cells=tuple(measured(trial, jobs, tables, clock)),
         )
     except OutOfTime:
         return Studied(of, problem=NOT_REACHED)
@@ -160,8 +162,7 @@ def expectations(
     found = {}
     for group, by_arm in jobs.items():
         best = expect(by_arm, tables[group], PILOT_DEPTH)
-        likely = interval(by_arm[best.arm], tables[group], best.arm, best.depth)
-        found[group] = replace(best, interval=likely)
+        found[group] = replace(best, interval=interval(by_arm[best.arm], tables[group], best.arm, best.depth))
     return found
 
 
@@ -209,24 +210,46 @@ def needed_sizes(job: DecodingJob, depths: Sequence[int]) -> list[int]:
     return sorted(size for size, times in counts.most_common(MOST_SIZES) if times >= LEAST_SHARE * total)
 
 
-def measured(trial: Trial, expected: Mapping[Group, Expected], clock: TimeLimit) -> list[TuneCell]:
+def measured(
+    trial: Trial, jobs: Mapping[Group, Mapping[str, DecodingJob]], tables: Mapping[Group, PassTable], clock: TimeLimit
+) -> list[TuneCell]:
     """All cells, with as many repetitions as there is time for."""
     settings, runs = trial.settings, dict[Group, list[BenchRun]]()
+    expected, costs = expectations(trial, tables, jobs), dict[Group, list[RowCosts]]()
     order = [(repetition, group) for repetition in range(settings.repeats) for group in expected]
     for number, (repetition, group) in enumerate(order):
-        turns = turns_of(settings, expected[group].depth, repetition)
+        best = expected[group]
+        turns = turns_of(settings, best.depth, repetition)
         if not all(trial.has_run(group, turn) for turn in turns):
             if clock.over:
                 continue
             trial.report(f"measuring {group.name}", number / len(order))
             if repetition == 0 or group not in runs or trial.llm is None:
-                trial.warm_up(group, (0, expected[group].depth, CHOSEN))
+                trial.warm_up(group, (0, best.depth, CHOSEN))
+        if sizes := needed_sizes(jobs[group][best.arm], [best.depth]):
+            beside = trial.passes(group, best.arm, f"repetition {repetition}", {group.batch: sizes}, BESIDE_REPEATS)
+            costs.setdefault(group, []).append(RowCosts.of([own for _, own in beside]))
         runs.setdefault(group, []).extend(trial.run(group, turn) for turn in turns)
     answers = [hash_of(item.answer) for item in trial.texts.workload.items if item.answer is not None]
     return [
-        TuneCell(group, prediction, group_figures(group, runs[group], answers) if group in runs else None)
+        TuneCell(
+            group,
+            again(prediction, jobs[group][prediction.arm], tables[group], costs.get(group, ())),
+            group_figures(group, runs[group], answers) if group in runs else None,
+        )
         for group, prediction in expected.items()
     ]
+
+
+def again(prediction: Expected, job: DecodingJob, table: PassTable, beside: Sequence[RowCosts]) -> Expected:
+    """The prediction for the chosen depth and arm, by what was measured beside the runs."""
+    if not beside:
+        return prediction
+    arm, rows = prediction.arm, job.batch
+    newer = table.by_arm[arm][rows].newer(beside)
+    costs = PassTable({**table.by_arm, arm: {**table.by_arm[arm], rows: newer}})
+    found = speed_up(job, costs, arm, prediction.depth)
+    return replace(prediction, speed_up=found, interval=interval(job, costs, arm, prediction.depth))
 
 
 def turns_of(settings: TuneSettings, depth: int, repetition: int) -> list[Turn]:
