@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import forerun
+from forerun.__main__ import main
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 ENV = os.environ | {"PYTHONPATH": str(SRC)}
@@ -40,6 +41,25 @@ main()
     run = python(code, *arguments)
     assert run.returncode == status
     assert run.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_wait_briefly_unless_the_user_says_how(
+    said: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch finds it when it is imported."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    seen: list[str | None] = []
+    monkeypatch.setattr("forerun.cli.main", lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
+    main()
+    assert seen == [found]
 
 
 def test_public_names_are_imported_when_they_are_used() -> None:
