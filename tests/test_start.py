@@ -52,7 +52,8 @@ def test_threads_wait_briefly_unless_the_user_says_how(
 ) -> None:
     """As torch finds it when it is imported."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(signal, "signal", lambda *_: None)

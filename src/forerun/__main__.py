@@ -9,8 +9,8 @@ import os
 import signal
 
 INTERRUPTED = 130
-# How often threads look before they sleep at a barrier. The usual 300,000 times are a millisecond: where another program
-# has one of the cores, its turn and the waiting thread's go by for nothing, and decoding takes twice as long.
+# How often threads look before they sleep at a barrier. The usual 300,000 times are a millisecond: where another
+# program has one of the cores, its turn and the waiting thread's go by for nothing, and decoding takes twice as long.
 SPINS = "4000"
 
 
