@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES = 12
-TORCH = "torch==2.13.0"  # with the constraints below: the plain wheel may bring gigabytes of CUDA
+TORCH = "torch==2.13.0"  # the project's own; a plain "torch" may bring gigabytes of CUDA
 
 
 class StepFailed(Exception):
@@ -50,12 +50,12 @@ class Place:
         stamp.write_text(key, encoding="utf-8")
 
     def install(self, *batches: Sequence[str]) -> None:
-        """An environment with these requirements, one pip call for each batch."""
+        """An environment with these requirements, one pip call for each batch, without the project's own pins."""
 
         def make() -> None:
             self.run("environment", [sys.executable, "-m", "venv", "--clear", str(self.folder / "venv")])
             for batch in batches:
-                options = ["install", "--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
+                options = ["install", "--quiet", "--disable-pip-version-check"]
                 self.run(f"pip install {' '.join(batch)}", [self.python, "-m", "pip", *options, *batch])
 
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ class Sglang:
 
     def make(self, place: Place, setup: Setup) -> None:
         """Fetch its sources and install both projects from them."""
-        place.install([])
+        place.install()
         place.once("build", VERSION, partial(self.build, place))
 
     def python(self, place: Place) -> str:
