@@ -3,6 +3,7 @@
 Must not import forerun: the import hook below has to come first. FORERUN_TYPECHECK=0 switches the hook off.
 """
 
+import gc
 import os
 import sys
 import zlib
@@ -62,6 +63,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup() -> None:
     """Shapes are checked in the first calls of every test."""
     shape_checks.next_test()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_is_looked_for_among_a_modules_own_objects() -> None:
+    """What is there before a module's tests stays: among a million of these, each closing of an LLM takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_costs_are_measured_at_starts() -> Generator[None, None, None]:
+    """Engines begin without the costs of rounds: to measure them takes longer than most tests, which do not need them.
+
+    A test that does sets another limit.
+    """
+    from forerun.engine import calibration
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "LIMIT_S", 0.0)
+        yield
 
 
 @pytest.fixture(scope="session")

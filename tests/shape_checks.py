@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import jaxtyping
 from beartype import beartype
@@ -67,15 +67,46 @@ def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
         num_calls += 1
         if num_calls > FIRST and num_calls % EVERY:
             return function(*arguments, **named)
-        state = random.getstate()  # which checks change, and tests may look at
-        if check is None:
-            check = check_all(function, typechecker=beartype)  # not before it is needed: it takes a millisecond
+        if check is None:  # not before it is needed: it takes a millisecond
+            check = checked_always(function)
+        return check(*arguments, **named)
+
+    return call
+
+
+def checked_always(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, checked in every call; with jaxtyping, which takes longer, only where there are shapes."""
+    parts = [part for hint in function.__annotations__.values() for part in parts_of(hint)]
+    shaped = any(inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray) for part in parts)
+    unknown = any(isinstance(part, str) for part in parts) or inspect.isgeneratorfunction(function)
+    check = check_all(function, typechecker=beartype) if shaped or unknown else beartype(function)
+    return without_dice(check) if unknown or any(map(is_collection, parts)) else check
+
+
+def without_dice(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, and the random state stays: of a collection one item is checked, which is chosen at random."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        state = random.getstate()
         try:
             return check(*arguments, **named)
         finally:
             random.setstate(state)
 
     return call
+
+
+def is_collection(hint: Any) -> bool:
+    """Whether an annotation says what items are."""
+    origin = get_origin(hint)
+    return inspect.isclass(origin) and issubclass(origin, Collection)
+
+
+def parts_of(hint: Any) -> Iterator[Any]:
+    """An annotation and all that it consists of."""
+    yield hint
+    for part in hint if isinstance(hint, list | tuple) else get_args(hint):
+        yield from parts_of(part)
 
 
 def resolved(hint: Any, function: Callable[..., Any]) -> Any:

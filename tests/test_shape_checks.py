@@ -1,9 +1,12 @@
 """Wrong shapes are noticed at the first calls of every test, and among many calls before long."""
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
@@ -26,6 +29,16 @@ class Pair:
     right: Float[Tensor, " n"]
 
 
+@checked_now_and_then
+def total(numbers: Sequence[int], beside: Float[Tensor, "rows columns"]) -> int:
+    return sum(numbers)
+
+
+@checked_now_and_then
+def longer(text: str, count: int) -> str:
+    return text * count
+
+
 def test_the_package_is_checked() -> None:
     with pytest.raises(TypeCheckError):
         uniform(torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
@@ -37,6 +50,17 @@ def test_dataclasses_are_checked_where_they_are_made() -> None:
     Pair(FLAT[0], FLAT[1])
     with pytest.raises(TypeCheckError):
         Pair(FLAT[0], SQUARE[0])
+
+
+def test_types_without_shapes_are_checked_and_the_random_state_stays() -> None:
+    """Of a collection one item is checked, which is chosen at random."""
+    before = random.getstate()
+    assert total([1, 2, 3], FLAT) == 6
+    assert [longer("ab", count) for count in (1, 2)] == ["ab", "abab"]
+    assert random.getstate() == before
+    for wrong in (lambda: total(["a"], FLAT), lambda: longer("ab", "c"), lambda: longer(3, 2)):  # type: ignore[arg-type,list-item]
+        with pytest.raises((TypeCheckError, BeartypeCallHintViolation)):
+            wrong()
 
 
 def test_the_first_calls_are_all_checked_and_later_ones_now_and_then() -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.model.model import ModelDrafter
+from forerun.engine import calibration
 from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -65,7 +66,7 @@ def accepted_path(round_: TracedRound) -> list[int]:
     return [0, *(guess.node for guess in round_.guesses if guess.verdict == "accepted")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @cases
 def test_p_and_q_are_what_the_models_say_along_the_path(case: Case) -> None:
     temperature, judged = case[3], 0
@@ -85,6 +86,7 @@ def test_p_and_q_are_what_the_models_say_along_the_path(case: Case) -> None:
     assert (judged > 0) == (case[0] is not None)
 
 
+@pytest.mark.sampled(6)
 @cases
 def test_verdicts_follow_from_the_numbers_by_their_rule(case: Case) -> None:
     rules = {"token": by_coin, "block": by_block, "follow": by_match}
@@ -180,6 +182,7 @@ def check_fates(round_: TracedRound) -> None:
             assert ("the target drew" if decided is None else f"coin {decided:.3f}") in guess.reason
 
 
+@pytest.mark.sampled(6)
 @cases
 def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: Case) -> None:
     draft, verification, wish, temperature = case
@@ -334,8 +337,9 @@ def test_an_error_of_the_requests_own_code_is_raised() -> None:
     assert not llm_of(MODEL).engine.sequences
 
 
-def test_what_the_controller_chose_is_told_with_its_reason() -> None:
+def test_what_the_controller_chose_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """For every round whose depth is chosen, and for none whose depth is given."""
+    monkeypatch.setattr(calibration, "LIMIT_S", 1e6)
     llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_num_seqs=1)
     params = SamplingParams(temperature=0, seed=1, max_tokens=24)
     told, fixed = trace(llm, PROMPT, params, Speculation()), trace(llm, PROMPT, params, Speculation(4))
