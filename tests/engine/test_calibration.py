@@ -10,15 +10,19 @@ import pytest
 
 from forerun import LLM, SamplingParams, Speculation
 from forerun.accept.outcome import LEAST_MEASURED
+from forerun.draft import mix
+from forerun.draft.model import follower
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.suffix import SuffixDrafter
-from forerun.engine import calibration
+from forerun.engine import calibration, engine
 from forerun.engine.engine import Engine
 from forerun.engine.kept_costs import as_json, from_json, kept_file
 from forerun.engine.measured import MeasuredDepth
+from forerun.models.runner import Read, Runner
 
 ROOT = Path(__file__).parents[1] / "data"
 TARGET, DRAFT = ROOT / "stories260k", ROOT / "stories280k"
+TOKEN_S = 1e-4  # of the clock that a test makes
 PROMPTS = ["Once upon a time", "One day, a little girl", "The cat"]
 DRAFTS = [
     "ngram",
@@ -57,6 +61,20 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted
 
 
+@pytest.fixture
+def made_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock for rounds and drafters that every token which a model reads puts forward, and nothing else does."""
+    now_s, plain_read = [0.0], Runner.read
+
+    def reading(own: Runner, reads: Sequence[Read], *rest: object, **more: object) -> object:
+        now_s[0] += TOKEN_S * sum(len(read.tokens) for read in reads)
+        return plain_read(own, reads, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Runner, "read", reading)
+    for module in (follower, mix, engine):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+
+
 def assert_empty(llm: LLM) -> None:
     """Nothing is left of any sequence."""
     assert not llm.engine.sequences
@@ -74,6 +92,7 @@ def controller_of(llm: LLM) -> MeasuredDepth:
     return llm.engine.controller
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list[int]) -> None:
     """Every arm at batch 1 and at the largest; nothing of it is left in the engine."""
@@ -94,6 +113,7 @@ def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list
     assert again.forecasts == first.forecasts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options", [{"threads": 1}, {"max_num_seqs": 2}, {"verification": "token"}, {"quantize": "int8"}]
 )
@@ -128,12 +148,12 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
 
 
 @pytest.mark.parametrize(("draft", "readers"), [(f"model:{DRAFT}", 1), (f"mix[ngram,model:{DRAFT}]", 1), ("ngram", 0)])
-def test_how_fast_drafters_read_is_measured(draft: str, readers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("made_clock")
+def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
     """Of those who read the text themselves, and kept for the next start."""
-    monkeypatch.setattr(calibration, "LIMIT_S", 60.0)
     first, again = (controller_of(started(draft)) for _ in range(2))
     measured = [arm.reading_s for arm in first.arms.arms]
-    assert sum(0 < each < 1e-2 for each in measured) == readers
+    assert sum(each == pytest.approx(TOKEN_S, rel=0.1) for each in measured) == readers
     assert sum(each == 0 for each in measured) == len(measured) - readers
     assert [arm.reading_s for arm in again.arms.arms] == measured
 
@@ -159,6 +179,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", DAMAGE)
 def test_a_damaged_file_is_measured_anew(text: str, folder: Path, steps: list[int]) -> None:
     started("ngram")
@@ -187,11 +208,19 @@ def corrupted(found: object, rng_value: object) -> list[object]:
     return []
 
 
+@pytest.fixture(scope="module")
+def measured() -> str:
+    """What a start has measured, as JSON."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "keep", lambda *_: None)
+        patch.setattr(calibration, "read_kept", lambda *_: None)
+        return json.dumps(as_json(controller_of(started("ngram"))))
+
+
 @pytest.mark.parametrize("value", [None, -1.0, float("nan"), float("inf"), "x", [], {}, True])
-def test_any_value_that_is_wrong_is_refused_or_harmless(value: object) -> None:
+def test_any_value_that_is_wrong_is_refused_or_harmless(value: object, measured: str) -> None:
     """A file with one value changed gives a controller whose every estimate is a finite time, or none at all."""
-    good = as_json(controller_of(started("ngram")))
-    for found in corrupted(json.loads(json.dumps(good)), value):
+    for found in corrupted(json.loads(measured), value):
         try:
             controller = from_json(found, ("ngram",))
         except (ValueError, TypeError, LookupError, AttributeError):
@@ -264,6 +293,7 @@ def test_the_log_is_told_what_to_expect(caplog: pytest.LogCaptureFixture) -> Non
     assert ("at batch 1" in lines[0]) if pays else ("not expected to pay" in lines[0])
 
 
+@pytest.mark.usefixtures("made_clock")
 def test_results_and_stats_tell_the_gain() -> None:
     """Of rounds that were plain it is nearly 1; without a measurement it is not known."""
     params = SamplingParams(temperature=0.7, max_tokens=200, seed=3, ignore_eos=True)

@@ -237,12 +237,20 @@ class Siege:
     front: AsyncLLM
     known: Sequence[tuple[str, SamplingParams, Any, dict[str, object]]]  # prompt, parameters, wish, plain answer
     until_s: float
+    seconds: float
     outcomes: Counter[str] = field(default_factory=Counter)
     num_honest: int = 0
 
+    @property
+    def goes_on(self) -> bool:
+        """Until the time is over, and on a busy machine for as long as fewer were answered than there have to be."""
+        enough = self.num_honest > self.seconds / 2 and self.outcomes.total() > self.seconds * 2
+        late_s = time.monotonic() - self.until_s
+        return late_s < 0 or (late_s < PATIENCE_S and not (enough and self.outcomes["InvalidRequest"]))
+
     async def honest(self, number: int) -> None:
         rng = random.Random(number)
-        while time.monotonic() < self.until_s:
+        while self.goes_on:
             prompt, params, wish, expected = rng.choice(self.known)
             answer = await asyncio.wait_for(self.front.generate(prompt, params, speculation=wish), PATIENCE_S)
             assert seen(answer) == expected, "a hostile request changed an honest answer"
@@ -250,7 +258,7 @@ class Siege:
 
     async def hostile(self, number: int, seed: int) -> None:
         count = 0
-        while time.monotonic() < self.until_s:
+        while self.goes_on:
             request = Hostile(f"{seed} {number} {count}")
             try:
                 self.outcomes[await request.ask(self.front)] += 1
@@ -294,7 +302,7 @@ def besiege(draft: str | None, seconds: float, seed: int) -> None:
 
     async def main() -> Siege:
         async with AsyncLLM(llm) as front:
-            siege = Siege(front, known, time.monotonic() + seconds)
+            siege = Siege(front, known, time.monotonic() + seconds, seconds)
             await siege.run(seed)
             return siege
 

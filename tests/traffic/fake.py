@@ -5,21 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 WORDS = ("one", " two", " three", " four")
 NO_DELAY: tuple[float, ...] = (0.0,) * len(WORDS)
+LIMIT_S = 60.0  # which only ends a hang
 
 
 @dataclass
 class FakeServer:
-    """Writes WORDS, each after a delay; `delays` and `words` are told the body. Remembers bodies and when it wrote."""
+    """Writes WORDS, each after a delay; `delays` and `words` are told the body. Remembers bodies and when it wrote.
+
+    How a delay goes by is up to `wait`, and what time it is to `clock`. It answers a body once as many were there at
+    the same time as `company` says.
+    """
 
     delays: Callable[[Mapping[str, Any]], tuple[float, ...]] = lambda body: NO_DELAY
     words: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda body: WORDS
+    company: Callable[[Mapping[str, Any]], int] = lambda body: 1
+    wait: Callable[[float], Awaitable[object]] = asyncio.sleep
+    clock: Callable[[], float] = time.perf_counter
     owner: str = "somebody"
     usage: bool = True
     status: int = 200
@@ -28,6 +36,7 @@ class FakeServer:
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     written_s: dict[int, list[float]] = field(default_factory=dict)  # by seed
+    num_written: int = 0  # chunks
     most_at_once: int = 0
     now: int = 0
 
@@ -65,19 +74,27 @@ class FakeServer:
         data = json.dumps(body).encode()
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
 
+    def chunk(self, writer: asyncio.StreamWriter, choice: dict[str, Any]) -> None:
+        """A part of a stream that says something of its only choice."""
+        self.num_written += 1
+        writer.write(event({"choices": [choice]}))
+
     async def answer(self, writer: asyncio.StreamWriter, body: dict[str, Any], chat: bool) -> None:
         """A stream."""
         self.bodies.append(body)
+        ends_s = time.monotonic() + LIMIT_S
+        while self.most_at_once < self.company(body) and time.monotonic() < ends_s:
+            await asyncio.sleep(0.001)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
         stamps = self.written_s.setdefault(body["seed"], [])
         words, delays = self.words(body), self.delays(body)
         for word, delay in zip(words, delays, strict=True):
-            await asyncio.sleep(delay)
-            stamps.append(time.perf_counter())
+            await self.wait(delay)
+            stamps.append(self.clock())
             choice: dict[str, Any] = {"delta": {"content": word}} if chat else {"text": word}
-            writer.write(event({"choices": [choice]}))
+            self.chunk(writer, choice)
             await writer.drain()
-        writer.write(event({"choices": [{"finish_reason": "stop"}]}))
+        self.chunk(writer, {"finish_reason": "stop"})
         if self.usage:
             writer.write(event({"choices": [], "usage": {"completion_tokens": 2 * len(words)}}))
         writer.write(self.ending)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.traffic.client import ServerAddress
+from forerun.traffic import client, run
+from forerun.traffic.client import ChunkTimes, ServerAddress
 from forerun.traffic.figures import ServiceLevel
 from forerun.traffic.measure import TrafficTask, measure_traffic
 from forerun.traffic.plan import ServerLoad
@@ -42,10 +43,36 @@ def the_block(report: TrafficReport) -> TrafficBlock:
     return block
 
 
+class SharedClock:
+    """A clock of client and server that delays put forward, each when the client has all that was written before."""
+
+    def __init__(self, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server, self.ahead_s, self.num_arrived = server, 0.0, 0
+        arrived = ChunkTimes.arrived
+
+        def counted(own: ChunkTimes, now_s: float) -> None:
+            arrived(own, now_s)
+            self.num_arrived += 1
+
+        monkeypatch.setattr(ChunkTimes, "arrived", counted)
+        for module in (client, run):
+            monkeypatch.setattr(module, "time", self)
+        server.wait, server.clock = self.put_forward, self.perf_counter
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() + self.ahead_s
+
+    async def put_forward(self, seconds: float) -> None:
+        while self.num_arrived < self.server.num_written:
+            await asyncio.sleep(0)
+        self.ahead_s += seconds
+
+
 @pytest.mark.parametrize("chat", [False, True])
-def test_times_are_those_of_the_server(chat: bool) -> None:
+def test_times_are_those_of_the_server(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     delays = (0.03, 0.0, 0.05, 0.01)
     server = FakeServer(delays=lambda body: delays)
+    SharedClock(server, monkeypatch)
     report = load_test(server, chat=chat)
     for answer in the_block(report).answers:
         written = server.written_s[answer.index]
@@ -60,10 +87,15 @@ def test_times_are_those_of_the_server(chat: bool) -> None:
 
 
 def test_at_a_rate_requests_do_not_wait_for_answers_and_at_once_they_do() -> None:
-    server = FakeServer(delays=lambda body: (0.1, 0.0, 0.0, 0.0))
+    """No answer is begun before as many requests are there as there can be."""
+
+    def all_of(number: int) -> Callable[[Mapping[str, Any]], int]:
+        return lambda body: number if body["seed"] < 6 else 1  # what warms a server up has later seeds
+
+    server = FakeServer(company=all_of(6))
     load_test(server)
     assert server.most_at_once == 6
-    server = FakeServer(delays=lambda body: (0.01, 0.0, 0.0, 0.0))
+    server = FakeServer(company=all_of(2))
     report = load_test(server, ServerLoad("concurrency", 2.0))
     assert server.most_at_once == 2
     assert [answer.index for answer in the_block(report).answers] == list(range(6))
