@@ -37,6 +37,7 @@ def test_python_blocks_run(source: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_forerun_commands_run_and_say_something(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     arguments = shlex.split(command, comments=True)[1:]
+    arguments += ["-n", "8", "--num-texts", "100"] if arguments[0] == "prove" else []  # the last one of each counts
     with unchecked():
         run = CliRunner().invoke(cli.app, arguments, env={"NO_COLOR": "1"})
     assert run.exit_code == 0, run.output

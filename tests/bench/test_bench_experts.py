@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from forerun.bench import measure
 from forerun.cli import app
 from forerun.models.experts import expected_distinct
+from unchecked import unchecked
 
 
 @pytest.mark.parametrize(("count", "active"), [(8, 2), (128, 8), (256, 8)])
@@ -22,29 +24,20 @@ def test_chance_is_that_of_independent_tokens(count: int, active: int) -> None:
     assert found == pytest.approx(table[count, active], abs=0.6, rel=0.002)
 
 
-def test_a_benchmark_tells_experts_for_every_depth(tmp_path: Path) -> None:
-    folder, out = tmp_path / "sparse", tmp_path / "bench.json"
-    run = CliRunner()
-    made = run.invoke(
-        app, ["widen", "--model", "stdlib-draft", "--experts", "8", "--active", "2", "--out", str(folder)]
-    )
-    assert made.exit_code == 0, made.output
-    options = ["--depth", "3", "--workload", "code", "--num-prompts", "1", "-n", "12", "--repeats", "1", "-t", "0"]
-    told = run.invoke(
-        app,
-        [
-            "bench",
-            "--model",
-            str(folder),
-            "--draft",
-            "model:stdlib-draft",
-            *options,
-            "--state",
-            str(tmp_path / "s"),
-            "-o",
-            str(out),
-        ],
-    )
+def test_a_benchmark_tells_experts_for_every_depth(
+    draft_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "bandwidth_bytes_per_s", lambda device: 1e9)
+    folder, out, prompts, run = tmp_path / "sparse", tmp_path / "bench.json", tmp_path / "tales.txt", CliRunner()
+    prompts.write_text("Once upon a time\n")
+    models = ["--model", str(folder), "--draft", f"model:{draft_dir}", "--prompts", str(prompts)]
+    options = ["--depth", "3", "-n", "12", "--repeats", "1", "-t", "0", "--state", str(tmp_path / "s"), "-o", str(out)]
+    with unchecked():
+        made = run.invoke(
+            app, ["widen", "--model", str(draft_dir), "--experts", "8", "--active", "2", "--out", str(folder)]
+        )
+        assert made.exit_code == 0, made.output
+        told = run.invoke(app, ["bench", *models, *options])
     assert told.exit_code == 0, told.output
     cells = {cell["depth"]: cell for cell in json.loads(out.read_text())["cells"]}
     assert cells[0]["experts"]["median"] == pytest.approx(2.0)

@@ -200,7 +200,7 @@ def check_chains(drafts: Sequence[Draft], model: Model, depth: int) -> None:
         assert draft.weight == pytest.approx(chance, abs=TOLERANCE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("depth", "length"), [(1, 0), (1, 3), (2, 0), (2, 1), (3, 1), (3, 2)])
 def test_a_cascade_of_two(depth: int, length: int) -> None:
     for family in FAMILIES:
@@ -216,9 +216,10 @@ def test_lengths_that_change() -> None:
         check(drafts, family)
 
 
-def test_a_lower_member_that_chooses() -> None:
+@pytest.mark.parametrize("chosen", [FAMILIES[:3], pytest.param(FAMILIES[3:], marks=pytest.mark.full)], ids=len)
+def test_a_lower_member_that_chooses(chosen: list[Family]) -> None:
     """Without a law its guesses are judged by `follow`, and what is emitted has the judge's law all the same."""
-    for family in FAMILIES:
+    for family in chosen:
         drafts = drafts_of(
             lambda f=family: CascadeDrafter(Guesser(f.q, drawn=False), ToyJudge(f.mid), FixedLength(2)), 3
         )

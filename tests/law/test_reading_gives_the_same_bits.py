@@ -98,8 +98,8 @@ def state(r: Runner, seq_id: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("length", "chunks"),
     [
-        (300, (1, 64)),
-        pytest.param(300, (2, 3, 5, 8), marks=pytest.mark.full),
+        (100, (1, 33)),
+        pytest.param(300, (1, 2, 3, 5, 8, 64), marks=pytest.mark.full),
         pytest.param(1100, (1, 3, 8, 64, 201, 400), marks=pytest.mark.full),
     ],
 )
@@ -113,14 +113,16 @@ def test_chunks_give_the_same_bits(decoders: list[Decoder], length: int, chunks:
             assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
 
 
-def test_threads_give_the_same_bits(decoders: list[Decoder]) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("chunks", [(201, 1100), pytest.param((33, 400), marks=pytest.mark.full)], ids=str)
+def test_threads_give_the_same_bits(decoders: list[Decoder], chunks: tuple[int, ...]) -> None:
     """Wide prompts are where torch splits work over threads."""
     for decoder in decoders:
         length = min(1100, decoder.config.max_positions)
         text = [random.Random(length).randrange(3, 500) for _ in range(length)]
         whole = read_in_chunks(decoder, text, length)
         with threads(2):
-            for chunk in (33, 201, 400, length):
+            for chunk in chunks:
                 assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
 
 
@@ -144,7 +146,7 @@ def random_tree(rng: random.Random, nodes: int, shape: str) -> list[int]:
 SHAPES = ["chain", "star", "bush"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], drafting: list[Decoder], shape: str) -> None:
     """And the kept path leaves the same bits in the cache as plain reading."""
@@ -206,6 +208,7 @@ def test_a_tree_grown_level_by_level_is_the_tree_read_at_once(decoders: list[Dec
             assert torch.equal(grown.read([read]).logits, expected[level])
 
 
+@pytest.mark.sampled(2)
 def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
     """Small blocks and a nearly full cache: rows grow into each other and move."""
     rng = random.Random(4)

@@ -138,7 +138,7 @@ def test_many_texts_are_drawn_by_several_requests(
     monkeypatch.setattr(law, "MOST_SAMPLES", 100)
     monkeypatch.setattr(llm, "generate", generate)
     with unchecked():
-        found = prove(llm, PROMPTS, WORKLOAD)
+        found = prove(llm, PROMPTS, replace(WORKLOAD, num_prompts=1, shapes=(Speculation(3),)))
     assert found.holds
     assert all(each.num_texts == 250 for each in found.laws)
     assert [one.n for one in asked] == [100, 100, 50] * len(found.laws)

@@ -37,9 +37,8 @@ class Killed(Exception):
     """The power went out."""
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
+def write_source(folder: Path) -> Path:
+    """A corpus, the same every time."""
     for number in range(160):
         path = folder / f"part{number % 3}" / f"module_{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,17 +47,32 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def small_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card's figures from few texts."""
-    monkeypatch.setattr("recipes.stdlib.measure.NUM_PROMPTS", 4)
-    monkeypatch.setattr("recipes.stdlib.measure.NUM_NEW_TOKENS", 24)
-
-
 @pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_source(tmp_path / "source")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_measurement() -> Iterator[None]:
+    """A card's figures from few texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.stdlib.measure.NUM_PROMPTS", 4)
+        patch.setattr("recipes.stdlib.measure.NUM_NEW_TOKENS", 24)
+        yield
+
+
+@pytest.fixture(scope="module")
 def quiet() -> Iterator[Progress]:
     with Progress(disable=True) as bar:
         yield bar
+
+
+@pytest.fixture(scope="module")
+def cooked(tmp_path_factory: pytest.TempPathFactory, quiet: Progress) -> Path:
+    """What a whole run leaves: its `source`, its `work` and the `family`, which are only read."""
+    root = tmp_path_factory.mktemp("cooked")
+    cook(TINY, write_source(root / "source"), root / "work", root / "family", quiet)
+    return root
 
 
 def weights(folder: Path) -> dict[str, str]:
@@ -107,11 +121,8 @@ def test_every_place_of_the_stream_is_read_once_before_any_is_read_again() -> No
     assert torch.equal(rows[:4], schedule.windows(tokens, 0, 0)), "a step's windows are a function of its number"
 
 
-def test_the_whole_recipe_makes_checkpoints_that_draft_for_each_other(
-    source: Path, tmp_path: Path, quiet: Progress
-) -> None:
-    out = tmp_path / "family"
-    cook(TINY, source, tmp_path / "work", out, quiet)
+def test_the_whole_recipe_makes_checkpoints_that_draft_for_each_other(cooked: Path) -> None:
+    out = cooked / "family"
     assert set(weights(out)) == {"target", "middle", "draft"}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     drafted = LLM(str(out / "target"), draft=f"model:{out / 'draft'}").generate("def function_1(x):", params)
@@ -121,14 +132,15 @@ def test_the_whole_recipe_makes_checkpoints_that_draft_for_each_other(
     assert "nan" not in card
     listed = [line.split("\t") for line in (out / "corpus.tsv").read_text("utf-8").splitlines()]
     assert {(path, side) for side, _, path in listed} == {
-        (f.path, "held-out" if f.held_out else "train") for f in read_corpus(source)
+        (f.path, "held-out" if f.held_out else "train") for f in read_corpus(cooked / "source")
     }
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_students_are_taught_again_by_a_target_that_is_there(source: Path, tmp_path: Path, quiet: Progress) -> None:
-    whole = tmp_path / "whole"
-    cook(TINY, source, tmp_path / "work", whole, quiet)
+def test_students_are_taught_again_by_a_target_that_is_there(
+    source: Path, cooked: Path, tmp_path: Path, quiet: Progress
+) -> None:
+    whole = cooked / "family"
     cook(TINY, source, tmp_path / "again", tmp_path / "students", quiet, teacher=whole / "target")
     assert weights(tmp_path / "students") == weights(whole)
     assert Record.read(tmp_path / "students" / "target") == Record.read(whole / "target")
@@ -157,12 +169,11 @@ def test_what_is_no_target_of_the_recipe_is_refused_and_nothing_is_touched(
 
 
 def test_a_killed_run_goes_on_to_the_very_same_weights(
-    source: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
+    source: Path, cooked: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipes.stdlib.pretrain.CHECKPOINT_EVERY", 2)
     monkeypatch.setattr("recipes.stdlib.distill.CHECKPOINT_EVERY", 2)
-    cook(TINY, source, tmp_path / "work", tmp_path / "whole", quiet)
-    whole, save, num_saves = weights(tmp_path / "whole"), Run.save, 0
+    save, num_saves = Run.save, 0
 
     def save_and_die(run: Run) -> None:
         nonlocal num_saves
@@ -176,7 +187,7 @@ def test_a_killed_run_goes_on_to_the_very_same_weights(
         with pytest.raises(Killed):
             cook(TINY, source, tmp_path / "again", tmp_path / "parts", quiet)
     cook(TINY, source, tmp_path / "again", tmp_path / "parts", quiet)
-    assert weights(tmp_path / "parts") == whole
+    assert weights(tmp_path / "parts") == weights(cooked / "family")
 
 
 def test_no_model_and_no_tokenizer_sees_a_held_out_file(source: Path, tmp_path: Path) -> None:
@@ -205,10 +216,9 @@ def test_work_of_another_corpus_is_refused_and_kept(source: Path, tmp_path: Path
 
 
 def test_stages_that_are_done_are_not_done_again(
-    source: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
+    cooked: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cook(TINY, source, tmp_path / "work", tmp_path / "family", quiet)
-    before = weights(tmp_path / "family")
+    before = weights(cooked / "family")
 
     def refuse(*_: object) -> None:
         raise AssertionError("a finished stage was entered again")
@@ -217,5 +227,5 @@ def test_stages_that_are_done_are_not_done_again(
     monkeypatch.setattr("recipes.stdlib.distill.step_optimizers", refuse)
     monkeypatch.setattr("recipes.stdlib.generate.LLM", refuse)
     monkeypatch.setattr(stages, "train_tokenizer", refuse)
-    cook(TINY, source, tmp_path / "work", tmp_path / "family", quiet)
-    assert weights(tmp_path / "family") == before
+    cook(TINY, cooked / "source", cooked / "work", cooked / "family", quiet)
+    assert weights(cooked / "family") == before

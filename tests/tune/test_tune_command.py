@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from forerun import cli
 from forerun.bench.figures import Spread
 from forerun.bench.run import Stage
+from forerun.engine import calibration
 from forerun.settings_file import read_settings
 from forerun.tune import costs as tune_costs
 from forerun.tune import settings as tune_settings
@@ -47,9 +48,10 @@ def invoke(arguments: list[str]) -> Result:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_costs() -> object:
-    """Each cost is measured once: these tests are not about time."""
+    """Each cost is measured once, however long it takes: these tests are not about time."""
     patch = pytest.MonkeyPatch()
     patch.setattr(tune_costs, "TURNS", 1)
+    patch.setattr(calibration, "LIMIT_S", 1e6)
     yield
     patch.undo()
 
@@ -121,18 +123,27 @@ def test_the_settings_are_read_by_other_commands(tuned: tuple[Path, Result, list
     assert json.loads(answer.stdout)["draft"] == found.get("draft")
 
 
-def test_the_same_command_measures_nothing_again_and_a_new_candidate_alone(
-    tuned: tuple[Path, Result, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A note for everything that is measured."""
+    noted, real = list[object](), Stage.run
+    monkeypatch.setattr(Stage, "run", lambda self, *what: noted.append(what) or real(self, *what))
+    return noted
+
+
+def test_the_same_command_measures_nothing_again(tuned: tuple[Path, Result, list[str]], made: list[object]) -> None:
     folder, first, arguments = tuned
     before = json.loads((folder / "out/tune.json").read_text())
-    made: list[object] = []
-    real = Stage.run
-    monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
     again = invoke(arguments)
     assert not made
     assert again.stdout == first.stdout
     assert json.loads((folder / "out/tune.json").read_text()) == before
+
+
+@pytest.mark.full
+def test_a_new_candidate_is_measured_alone(tuned: tuple[Path, Result, list[str]], made: list[object]) -> None:
+    folder, _, arguments = tuned
+    before = json.loads((folder / "out/tune.json").read_text())
     more = invoke([*arguments, "--drafts", "early-exit:auto"])
     assert more.exit_code == 0, more.output
     after = json.loads((folder / "out/tune.json").read_text())
