@@ -23,6 +23,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert run().startswith("skipped: torch sees no GPU")
 
 
+@pytest.mark.full
 def test_a_dry_run_ends_in_json() -> None:
     *_, last = run("--dry-run").strip().splitlines()
     report = json.loads(last)

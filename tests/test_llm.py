@@ -465,6 +465,7 @@ def scored_alone() -> list[dict[str, object]]:
 CHUNKED = ((None, 7), ("ngram", 1), ("ngram", 64), (f"model:{SMALL}", 7), ("oracle", 5))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("draft", "chunk_tokens"), CHUNKED, ids=lambda value: str(value)[-11:])
 def test_logprobs_do_not_depend_on_drafts_chunks_or_preemption(draft: str | None, chunk_tokens: int) -> None:
     """To the bit, with memory for hardly more than the longest sequence, and rows sent back at random besides."""

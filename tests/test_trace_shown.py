@@ -32,6 +32,7 @@ def row_of(guess: Guess) -> str:
     return f"{quote(guess.text)} {q} {guess.p:.3f}"
 
 
+@pytest.mark.sampled(3)
 @cases
 def test_on_80_columns_every_guess_and_token_has_one_whole_line(case: Case) -> None:
     for told in traces(case):

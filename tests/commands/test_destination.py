@@ -131,6 +131,7 @@ def lines(tmp_path: Path, target_dir: Path, draft_dir: Path) -> dict[str, list[s
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["generate", "trace", "prove", "bench", "widen"])
 def test_json_is_one_line_instead_and_output_a_file_beside(
     name: str, lines: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

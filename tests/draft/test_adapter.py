@@ -123,6 +123,7 @@ def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
     assert num_guesses > 20
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FORMATS)
 def test_after_any_history_it_holds_what_reading_anew_leaves(bench_of: Benches, name: str, tmp_path: Path) -> None:
     """Chains and trees of which any path came true, drafts that were made twice, sequences that left and came back."""
@@ -261,6 +262,7 @@ def test_under_rejection_rules_greedy_tokens_are_plain_too(
     assert engine.stats.num_accepted > 0
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("norm", [False, True])
 def test_all_that_is_left_of_the_target_is_always_right(

@@ -93,6 +93,7 @@ def assert_same(found: Draft, expected: Draft) -> None:
         assert torch.equal(found.tree.q.dense(VOCAB), expected.tree.q.dense(VOCAB))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_guesses_what_a_checkpoint_cut_off_there_guesses(
@@ -164,7 +165,7 @@ def run(bench: Bench, engine: Engine, texts: Sequence[object], check: bool = Tru
     return [text.tokens for text in texts]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("batch", "layer"), [(1, 4), (5, 2)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_keys_and_values_are_those_of_plain_decoding(
@@ -242,7 +243,7 @@ def recorded(engine: Engine) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(

@@ -31,7 +31,7 @@ def simulated(
     return lengths.best(range(batch), [MOST] * batch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.9])
 @pytest.mark.parametrize("prices", [(0.01, 0.1, 0.0), (0.03, 0.1, 0.002), (0.001, 0.1, 0.02), (0.2, 0.1, 0.0)])

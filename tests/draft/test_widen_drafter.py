@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_the_guesses_are_those_of_the_source(
     kind: str, way: str, wide_targets: Callable[[str], Path], tmp_path: Path

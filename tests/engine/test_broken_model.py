@@ -33,7 +33,7 @@ def asked(**changes: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "max_tokens": 20, "seed": 4, "ignore_eos": True} | changes)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("params", [asked(), asked(temperature=0), asked(top_p=0.9)], ids=["plain", "greedy", "top_p"])
 @pytest.mark.parametrize(

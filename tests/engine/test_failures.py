@@ -188,12 +188,14 @@ def test_an_error_that_says_what_is_wrong_ends_drafting_at_once(caplog: pytest.L
     assert record.levelname == "WARNING"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
 @pytest.mark.parametrize("where", ["propose", "observe", "forget"])
 def test_a_drafter_cannot_end_the_engines_thread(where: str, error: BaseException) -> None:
     assert_plain(answers(sabotaged(where, Fault(NOW_AND_THEN, error))))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("where", ["budgets", "admit", "record"])
 def test_a_controller_that_fails_costs_nobody_a_token(where: str, when: str) -> None:
@@ -464,6 +466,7 @@ def raising(error: BaseException, length: int) -> Callable[[Sequence[int], Tenso
     return processor
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [0, 9])
 @pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
 def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseException, length: int) -> None:

@@ -43,7 +43,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("shape", [1, 4, Speculation(depth=3, width=2)])
 @pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 def test_the_same_tokens_as_on_the_cpu(
@@ -60,6 +60,7 @@ def test_the_same_tokens_as_on_the_cpu(
     fixed.engine.runner.cache.check()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rejection_modes_draw_from_declared_laws(target_dir: Path, draft_dir: Path, rule: str) -> None:
     """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
@@ -131,7 +132,7 @@ def counted() -> Iterator[list[str]]:
     found += reads.found + waits.found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 @pytest.mark.parametrize("params", PARAMS[:3], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("rule", ["coupled", "token"])

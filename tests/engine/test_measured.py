@@ -52,6 +52,7 @@ def budgets(controller: MeasuredDepth, wishes: Sequence[Speculation], outlook: O
     return controller.budgets(Load(batch, wishes, [AMPLE] * len(wishes), 0), outlook, spare)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(60))
 def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     """By brute force over all arms and depths of every row, drafting nothing included; chances differ by row."""
@@ -220,7 +221,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:
@@ -282,6 +283,7 @@ def test_a_busy_neighbour_is_followed_within_50_rounds(batch: int) -> None:
     assert share_of_best(after, then[50:]) >= 0.97
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("cost", [lambda n: 0.1, compute_bound, of_experts], ids=["memory", "arithmetic", "experts"])
 @pytest.mark.parametrize("level_s", [0.001, 0.05])

@@ -92,7 +92,7 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
         return decode(bench_of(dtype), part_of(part), wish, drafter, **limits)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("dtype", "wish"),
     [

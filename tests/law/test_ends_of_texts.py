@@ -383,6 +383,7 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
     assert narrow_drafted.stats.num_accepted > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_padding_is_never_said_by_rejection_rules(wide: Path, wide_small: Path, verification: str) -> None:
     for draft, shape in ((f"model:{wide_small}", 0), (f"model:{wide_small}", 1), (Padding(), 0)):

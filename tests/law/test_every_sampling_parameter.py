@@ -290,6 +290,7 @@ def test_many_random_combinations(seed: int) -> None:
         check_drafted(draft, params, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_greedy_transforms_under_rejection_rules(verification: Verification) -> None:
     """A point mass is accepted or rejected without chance: the same tokens under every rule."""

@@ -291,6 +291,7 @@ def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int)
     assert (before - wrong[ROOT] * COUNT).abs().max() > 10 * COUNT**0.5, "the mask matters here"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_guesses_that_no_text_gets_to_do_not_change_the_law_of_those_before(rule: Verification) -> None:
     """Behind a token that completes the text nothing may follow. Whether a row has such guesses hangs on what was

@@ -105,7 +105,7 @@ def worst_position(text: Tensor) -> float:
     return min(chi_square(counts, counts.sum(1, keepdim=True) * p) for counts in seen)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("budget", GROWN)
 @pytest.mark.parametrize("rule", ["coupled", "token"])
 def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str) -> None:
@@ -137,6 +137,7 @@ def pairs(text: Tensor, length: Tensor, depth: int) -> Tensor:
     return torch.bincount(length * VOCAB + last, minlength=(depth + 1) * VOCAB).view(depth + 1, VOCAB)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_pairs_of_length_and_next_token(rule: Verification) -> None:
     """Against the same kernels in float64, over every draft and every coin."""

@@ -112,7 +112,7 @@ COMPANY = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("family", "choice", "dtype", "quantize"), COMPANY)
 def test_a_row_has_bits_of_its_own(
     folders: dict[str, Path], family: str, choice: KernelChoice, dtype: str, quantize: Quantization | None
@@ -120,7 +120,7 @@ def test_a_row_has_bits_of_its_own(
     assert check_rows(load(folders[family], choice, dtype, quantize)).std() > 1.5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_are_near_torchs_operators(
@@ -135,7 +135,7 @@ def test_kernels_are_near_torchs_operators(
     assert error.quantile(0.1) < 0.1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_also_by_kernels_for_lesser_processors(
@@ -150,6 +150,7 @@ def test_also_by_kernels_for_lesser_processors(
             assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_that_grow_by_a_token_find_room(folders: dict[str, Path], family: str) -> None:
     """Scratch memory is made for more tokens than the pass at hand has, and for as many pairs as these could have."""
@@ -311,6 +312,7 @@ def distinct(runner: Runner, num_tokens: int, seed: int) -> int:
     return runner.decoder.num_experts_read - before
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("choice", ["native", "torch"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16])
 def test_experts_that_are_read_are_counted(folders: dict[str, Path], choice: KernelChoice, num_tokens: int) -> None:
@@ -332,6 +334,7 @@ def test_dense_layers_read_no_experts(folders: dict[str, Path], target_dir: Path
     assert distinct(mixed, 1, 0) == 3 * 3  # three of four layers, three experts each
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_value_in_config_json_raises_raw(tmp_path: Path, family: str) -> None:
     """Any value under a key that says something of experts: it loads, or an error names the file."""
@@ -349,6 +352,7 @@ def test_no_value_in_config_json_raises_raw(tmp_path: Path, family: str) -> None
     assert all("config.json" in message and len(message) < 1500 for message in messages)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_of_its_own_layers_do_not_change_an_answer(folders: dict[str, Path], family: str) -> None:
     prompts, params = ["Once upon a time", "The"], SamplingParams(temperature=0.7, seed=3, max_tokens=24)

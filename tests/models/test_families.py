@@ -212,6 +212,7 @@ def configs(folder: Path) -> tuple[ModelConfig, ModelConfig]:
     return new, read_config(folder)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:
@@ -236,6 +237,7 @@ def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp
     assert new == old == blueprint.config
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_bfloat16_logits_stay_near_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:

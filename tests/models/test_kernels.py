@@ -124,6 +124,7 @@ def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.usefixtures("threads")
 def test_a_text_in_any_pieces_by_any_threads(target_dir: Path, numbers: str) -> None:

@@ -126,6 +126,7 @@ def test_perplexity_rises_by_less_than_a_hundredth_and_in_4_bits_by_less_than_a_
     assert eighth < perplexity(Blueprint.of(name, quantize="int4"), windows) < 1.05 * half
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("quantize", "share"), [("int8", 0.75), ("int4", 0.6)])
 def test_a_quantized_model_is_a_target_of_its_own(quantize: Quantization, share: float) -> None:
     """Drafted and plain agree to the bit; the fingerprint and the plan know of it."""

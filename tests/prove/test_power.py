@@ -98,6 +98,7 @@ def wrong_runs(llm: LLM, name: str, seeds: range) -> int:
         return sum(not equality(llm, seed).same_tokens for seed in seeds)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TOKEN_MUTANTS)
 def test_wrong_tokens_are_found(llm: LLM, name: str) -> None:
     assert wrong_runs(llm, name, range(1, 2)) == 1

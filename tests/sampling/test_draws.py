@@ -159,6 +159,7 @@ def test_after_is_the_round_with_a_tail_committed() -> None:
 HOSTILE = [math.nan, math.inf, -math.inf, 3e38, -3e38]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("where", ["all", "one", "half"])

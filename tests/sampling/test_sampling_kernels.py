@@ -133,6 +133,7 @@ def test_children_too_close_to_call_are_left_to_torch(
     assert [list(tokens) for tokens in found.tokens] == expected.tokens.tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_offers_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
     draws, undecided = Draws(rows_of([temperature], 11), 4099, kernels=kernels), 0
@@ -163,7 +164,7 @@ def test_offers_beyond_plain_coupled_draws_are_torchs(kernels: SamplingKernels) 
                 assert torch.equal(found.law, torch.cat([e.law for e in expected if e.law is not None]))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_they_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
     """Else nothing would be won, and no test of theirs would see them: of 4,000 draws from a language model's law."""
@@ -200,7 +201,7 @@ def test_scores_too_close_to_call_are_left_to_torch(
     assert list(draws.guess(logits, [0], paths)) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_threads_share_the_ids_of_a_large_vocabulary(kernels: SamplingKernels, shape: str, threads: int) -> None:

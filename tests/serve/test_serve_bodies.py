@@ -53,6 +53,7 @@ def asked(field: BodyField) -> tuple[str, dict[str, Any]]:
     return BODIES[first]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.kind == "idle"])
 def test_what_cannot_change_the_text_has_no_effect(server: Running, name: str) -> None:
     path, body = asked(FIELDS[name])
@@ -67,6 +68,7 @@ def said(answer: dict[str, Any]) -> Any:
     return answer.get("choices", texts)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.kind == "unserved"])
 def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running, name: str) -> None:
     field = FIELDS[name]

@@ -356,6 +356,7 @@ def students_of_drafts(target: Blueprint) -> list[tuple[Student, int]]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(3), ids=["block", "eagle", "mtp"])
 def test_drafts_of_a_step_begin_at_some_roots_of_every_answer(source: AnswerSource, number: int) -> None:
     """As many as guess each token about once, others in other steps; the laws are those that all roots have there."""

@@ -63,6 +63,7 @@ class TwoHeads:
         return f"two-heads:{folder}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place_weights", ["decay", "d-pace"])
 def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: str, tmp_path: Path) -> None:
     settings = TrainSettings(
@@ -102,6 +103,7 @@ class Watched(TwoHeads):
         return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_products_of_steps_alone_are_in_bfloat16_where_that_is_asked_for(bfloat16: bool, tmp_path: Path) -> None:
     settings = TrainSettings(steps=2, batch=2, max_tokens=12, draft_depth=2, held_out=1, bfloat16=bfloat16)
