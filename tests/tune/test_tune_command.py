@@ -283,3 +283,17 @@ def test_other_engines_are_told_in_their_words_and_only_of_methods_they_have() -
 
 def test_settings_are_checked() -> None:
     assert TuneSettings(batches=(1, 8), temperatures=(0.0, 1.0)).batches == (1, 8)
+
+
+def test_where_the_calibration_has_no_time_for_anything_drafters_are_tried_all_the_same(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "LIMIT_S", 0.0)
+    prompts = tmp_path / "tales.txt"
+    prompts.write_text("Once upon a time\n")
+    mix = f"mix[{','.join(pair[3:])}]"
+    result = invoke([*pair[:4], mix, "--prompts", str(prompts), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    told = json.loads((tmp_path / "out/tune.json").read_text())
+    assert told["complete"]
+    assert len(told["candidates"]) == 2

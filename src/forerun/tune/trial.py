@@ -178,7 +178,11 @@ class Trial:
 
     def arms(self) -> Sequence[str]:
         """The names of what drafts: a single empty one unless it is a mix."""
-        return list(self.costs()["names"])
+        names = list(self.costs()["names"])
+        if not names:  # the machine was too slow to measure any
+            drafter = self.loaded().drafter
+            names = list(drafter.arms if drafter is not None else ())
+        return names or [""]
 
     def costs(self) -> Any:
         """What rounds take, as `engine/kept_costs.py` writes it."""
@@ -187,6 +191,8 @@ class Trial:
     def controller(self) -> MeasuredDepth:
         """A controller that knows these costs, for one engine."""
         costs = self.costs()
+        if not costs["passes"]:
+            return MeasuredDepth()
         return from_json(costs, costs["names"] if len(costs["names"]) > 1 else ())
 
     def remembers(self) -> bool:
