@@ -4,6 +4,7 @@
 // else is in the cache. The keys of a path are those of the sequence, one slot after the other, and from some key on
 // the slots that a list names: so the guesses of a tree are read as a chain without being copied.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -48,11 +49,17 @@ inline void load_block(const T* cache, const Path& path, int64_t first, int64_t 
   }
 }
 
+// A query times 16 keys, so many at a time that their sums find registers.
 __attribute__((noinline)) inline Floats scores_of(const float* q, const float* block, int64_t width) {
-  Floats dots[LANES] = {};
-  for (int64_t i = 0; i < width; i += LANES) {
-    const Floats a = load(q + i);
-    for (int k = 0; k < LANES; k++) dots[k] = fma(a, load(block + k * width + i), dots[k]);
+  constexpr int AT_ONCE = PARTS == 1 ? LANES : 4;
+  Floats dots[LANES];
+  for (int first = 0; first < LANES; first += AT_ONCE) {
+    Floats some[AT_ONCE] = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+      const Floats a = load(q + i);
+      for (int k = 0; k < AT_ONCE; k++) some[k] = fma(a, load(block + (first + k) * width + i), some[k]);
+    }
+    for (int k = 0; k < AT_ONCE; k++) dots[first + k] = some[k];
   }
   return sums(dots);
 }
@@ -80,23 +87,30 @@ __attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64
   return sum(total) + weight[0];
 }
 
+// Some numbers of G queries' results, J times 16 of them, which stay in registers.
+template <int G, int J>
+inline void add_columns(float (*out)[MAX_HEAD], const float* weights, int64_t stride, const float* block, int from, int end,
+                        int64_t width, int64_t column) {
+  Floats sums[G][J];
+  for (int g = 0; g < G; g++)
+    for (int j = 0; j < J; j++) sums[g][j] = load(out[g] + column + j * LANES);
+  for (int k = from; k < end; k++)
+    for (int j = 0; j < J; j++) {
+      const Floats value = load(block + k * width + column + j * LANES);
+      for (int g = 0; g < G; g++) sums[g][j] = fma(all(weights[g * stride + k]), value, sums[g][j]);
+    }
+  for (int g = 0; g < G; g++)
+    for (int j = 0; j < J; j++) store(out[g] + column + j * LANES, sums[g][j]);
+}
+
 // G queries at one position: each value is read once for all of them. Every sum goes along the keys, one by one.
 template <int G>
 inline void add_values(float (*out)[MAX_HEAD], const float* weights, int64_t stride, const float* block, int from, int end,
                        int64_t width) {
-  for (int64_t i = 0; i < width; i += WIDTH) {
-    Floats sums[G][4];
-    const int count = std::min<int64_t>(4, (width - i) / LANES);
-    for (int g = 0; g < G; g++)
-      for (int j = 0; j < 4; j++) sums[g][j] = load(out[g] + i + j * LANES);
-    for (int k = from; k < end; k++)
-      for (int j = 0; j < count; j++) {
-        const Floats value = load(block + k * width + i + j * LANES);
-        for (int g = 0; g < G; g++) sums[g][j] = fma(all(weights[g * stride + k]), value, sums[g][j]);
-      }
-    for (int g = 0; g < G; g++)
-      for (int j = 0; j < count; j++) store(out[g] + i + j * LANES, sums[g][j]);
-  }
+  constexpr int J = std::clamp((NUM_REGISTERS - 4) / PARTS / G, 1, 4);
+  int64_t i = 0;
+  for (; i + J * LANES <= width; i += J * LANES) add_columns<G, J>(out, weights, stride, block, from, end, width, i);
+  for (; i < width; i += LANES) add_columns<G, 1>(out, weights, stride, block, from, end, width, i);
 }
 
 // Queries that share a key head, in ascending positions; `window` 0 means all keys. `scores` is a thread's own.
