@@ -30,6 +30,7 @@ constexpr int GROUP = 32;  // inputs of an output that share a scale, int4 only
 constexpr int BLOCK_LINES = 1 + WIDTH / 8;  // of int4: scales of two groups, then their weights
 constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: rows a power of two apart would share places in a cache
 constexpr int64_t HUGE_PAGE = 2 << 20;
+constexpr int64_t AHEAD_BYTES = 8192;  // of weights that are fetched before a product comes to them
 
 inline bool has_amx() {  // the system must grant the tiles' registers to a process
 #if defined(FORERUN_AMX)
@@ -39,6 +40,10 @@ inline bool has_amx() {  // the system must grant the tiles' registers to a proc
   return false;
 #endif
 }
+
+// Has memory bring a line into the core's second cache. In the nearest, lines that come so early would displace the rows
+// of the product; from the second to the nearest the processor fetches by itself.
+inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 struct Memory {  // zeros, in large pages where there is enough to fill some
   char* data = nullptr;

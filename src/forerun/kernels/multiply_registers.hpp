@@ -156,7 +156,7 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
   const char* line = l.panel(column) + first * LINE_BYTES;
   const char* x = rows.data + row * stride + first * Dot<F>::STEP;
   for (const char* const last = line + (end - first) * LINE_BYTES; line < last; line += LINE_BYTES) {
-    for (int p = 0; p < P; p++) __builtin_prefetch(ahead + p * panel);
+    for (int p = 0; p < P; p++) fetch(ahead + p * panel);
     const char* from = line;
     for (int turn = 0; turn < Dot<F>::TURNS; turn++) {
       if (F == BFLOAT16 && PARTS == 1 && turn) asm volatile("" : "+r"(from));  // read anew, or the first turn's weights would displace sums
@@ -194,7 +194,7 @@ template <Format F, int R>
 inline void multiply_few(const Linear& l, int64_t column, Rows rows, float* out) {
   constexpr int P = panels_for<F>(R);
   for (int64_t c = column; c < column + WIDTH; c += P * LANES)
-    multiply_block<F, R, P>(l, c, rows, 0, 0, l.num_lines(), out, l.panel(c) + 1024, LINE_BYTES);
+    multiply_block<F, R, P>(l, c, rows, 0, 0, l.num_lines(), out, l.panel(c) + AHEAD_BYTES / P, LINE_BYTES);
 }
 
 // Any number of rows in blocks of nearly the same size, stretch by stretch. While a stretch of all panels of the group is
