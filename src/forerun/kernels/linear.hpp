@@ -2,8 +2,9 @@
 //
 // This file lays weights and rows out; multiply.hpp multiplies them. Weights lie in panels of 16 outputs, so that a step
 // along the inputs reads one 64-byte line: 1 float32, 2 bfloat16 or float16, 4 int8 or 8 int4 inputs of each of the 16
-// outputs. Inputs of an output lie side by side, but those of float16 apart, so that one instruction widens a register's
-// worth of one input. The scales of int4 weights lie between them, one line before the eight lines that hold 64 inputs.
+// outputs. Inputs of an output lie side by side, but those of float16 apart and those of int8 with AVX2 in pairs, so that
+// one instruction widens a register's worth of one input or of a pair. The scales of int4 weights lie between them, one
+// line before the eight lines that hold 64 inputs.
 #pragma once
 #include <sys/mman.h>
 
@@ -72,6 +73,12 @@ constexpr bool PAIRS = true;  // the processor multiplies pairs of bfloat16
 constexpr bool PAIRS = false;  // bfloat16 is widened to float32, rows before the product
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool WORDS = true;  // int8 is widened to 16 bits and multiplied in pairs, rows are widened before the product
+#else
+constexpr bool WORDS = false;
+#endif
+
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool SHORT_SUMS = true;  // a group of int4 weights is summed in 16 bits: 16 * 15 * 127 fits if 8 is taken off
 #else
@@ -97,9 +104,12 @@ struct Linear {
   int64_t panel_bytes() const { return format == INT4 ? num_blocks() * BLOCK_LINES * 64 : LANES * depth * size(format); }
   const char* panel(int64_t output) const { return panels.data + output / LANES * panel_bytes(); }
   int64_t num_lines() const { return panel_bytes() / 64; }
-  int64_t row_bytes() const {  // as prepared
+  int64_t number_bytes() const {  // of a row, as prepared
+    return format == FLOAT16 || (format == BFLOAT16 && !PAIRS) ? 4 : format == INT8 && WORDS ? 2 : size(format);
+  }
+  int64_t row_bytes() const {
     const int64_t starts = format == INT4 ? padded(depth / GROUP * 4) : 0;
-    return depth * (format == FLOAT16 || (format == BFLOAT16 && !PAIRS) ? 4 : size(format)) + starts + ROW_GAP;
+    return depth * number_bytes() + starts + ROW_GAP;
   }
   bool tiled() const { return format != FLOAT32 && format != FLOAT16 && has_amx(); }  // AMX multiplies neither of these
 
@@ -117,7 +127,8 @@ struct Linear {
       return;
     }
     if (weight_scales) memcpy(scales, weight_scales, n * sizeof(float));
-    const int64_t row = k * size(f), unit = f == FLOAT16 ? 2 : 4;  // bytes of an output that lie side by side
+    const int64_t row = k * size(f);
+    const int64_t unit = f == FLOAT16 || (f == INT8 && WORDS) ? 2 : 4;  // bytes of an output that lie side by side
 #pragma omp parallel for
     for (int64_t o = 0; o < n; o++) {
       const char* from = static_cast<const char*>(weight) + o * row;
@@ -181,7 +192,11 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
       const Floats whole = (load(x + i) / scale + shift) - shift;
       float w[LANES];
       store(w, whole);
-      for (int j = 0; j < LANES; j++) to[i + j] = static_cast<int8_t>(w[j]);
+      for (int j = 0; j < LANES; j++) {
+        const int8_t number = static_cast<int8_t>(w[j]);
+        if (WORDS && l.format == INT8) reinterpret_cast<int16_t*>(to)[i + j] = number;
+        else to[i + j] = number;
+      }
     }
     rows.scales[row] = scale;
     const int8_t* const numbers = reinterpret_cast<const int8_t*>(to);

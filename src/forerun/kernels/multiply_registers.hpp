@@ -16,12 +16,31 @@ inline IntRegister weights_at(const char* line, int part) {
   return *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
 }
 
+// sum += a * b, of floats or of pairs of words, in the register where the sum is: otherwise GCC moves sums about, and runs
+// out of registers where there are 16. The compiler must see no address of a sum that a loop keeps.
+inline void add_product(FloatRegister& sum, FloatRegister a, FloatRegister b) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && defined(__FMA__)
+  FloatRegister kept = sum;
+  asm("vfmadd231ps %2, %1, %0" : "+x"(kept) : "x"(a), "x"(b));
+  sum = kept;
+#else
+  sum = fma(a, b, sum);
+#endif
+}
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline void add_product(IntRegister& sum, __m256i a, __m256i b) {
+  IntRegister kept = sum;
+  asm("vpaddd %1, %0, %0" : "+x"(kept) : "x"(_mm256_madd_epi16(a, b)));
+  sum = kept;
+}
+#endif
+
 // The weights of one input of 16 outputs times that input of R rows.
 template <int R>
 inline void add_products(FloatRegister (*sums)[PARTS], const FloatRegister* weights, const char* x, int64_t stride) {
   for (int r = 0; r < R; r++)
     for (int part = 0; part < PARTS; part++)
-      sums[r][part] = fma(weights[part], number_at<float>(x + r * stride) - FloatRegister{}, sums[r][part]);
+      add_product(sums[r][part], weights[part], number_at<float>(x + r * stride) - FloatRegister{});
 }
 
 // A line of weights times the same inputs of R rows, added to their sums so far, in `TURNS` turns: all panels take the
@@ -97,6 +116,19 @@ struct Dot<FLOAT16> {  // two inputs, each of all outputs; widened in registers
 template <>
 struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact in any order
   typedef IntRegister Sums;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static constexpr int STEP = 8, SPARE = 5, TURNS = 2;  // two inputs a turn, as words
+
+  template <int R>
+  static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride, int turn) {
+    __m256i weights[PARTS];
+    for (int part = 0; part < PARTS; part++)
+      weights[part] = _mm256_cvtepi8_epi16(number_at<__m128i>(line + (PARTS * turn + part) * REGISTER_BYTES / 2));
+    for (int r = 0; r < R; r++)
+      for (int part = 0; part < PARTS; part++)
+        add_product(sums[r][part], weights[part], _mm256_set1_epi32(number_at<int32_t>(x + r * stride + 4 * turn)));
+  }
+#else
   static constexpr int STEP = 4, SPARE = PARTS == 4 ? 20 : 6, TURNS = 1;
 
   template <int R>
@@ -115,16 +147,13 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
   static Sums dot(Sums sums, IntRegister weights, int32_t four) {
 #if defined(__AVX512VNNI__)  // takes one side unsigned: 128 is added to x here, and `offsets` taken off in the end
     return (Sums)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four ^ int32_t(0x80808080)), (__m512i)weights);
-#elif defined(__AVX2__) && !defined(__AVX512F__)  // |w| times x with the sign of w: two such products fit into 16 bits
-    const __m256i w = (__m256i)weights, x = _mm256_sign_epi8(_mm256_set1_epi32(four), w);
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), x);
-    return sums + (Sums)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
     const IntRegister x = four - Sums{};
     for (int shift = 24; shift >= 0; shift -= 8) sums += ((weights << shift) >> 24) * ((x << shift) >> 24);
     return sums;
 #endif
   }
+#endif
 
   // What is in the sums of 16 outputs beside the products.
   static Ints excess([[maybe_unused]] const Linear& l, [[maybe_unused]] int64_t output) {
@@ -158,6 +187,7 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
   for (const char* const last = line + (end - first) * LINE_BYTES; line < last; line += LINE_BYTES) {
     for (int p = 0; p < P; p++) fetch(ahead + p * panel);
     const char* from = line;
+#pragma GCC unroll 2  // early enough for sums to become registers
     for (int turn = 0; turn < Dot<F>::TURNS; turn++) {
       if (F == BFLOAT16 && PARTS == 1 && turn) asm volatile("" : "+r"(from));  // read anew, or the first turn's weights would displace sums
       for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], from + p * panel, x, stride, turn);
@@ -175,17 +205,24 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
     }
 }
 
+// Whether the sums of a block stay in registers. With a single panel one more is free where there are 16: no row's input
+// waits there for the next panel.
+template <Format F>
+constexpr bool fits(int num_rows, int panels) {
+  return num_rows * panels * PARTS + Dot<F>::SPARE - (NUM_REGISTERS == 16 && panels == 1) <= NUM_REGISTERS;
+}
+
 // How many panels a block of so many rows takes, and the most rows that a block can have.
 template <Format F>
 constexpr int panels_for(int num_rows) {
   int panels = PARTS == 4 ? 1 : PANELS;  // a panel's line fills four registers there: sums of more do not stay in any
-  while (panels > 1 && num_rows * panels * PARTS + Dot<F>::SPARE > NUM_REGISTERS) panels /= 2;
+  while (panels > 1 && !fits<F>(num_rows, panels)) panels /= 2;
   return panels;
 }
 template <Format F>
 constexpr int most_rows() {
   int rows = 6;
-  while (rows * PARTS + Dot<F>::SPARE > NUM_REGISTERS) rows--;
+  while (!fits<F>(rows, 1)) rows--;
   return rows;
 }
 
