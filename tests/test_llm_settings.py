@@ -137,3 +137,9 @@ def test_a_past_on_disk_keeps_what_was_said_before_closing(tmp_path: Path) -> No
 def test_a_seed_that_is_none_is_refused(seed: object) -> None:
     with pytest.raises((InvalidRequest, TypeError), match="seed"):
         LLM(str(TARGET), seed=seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [1025, 10**10])
+def test_far_too_many_threads_are_refused_before_torch_hears_of_them(threads: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"threads: {threads} is above 1024"):
+        LLM(str(TARGET), threads=threads)

@@ -87,8 +87,20 @@ def test_full_disks_and_readers_that_go_away_leave_no_traceback() -> None:
 
 
 def test_a_fault_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 says that tokens differ, which a traceback must not say."""
-    code = "from forerun.streams import end_at_faults; end_at_faults(); print('so far', end=''); 1 / 0"
+    """1 says that tokens differ, which a traceback must not say. In the program as it is started."""
+    code = """
+import sys
+from forerun import cli
+from forerun.__main__ import main
+
+def fails(*_: object) -> None:
+    print("so far", end="")
+    1 / 0
+
+cli.Index.invoke = fails
+sys.argv = ["forerun", "demo"]
+main()
+"""
     env = os.environ | {"PYTHONPATH": str(SRC)}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == FAULT

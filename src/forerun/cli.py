@@ -50,6 +50,7 @@ class Program(Index):
 
     def main(self, *arguments: Any, **extra: Any) -> NoReturn:
         """Run the command and exit with its status."""
+        end_at_faults()  # here, since typer sets a hook of its own before it comes here
         try:
             status = super().main(*arguments, **extra | {"prog_name": NAME, "standalone_mode": False})
         except USAGE_ERROR as error:
@@ -81,7 +82,6 @@ def options_of_all(version: Annotated[bool, typer.Option("--version", help="Show
 def main() -> None:
     """Run the command line that the process was started with, and exit with its status."""
     guard_streams()
-    end_at_faults()
     show_warnings()
     try:
         app()

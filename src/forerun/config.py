@@ -20,6 +20,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 AUTO = "auto"
+MOST_THREADS = 1024  # of a process; with many more torch ends the program
 AUTO_DEPTH = 16  # guesses of a round at most where the depth is chosen
 DEFAULT_DEPTH = 4
 

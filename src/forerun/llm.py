@@ -18,6 +18,7 @@ import torch
 from forerun.accept.outcome import Stats
 from forerun.annotations import ProgressCallback
 from forerun.config import (
+    MOST_THREADS,
     EngineOptions,
     KernelChoice,
     Quantization,
@@ -346,10 +347,15 @@ def use_threads(count: int | None) -> None:
 
 
 def require_limits(**limits: object) -> None:
-    """Raise InvalidRequest for a limit that is given and too small, or not a whole number."""
+    """Raise InvalidRequest for a limit that is too small or not a whole number, and for far too many threads."""
     for name, value in limits.items():
         if value is not None:
             require_whole(name, value, LEAST[name])
+    threads = limits.get("threads")
+    if isinstance(threads, int) and threads > MOST_THREADS:
+        raise InvalidRequest(
+            "threads", f"{shown(threads)} are more than {MOST_THREADS}: give as many as there are cores."
+        )
 
 
 def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:

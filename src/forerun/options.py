@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Protocol, cast, get_type_hints, run
 
 import typer
 
-from forerun.config import AUTO, KernelChoice, Quantization, Speculation, Verification
+from forerun.config import AUTO, MOST_THREADS, KernelChoice, Quantization, Speculation, Verification
 from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
@@ -112,7 +112,8 @@ MaxModelLenOption = Annotated[
     typer.Option(min=1, help="Context in tokens; default: what the model and memory allow.", rich_help_panel=MODEL),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.", rich_help_panel=MODEL)
+    int | None,
+    typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: torch's choice.", rich_help_panel=MODEL),
 ]
 TreeOption = Annotated[
     Path | None,

@@ -251,3 +251,12 @@ def test_an_input_that_is_none_is_refused(name: str, said: str, tmp_path: Path) 
     assert result.exit_code == 2
     assert f"error: input: {tmp_path / name}" in result.stderr
     assert said in result.stderr
+
+
+def test_a_line_with_parameters_of_its_own_is_not_answered_as_if_it_had_none(
+    run: Callable[..., Result], prompts: Path
+) -> None:
+    prompts.write_text('{"prompt": "Once", "max_tokens": 3}\n{"prompt": "One", "category": "tales"}\n')
+    result = run()
+    assert f"{prompts}:1: max_tokens in a line does not count" in result.stderr
+    assert len(answers(prompts)) == 1

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.streams import show_error, show_note
 
+SAMPLING = frozenset(each.name for each in fields(SamplingParams))
 AHEAD = 2  # requests that are in the engine, in units of those that run at once
 MOST_SHOWN = 20  # lines that are reported one by one
 
@@ -150,6 +151,10 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
     with suppress(ValueError, RecursionError):  # prompt_of says what is wrong
         entry = json.loads(text)
     named = entry if isinstance(entry, dict) else {}
+    for field_name in named:
+        if field_name in SAMPLING:
+            told = f"{field_name} in a line does not count: leave it out, and give options of the command for all lines"
+            raise InvalidRequest("prompts", f"{place}: {told}")
     ids = named.get("prompt_token_ids")
     if ids is None:
         return Task(number, named.get("id", number), prompt_of(text, place))

@@ -17,7 +17,7 @@ from forerun.cache.plan import size
 from forerun.config import AUTO
 from forerun.figure_table import FigureTable
 from forerun.tune.report import TunedChoice, TuneReport
-from forerun.tune.study import Studied, TuneCell
+from forerun.tune.study import NOT_REACHED, Studied, TuneCell
 
 COLUMNS = ("drafter", "batch", "depth", "tokens\n/s", "measured\nspeed-up", "quartiles", "pre-\ndicted", "error")
 WORTH = "What guesses are worth, and what they need"
@@ -176,7 +176,9 @@ def verdict(report: TuneReport) -> Iterator[Text]:
     """What it means, in a line or two."""
     pick = report.pick
     if pick is None:
-        yield Text("Nothing was measured: allow more time with --time-limit.", "bold yellow")
+        late = any(not each.problem or each.problem == NOT_REACHED for each in report.studied)
+        advice = "allow more time with --time-limit" if late else "see above why none of the drafters could be"
+        yield Text(f"Nothing was measured: {advice}.", "bold yellow")
         return
     at = f"at batch {pick.batch}" + (
         "" if report.about["prompts"]["replayed"] else f", temperature {pick.temperature:g}"
