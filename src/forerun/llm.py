@@ -353,9 +353,7 @@ def require_limits(**limits: object) -> None:
             require_whole(name, value, LEAST[name])
     threads = limits.get("threads")
     if isinstance(threads, int) and threads > MOST_THREADS:
-        raise InvalidRequest(
-            "threads", f"{shown(threads)} are more than {MOST_THREADS}: give as many as there are cores."
-        )
+        raise InvalidRequest("threads", f"{shown(threads)} is above {MOST_THREADS}: give as many as there are cores.")
 
 
 def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
