@@ -58,6 +58,8 @@ DRAFTERS = {
     "mtp-of-3": f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp of 3', 3, 'deepseek')}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
+    "cascade-of-heads": f"cascade[medusa:{heads_of(TARGET, Path(COPIES.name) / 'medusa', 4)},model:{SMALL}]",
+    "cascade-of-exit": f"cascade[early-exit:1,model:{SMALL}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",
     "mix-of-3": f"mix[suffix,early-exit:1,model:{SMALL}]",
     "documented": "",

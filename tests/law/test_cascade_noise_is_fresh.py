@@ -62,8 +62,16 @@ class Table:
 class RoundByRound(CascadeDrafter):
     """Goes on in rounds where the judge might as well draft by itself."""
 
-    def go_alone(self, draws: Draws, chains: Sequence[Chain], tail: Committed | None, timed: bool) -> float:
+    def go_alone(
+        self, draws: Draws, rows: Sequence[int], chains: Sequence[Chain], tail: Committed | None, timed: bool
+    ) -> float:
         return 0.0
+
+
+class OfStates(Table):
+    """Guesses behind the target's text alone."""
+
+    taps = (1,)
 
 
 CASCADES: dict[str, Callable[[], CascadeDrafter]] = {
@@ -71,6 +79,7 @@ CASCADES: dict[str, Callable[[], CascadeDrafter]] = {
     "judge alone, in rounds": lambda: RoundByRound(Table(LOW), Table(MIDDLE), FixedLength(0)),
     "drawn": lambda: CascadeDrafter(Table(LOW), Table(MIDDLE), FixedLength(1)),
     "chosen": lambda: CascadeDrafter(Table(LOW, drawn=False), Table(MIDDLE), FixedLength(1)),
+    "drawn from states": lambda: CascadeDrafter(OfStates(LOW), Table(MIDDLE), FixedLength(1)),
     "three": lambda: CascadeDrafter(
         CascadeDrafter(Table(LOW), Table(LOW), FixedLength(0)), Table(MIDDLE), FixedLength(1)
     ),

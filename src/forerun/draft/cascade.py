@@ -22,7 +22,7 @@ How many guesses are asked for at a time changes the number of passes, not the l
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
-from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.judge import Judge, Question
 from forerun.draft.lengths import Lengths, MeasuredLengths, RoundTiming
 from forerun.draft.plan import (
@@ -81,14 +81,16 @@ class CascadeDrafter:
     Chains only, whatever width a budget allows, and without survival: a price does not end them. Where the lower member
     has no guesses the judge drafts alone. Where the judge has no room the lower member drafts alone, as if there were
     no cascade: its guesses then have its own laws.
+
+    A lower member that reads the target's states can guess behind the target's text alone: the judge reads its guesses
+    once, and goes on alone behind what it made of them.
     """
 
-    taps: tuple[int, ...] = ()
     arms: tuple[str, ...] = ("cascade",)
 
     def __init__(self, lower: Drafter, judge: Judge, lengths: Lengths | None = None) -> None:
-        assert not lower.taps, "there are no features behind tokens that the target has not read"
         assert not judge.taps, "there are no features behind tokens that the target has not read"
+        self.taps = lower.taps
         self.lower = lower
         self.judge = judge
         self.lengths: Lengths = lengths or MeasuredLengths()
@@ -98,14 +100,20 @@ class CascadeDrafter:
         self.lower.observe(news)
         self.judge.observe(news)
 
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        """What the lower member can follow; a judge needs no states."""
+        return adoptable(self.lower, text, most, salt)
+
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A chain for every sequence, as deep as its budget and the judge's room."""
         chains, pass_s = self.begin(draws, budgets, tail), 0.0
         timed = max(self.outlook([chain.seq_id for chain in chains]).unread, default=0) <= BEHIND
-        if chains and not any(self.wanted(chains)):
-            pass_s += self.go_alone(draws, chains, tail, timed)
+        if not any(self.wanted(chains)):
+            pass_s += self.go_alone(draws, [chain.row for chain in chains], chains, tail, timed)
         while going := [chain for chain in chains if chain.left > 0]:
             pass_s += self.round(draws, going, timed)
+            if self.taps and (going := [chain for chain in going if chain.left > 0]):
+                pass_s += self.go_alone(inside(draws, going), range(len(going)), going, tail_of(going), timed)
         judged = {chain.row for chain in chains if chain.emitted}
         left = [NO_DRAFT if row in judged else Budget(min(b.depth, b.nodes)) for row, b in enumerate(budgets)]
         unjudged = self.guess(draws, left, tail)
@@ -127,9 +135,14 @@ class CascadeDrafter:
         """How many guesses the judge will be asked about; the last token of a chain is its own."""
         return self.lengths.best([chain.seq_id for chain in chains], [chain.left - 1 for chain in chains])
 
-    def go_alone(self, draws: Draws, chains: Sequence[Chain], tail: Committed | None, timed: bool) -> float:
-        """Chains that the judge drafts by itself, in as few calls as it can, since guesses would only cost time."""
-        depths = {chain.row: chain.left for chain in chains}
+    def go_alone(
+        self, draws: Draws, rows: Sequence[int], chains: Sequence[Chain], tail: Committed | None, timed: bool
+    ) -> float:
+        """Chains, these rows of `draws`, that the judge ends by itself in as few calls as it can: guesses cost time, or
+        there are none."""
+        depths = dict(zip(rows, (chain.left for chain in chains), strict=True))
+        if not depths:
+            return 0.0
         budgets = [Budget(depths[row]) if row in depths else NO_DRAFT for row in range(len(draws.rows))]
         started_s = time.perf_counter()
         draft = self.judge.propose(draws, budgets, tail)
@@ -137,11 +150,11 @@ class CascadeDrafter:
         self.lengths.went_alone([chain.seq_id for chain in chains], max(depths.values()), taken_s if timed else None)
         tree = replace(draft.tree, known=None)
         guesses, law = chains_of(tree), tree.q
-        for chain in chains:
+        for row, chain in zip(rows, chains, strict=True):
             chain.left = 0
-            chain.emitted += guesses[chain.row]
+            chain.emitted += guesses[row]
             if law is not None:
-                chain.laws.append(law.probs[law.row[chain.row, : len(chain.emitted)].clamp_min(0)])
+                chain.laws.append(law.probs[law.row[row, : len(guesses[row])].clamp_min(0)])
         return draft.pass_s
 
     def round(self, draws: Draws, chains: Sequence[Chain], timed: bool) -> float:
@@ -166,7 +179,7 @@ class CascadeDrafter:
         """The lower member's guesses as valid chains; empty chains where no guesses are asked for."""
         if not any(budget.depth for budget in budgets):
             return Draft(DraftTree.bare(draws.roots_tokens))
-        draft = self.lower.propose(draws, budgets, tail)
+        draft = self.lower.propose(draws, budgets, None if self.taps else tail)
         roots = draws.roots_tokens.to(draft.tree.tokens.device)
         tree = sanitize(draft.tree, roots, budgets, draws.vocab, draws.kernels)
         return replace(draft, tree=replace(tree, known=None).to(draws.device))
@@ -274,8 +287,6 @@ def plan_cascade(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> Dr
         lower = first.build(cache_tokens, progress, target)
         for build_judge in judges:
             assert lower is not None, "a member is a drafter"
-            if lower.taps:
-                refuse(spec, f"{str(spec.members[0])!r} reads the target's states, and guesses have none: {ORDER}")
             lower = CascadeDrafter(lower, build_judge(cache_tokens, progress, target))
         return lower
 
