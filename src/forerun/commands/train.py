@@ -242,6 +242,8 @@ def train(
             bar.stop()
             show_note("Interrupted. The same command goes on from the last checkpoint.")
             raise
+    if report is None:  # another process of the team tells
+        return
     if not result.as_json:
         Console(highlight=False).print(report.card())
     result.tell(report.as_object())

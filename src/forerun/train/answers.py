@@ -28,6 +28,7 @@ from forerun.train.answer_cache import AnswerCache
 from forerun.train.base import TargetText
 from forerun.train.data import PromptIds, TrainingData
 from forerun.train.settings import TrainSettings
+from forerun.train.team import Team
 
 TRAINED, HELD_OUT = 0, 1  # what an answer's seed is drawn for
 ORDER = 3  # what an order of a group's answers is drawn for
@@ -88,7 +89,8 @@ class AnswerSource:
 
     Answers to training prompts are written in groups that begin at multiples of the group's size, and the latest
     group is kept: its answers are learnt from once in their order and then, as `passes` says, again in other orders.
-    Every prompt is answered once before any is answered again, in an order of its own each time.
+    Every prompt is answered once before any is answered again, in an order of its own each time. `settings.batch` is
+    this process's part of a step's answers.
     """
 
     llm: LLM
@@ -96,6 +98,7 @@ class AnswerSource:
     settings: TrainSettings
     taps: tuple[int, ...]
     cache: AnswerCache | None = None
+    team: Team = field(default_factory=Team)
     group: tuple[int, Seq[TargetText]] = (-1, ())
     recorder: StateRecorder = field(init=False)
 
@@ -116,7 +119,7 @@ class AnswerSource:
         if self.group[0] != number:
             texts = None if self.cache is None else self.cache.load(number)
             if texts is None:
-                numbers = range(number * group_steps * batch, (number + 1) * group_steps * batch)
+                numbers = self.team.numbers(range(number * group_steps * batch, (number + 1) * group_steps * batch))
                 texts = self.written([self.prompt(i) for i in numbers], TRAINED, numbers, progress)
                 if self.cache is not None:
                     self.cache.save(number, texts)

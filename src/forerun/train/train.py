@@ -31,6 +31,7 @@ from forerun.train.settings import MOST_SEQUENCES, TrainSettings
 from forerun.train.speed import round_times
 from forerun.train.state import TrainFolder, TrainState
 from forerun.train.static_tree import NUM_NODES, TREE, shares_right, worthiest
+from forerun.train.team import Team
 from forerun.train.trainer import Trainer
 from forerun.train.vocabulary import draft_vocabulary
 
@@ -52,39 +53,53 @@ class TrainTask:
     threads: int | None = None
 
 
-def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None]) -> TrainReport:
+def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None]) -> TrainReport | None:
     """Train, or go on with a training, to its end; `report` is called as a LoadingBar is.
 
-    Raises, before any weights are loaded, where data, sizes or the folder cannot be used.
+    Processes of a team (`team.py`) train together; None in all but the first. Raises, before any weights are loaded,
+    where data, sizes or the folder cannot be used.
     """
+    with Team.joined() as team, team.folder(task.out) as out:
+        told = report if team.is_first else unheard
+        found = train_together(replace(task, out=out, spec=team.placed(task.spec)), settings, told, team)
+        return found if team.is_first else None
+
+
+def unheard(*_: object) -> None:
+    """The report of a process whose progress is not shown."""
+
+
+def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..., None], team: Team) -> TrainReport:
+    """The same as one of a team."""
     if task.threads is not None:
         torch.set_num_threads(task.threads)
     target = Blueprint.of(task.spec, report)
     tokenizer = target.tokenizer()
     student = make_student(task.kind, target, task.sizes, settings.seed)
     data = read_data(task.data, PromptReader(tokenizer, target.config.max_positions, settings, task.chat))
-    about = about_of(target, student, data, settings)
-    cache = None if task.cache is None else open_cache(task.cache, target, student, data, settings)
-    if task.sizes.tune_target is not None:
+    own = team.own_share(settings)
+    about = {**about_of(target, student, data, settings), **({"processes": team.size} if team.size > 1 else {})}
+    cache = None if task.cache is None else open_cache(task.cache, target, student, data, own, team)
+    if task.sizes.tune_target is not None and team.is_first:
         check_free(task.sizes.tune_target, task.out)
     folder = TrainFolder(task.out)
     folder.claim(about, task.force)
-    with writing(target, data, settings, report) as llm:
-        source = AnswerSource(llm, data, settings, student.taps, cache)
-        if isinstance(task.sizes.draft_vocab, int):
-            ids = draft_vocabulary(source, task.sizes.draft_vocab, folder, report)
+    with writing(target, data, own, report) as llm:
+        source = AnswerSource(llm, data, own, student.taps, cache, team)
+        if isinstance(size := task.sizes.draft_vocab, int):
+            ids = team.of_first(lambda: draft_vocabulary(source, size, folder, report))
             sizes = replace(task.sizes, draft_vocab=ids)
             student = make_student(task.kind, target, sizes, settings.seed)
         prompt, params, depth = data.held_out[0], settings.sampling(0), settings.draft_depth
-        times = round_times(llm, target, student, prompt, params, depth, report)
+        times = round_times(llm, target, student, prompt, params, depth, report) if team.is_first else None
         objective = objective_of(llm, settings)
-        held_out = source.held_out(report)
-        state = Trainer(student, source, objective, settings, folder, held_out, times, report).run()
+        held_out = source.held_out(report) if team.is_first else ()
+        state = Trainer(student, source, objective, settings, folder, held_out, times, report, team).run()
         stats = source.stats
-        if student.most_depth is not None:
+        if student.most_depth is not None and team.is_first:
             write_tree(task.out, objective, student, state, held_out)
     found = TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
-    if task.sizes.tune_target is not None:
+    if task.sizes.tune_target is not None and team.is_first:
         target, tuned = settle_target(task, task.sizes.tune_target, target, data, settings, state, report)
         found = replace(found, tuned=tuned)
     if DrafterRecord.read(task.out) is None:  # else it was over before, and what rounds took then counts
@@ -163,9 +178,9 @@ def about_of(target: Blueprint, student: Student, data: TrainingData, settings: 
 
 
 def open_cache(
-    folder: Path, target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings
+    folder: Path, target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings, team: Team
 ) -> AnswerCache:
-    """The cache of this target's answers to these data, as far as this student needs them."""
+    """The cache of this target's answers to these data, as far as this student needs them, in this process."""
     drawn = ("batch", "max_tokens", "temperature", "top_k", "top_p", "seed")
     about = {
         "target": target.fingerprint(),
@@ -173,6 +188,7 @@ def open_cache(
         "data": data.digest,
         **{name: getattr(settings, name) for name in drawn},
         **({} if settings.passes == 1 else {"group_steps": settings.group_steps}),
+        **({} if team.size == 1 else {"share": (team.rank, team.size)}),
     }
     longest = data.longest + settings.max_tokens
     num_bytes = state_bytes(settings.num_answers, longest, len(student.taps), target.config.hidden, torch.float32)

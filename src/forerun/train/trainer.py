@@ -30,6 +30,7 @@ from forerun.train.optimizer import build_optimizers, restore, states_of, step_o
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
 from forerun.train.state import LOG, TrainFolder, TrainState
+from forerun.train.team import Team
 
 CURVES = "train.svg"
 RISE = 1e-4  # of the overlap, below which a look is no better than the best one
@@ -51,13 +52,14 @@ class Trainer:
     held_out: Sequence[TargetText]
     times: RoundTimes | None
     report: Callable[..., None]  # as a LoadingBar is called
+    team: Team = field(default_factory=Team)
     state: TrainState = field(init=False)
     log: TrainLog = field(init=False)
     optimizers: list[torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
         self.optimizers = build_optimizers(self.student.weights, self.settings.rate)
-        found = self.folder.load()
+        found = self.team.of_first(self.folder.load)
         self.state = found or TrainState()
         if found is not None:
             with torch.no_grad():
@@ -71,7 +73,7 @@ class Trainer:
         if found.stopped and found.asked < self.settings.length:
             found.stopped, found.looks_since = "", 0
         told = "is finished, after step" if found.stopped else "goes on from step"
-        logger.info("%s %s %d: %s", self.folder.folder, told, found.step, self.worth)
+        self.say("%s %s %d: %s", self.folder.folder, told, found.step, self.worth)
         self.publish()
 
     @property
@@ -108,7 +110,8 @@ class Trainer:
                 break
             started_s = time.perf_counter()
             figures = self.step()
-            self.state.seconds += time.perf_counter() - started_s
+            (taken_s,) = self.team.sums([time.perf_counter() - started_s])
+            self.state.seconds += taken_s / self.team.size
             self.state.step += 1
             if self.state.step % LOGGED_EVERY == 0 or self.state.step == 1:
                 self.log.add({"step": self.state.step, "loss": figures.loss, "overlap": figures.overlap})
@@ -126,7 +129,7 @@ class Trainer:
         texts = self.source.of_step(step, self.report)
         dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
         found = []
-        num_places = sum(len(text.roots) for text in texts)
+        (num_places,) = self.team.sums([float(sum(len(text.roots) for text in texts))])
         for part in self.parts(texts):
             batch, name = TextBatch.of(part), settings.loss_at(share)
             with torch.autocast(batch.last.device.type, torch.bfloat16, enabled=settings.bfloat16):
@@ -139,8 +142,10 @@ class Trainer:
             own = sum(len(text.roots) for text in part) / num_places
             (loss * own).backward()
             found.append((own, figures))
+        self.team.add_gradients(self.student.weights.values())
         step_optimizers(self.student.weights.values(), self.optimizers, settings.rate_at(step, share))
-        return StepFigures(sum(own * f.loss for own, f in found), sum(own * f.overlap for own, f in found), num_places)
+        sums = self.team.sums([sum(s * f.loss for s, f in found), sum(s * f.overlap for s, f in found)])
+        return StepFigures(sums[0], sums[1], int(num_places))
 
     def parts(self, texts: Sequence[TargetText]) -> list[Sequence[TargetText]]:
         """The answers in parts whose logits fit into MOST_LOGITS, one at least."""
@@ -151,7 +156,7 @@ class Trainer:
     def look(self) -> None:
         """Judge the weights, keep the state, and put the best drafter, the log and the curves into the folder."""
         state = self.state
-        figures = judge_held_out(self.objective, self.student, self.held_out, self.report)
+        figures = self.team.of_first(lambda: judge_held_out(self.objective, self.student, self.held_out, self.report))
         told = figures.as_object()
         entry = {"step": state.step, "seconds": round(state.seconds, 3), "held_out": told}
         if self.times is not None:
@@ -166,10 +171,15 @@ class Trainer:
             state.looks_since += 1
             if state.looks_since >= self.settings.patience and not state.stopped:
                 state.stopped = f"held-out acceptance has not risen in {self.settings.patience} looks"
-        logger.info("step %d, %.0f %% done: %s", state.step, 100 * self.share_done, self.worth)
+        self.say("step %d, %.0f %% done: %s", state.step, 100 * self.share_done, self.worth)
         self.log.add(entry)
         self.keep()
         self.publish()
+
+    def say(self, told: str, *values: object) -> None:
+        """A line for who looks on, once for all processes."""
+        if self.team.is_first:
+            logger.info(told, *values)
 
     def keep(self) -> None:
         """Bring the state to the disk."""
