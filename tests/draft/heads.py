@@ -235,11 +235,19 @@ def written_eagle(
     shapes = {f"midlayer.self_attn.{name}.weight": shape for name, shape in wide.items()}
     shapes |= {f"midlayer.mlp.{name}_proj.weight": (96, hidden) for name in ("gate", "up")}
     shapes |= {"midlayer.mlp.down_proj.weight": (hidden, 96), "fc.weight": (hidden, 3 * hidden)}
+    more = [f"layers.{index}" for index in range(1, int(str(config["num_hidden_layers"])))]
+    for name, (rows, width) in list(shapes.items()) if more else ():
+        is_double = name.startswith("midlayer.self_attn") and width == 2 * hidden
+        own = (rows, hidden if is_double else width)
+        shapes |= {name.replace("midlayer", place): own for place in more if name.startswith("midlayer")}
     drawn = {name: torch.randn(shape, generator=generator) / shape[1] ** 0.5 for name, shape in shapes.items()}
     gains = {f"midlayer.{name}": hidden for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    gains |= {f"{place}.{name}layernorm": hidden for place in more for name in ("input_", "post_attention_")}
     gains |= {"norm": hidden} | ({"input_norm": 3 * hidden} if config.get("norm_before_fc") else {})
     gains |= {f"fc_norm.{tap}": hidden for tap in range(3)} if config.get("fc_norm") else {}
     drawn |= {f"{name}.weight": 0.5 + torch.rand(size, generator=generator) for name, size in gains.items()}
+    if config.get("mask_token_id") is not None:
+        drawn["mask_hidden"] = torch.randn(1, 1, 3 * hidden, generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     found = {name: tensor.contiguous() for name, tensor in (drawn | tensors).items()}
     save_file(found, folder / "model.safetensors")

@@ -228,7 +228,10 @@ def test_a_folder_without_a_head_uses_the_targets(folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "tensors", "error", "told"),
     [
-        ({"num_hidden_layers": 2}, {}, UnsupportedModel, "has one layer"),
+        ({"num_hidden_layers": 2}, {}, MissingWeights, "layers.1"),
+        ({"mask_token_id": 7}, {}, MissingWeights, "mask_hidden"),
+        ({"mask_token_id": 512}, {}, UnsupportedModel, "mask_token_id is 512"),
+        ({}, {"mask_hidden": torch.zeros(1, 1, 192)}, UnsupportedModel, "mask_hidden is none of"),
         ({"norm_before_fc": True}, {}, MissingWeights, "input_norm.weight"),
         ({"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModel, "only one of them"),
         ({}, {"input_norm.weight": torch.ones(192)}, UnsupportedModel, "input_norm.weight is none of"),

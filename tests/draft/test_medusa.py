@@ -141,8 +141,8 @@ def test_what_is_spelt_wrong_is_refused(tmp_path: Path) -> None:
         LLM(str(TARGET), "medusa")
     with pytest.raises(ModelNotFound):
         LLM(str(TARGET), f"medusa:{tmp_path / 'nothing'}")
-    with pytest.raises(UnknownDrafter, match="reads the target's states"):
-        LLM(str(TARGET), f"cascade[medusa:{silent(tmp_path / 'heads')},model:{TARGET}]")
+    with pytest.raises(UnknownDrafter, match="cannot judge"):
+        LLM(str(TARGET), f"cascade[ngram,medusa:{silent(tmp_path / 'heads')}]")
 
 
 def test_heads_have_no_cache_in_the_plan_and_may_lie_in_several_files(folder: Path, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ DRAFTERS = {
     "hydra": f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'hydra', 3, hydra=True)}",
     "eagle": f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'eagle')}",
     "eagle-1": f"eagle:{first_eagle_of(TARGET, Path(COPIES.name) / 'eagle-1')}",
+    "p-eagle": f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'p-eagle', num_hidden_layers=2, mask_token_id=7)}",
     "block": f"block:{block_of(TARGET, Path(COPIES.name) / 'block', 400)}",
     "block:heads": f"block:{block_of(TARGET, Path(COPIES.name) / 'heads', **HEADS)}",
     "mtp": f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp', 1, 'qwen')}",

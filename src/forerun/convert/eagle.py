@@ -24,6 +24,7 @@ from forerun.models.config import MOST_LAYERS, ModelConfig, config_of
 from forerun.models.eagle import ids_of
 from forerun.models.eagle_fields import (
     LAYER_CONFIG,
+    MASK_TOKEN,
     OPTIONS,
     OUTSIDE,
     SPECULATORS,
@@ -35,6 +36,7 @@ from forerun.models.eagle_fields import (
 from forerun.models.eagle_tensors import EMBEDDING, HEAD, MASK, OFFSETS, PLACES, EagleTensors
 from forerun.models.weights import BUFFERS
 
+ARCHITECTURES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
 USUAL_GUESSES = 3  # what the package's own converter writes
 BLOCK_NORM = "hidden_norm.weight"  # of block drafters, whose tensors are otherwise named like these
 FUSED, JOINED = PLACES  # where EAGLE-3 and EAGLE-1 have the layer
@@ -166,17 +168,20 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     layer = {"model_type": "llama", "num_hidden_layers": 1} | layer
     own = replace(own_target(fields), layers=MOST_LAYERS)
     layer |= {"head_dim": own.head_dim, "num_key_value_heads": own.kv_heads, "rms_norm_eps": own.norm_eps}
+    mask_token = fields.values.get(MASK_TOKEN)
+    kind = "eagle3" if mask_token is None else "peagle"
     config: dict[str, Any] = {
-        "architectures": ["Eagle3Speculator"],
-        SPECULATORS: "eagle3",
+        "architectures": [ARCHITECTURES[kind]],
+        SPECULATORS: kind,
         "speculators_version": VERSION,
-        KEPT: speculators_config(fields, target, "eagle3", USUAL_GUESSES),
+        KEPT: speculators_config(fields, target, kind, USUAL_GUESSES),
         LAYER_CONFIG: layer | {"tie_word_embeddings": False},
         "draft_vocab_size": fields.whole("draft_vocab_size", fields.whole("vocab_size")),
         "target_hidden_size": fields.values.get("target_hidden_size"),
         TAP_IDS: fields.values.get(TAP_IDS, None if target is None else list(usual_taps(target.config.layers))),
         **{name: fields.flag(name) for name in OPTIONS},
-        "embed_requires_grad": False,
+        "embed_requires_grad": kind == "peagle",
+        **({} if mask_token is None else {MASK_TOKEN: mask_token}),
         "tie_word_embeddings": False,
         "dtype": fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32",
     }

@@ -51,6 +51,7 @@ from forerun.convert.mtp import (
 )
 from forerun.convert.source import DraftSource
 from forerun.errors import InvalidRequest, UnsupportedModel
+from forerun.models.eagle_fields import KINDS as EAGLE_KINDS
 from forerun.models.eagle_fields import SPECULATORS
 from forerun.near import nearest
 
@@ -106,8 +107,8 @@ LAYOUTS = (
     DraftLayout(
         "speculators",
         EAGLE3,
-        f"config.json with {SPECULATORS} eagle3",
-        of_speculators("eagle3"),
+        f"config.json with {SPECULATORS} eagle3 or peagle",
+        of_speculators(*EAGLE_KINDS),
         read_fused,
         write_speculators,
         self_contained,
@@ -147,7 +148,6 @@ LAYOUTS = (
 )
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
 NOT_RUN: Mapping[str, str] = {  # types of speculators that are not read, and why
-    "peagle": "P-EAGLE guesses all tokens in one pass from a learned state, and there is no drafter for it",
     "xpress": "xPress combines the guesses of a block in a way that no drafter here computes",
 }
 

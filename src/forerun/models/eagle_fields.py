@@ -27,17 +27,22 @@ from forerun.models.eagle_tensors import (
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SPECULATORS, LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
-OUTSIDE = ("draft_vocab_size", "target_hidden_size", TAP_IDS, *OPTIONS)  # what speculators puts beside the layer's own
+MASK_TOKEN = "mask_token_id"
+KINDS = ("eagle3", "peagle")  # of speculators
+# What speculators puts beside the layer's own.
+OUTSIDE = ("draft_vocab_size", "target_hidden_size", TAP_IDS, MASK_TOKEN, *OPTIONS)
 MOST_TAPS = 16
 
 
 def author_fields(fields: Fields) -> Fields:
-    """The same in the authors' spelling. Raises UnsupportedModel for a drafter of `speculators` that is not EAGLE-3."""
+    """The same in the authors' spelling. Raises UnsupportedModel for what `speculators` does not call EAGLE."""
     kind = fields.values.get(SPECULATORS)
     if kind is None:
         return fields
-    if kind != "eagle3":
-        raise fields.refuse(SPECULATORS, "an EAGLE layer is eagle3: name the folder of one")
+    if kind not in KINDS:
+        raise fields.refuse(SPECULATORS, "an EAGLE layer is eagle3 or peagle: name the folder of one")
+    if (kind == "peagle") != (fields.values.get(MASK_TOKEN) is not None):
+        raise fields.refuse(MASK_TOKEN, "peagle has one, and eagle3 has none: correct it")
     layer = dict(fields.inside(LAYER_CONFIG).values)
     layer.setdefault("model_type", "qwen3")  # as speculators takes it
     own = {name: fields.values[name] for name in (*OUTSIDE, "dtype") if fields.values.get(name) is not None}
@@ -49,7 +54,7 @@ def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target
 
     Raises UnsupportedModel for a layer that is not computed, or that is another target's.
     """
-    fields = one_layer(author_fields(read), of)
+    fields = of_layers(author_fields(read), of)
     if fields.values.get("vocab_size") != of.vocab_size:
         raise fields.refuse("vocab_size", f"{target} has {of.vocab_size}: name a drafter that was trained for it")
     if fields.whole("target_hidden_size", of.hidden) != of.hidden:
@@ -64,14 +69,11 @@ def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target
     return tensors
 
 
-def one_layer(read: Fields, of: ModelConfig) -> Fields:
-    """The fields as those of a model of one layer; what they leave out is the target's or the family's."""
+def of_layers(read: Fields, of: ModelConfig) -> Fields:
+    """The fields as those of a model of these layers; what they leave out is the target's or the family's."""
     kept = {key: value for key, value in read.values.items() if key != "architectures"}
     defaults = {"max_position_embeddings": of.max_positions, "model_type": "llama", "num_hidden_layers": 1}
-    fields = replace(read, values=defaults | kept)
-    if fields.whole("num_hidden_layers") != 1:
-        raise fields.refuse("num_hidden_layers", "an EAGLE drafter has one layer: use its own config.json")
-    return fields
+    return replace(read, values=defaults | kept)
 
 
 def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> EagleTensors:
@@ -81,6 +83,8 @@ def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> Eag
     place = next((name for name in PLACES if f"{name}.post_attention_layernorm.weight" in stored), PLACES[0])
     joined = NORM not in stored and f"{place}.{STATE_NORM}" not in stored
     form = EagleForm(FEATURE, True, fields.flag("bias", True)) if joined else read_form(fields, of.layers)
+    if joined and config.layers != 1:
+        raise fields.refuse("num_hidden_layers", "EAGLE-1 and EAGLE-2 have one layer: use its own config.json")
     draft_vocab = of.vocab_size if joined else fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
     own_head = HEAD in stored and not joined
     return EagleTensors(config, form, place, of.hidden, draft_vocab, EMBEDDING in stored, own_head)
@@ -88,7 +92,10 @@ def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> Eag
 
 def read_form(fields: Fields, num_layers: int) -> EagleForm:
     """The options of an EAGLE-3 layer."""
-    form = EagleForm(read_taps(fields, num_layers), **{name: fields.flag(name) for name in OPTIONS})
+    masked = fields.values.get(MASK_TOKEN) is not None
+    mask_token = fields.whole(MASK_TOKEN, 0, most=fields.whole("vocab_size") - 1) if masked else None
+    options = {name: fields.flag(name) for name in OPTIONS}
+    form = EagleForm(read_taps(fields, num_layers), **options, mask_token=mask_token)
     if form.norm_before_fc and form.fc_norm:
         raise fields.refuse("fc_norm", "norm_before_fc is too, and only one of them can be: correct either")
     return form

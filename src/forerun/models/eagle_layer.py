@@ -1,7 +1,8 @@
-"""EAGLE's decoder layer: it reads a target's states and guesses the token after the next one.
+"""EAGLE's decoder layers: they read a target's states and guesses the token after the next one.
 
-At a place the layer reads two things: the embedding of the token there, and the target's state after the token before
-it. Where the target has not read that token yet, as with guesses, the layer's own output there stands for the state.
+At a place the first layer reads two things: the embedding of the token there, and the target's state after the token
+before it; layers behind it, which few drafters have, are a decoder's own. Where the target has not read that token yet,
+as with guesses, the last layer's output there stands for the state, or in P-EAGLE (2602.01469) a learned one.
 This file decides how the two enter the layer, which is what differs between the generations. In EAGLE-1 and EAGLE-2
 (2401.15077, 2406.16858) they are mapped together, and the output is read by the target's head. In EAGLE-3 (2503.01840)
 the state is several states of different layers, joined and mapped to the layer's width; both are normed and joined, the
@@ -20,7 +21,7 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm
-from forerun.models.eagle_tensors import EMBEDDING, HEAD, INPUT_NORM, NORM, STATE_NORM, EagleTensors
+from forerun.models.eagle_tensors import EMBEDDING, HEAD, INPUT_NORM, MASK_STATE, NORM, STATE_NORM, EagleTensors
 from forerun.models.layer import Attention, Layer, LayerMaker, MakeLinear, linear
 from forerun.models.linear import padded_rows
 from forerun.models.mlp import Mlp, pad_rows
@@ -93,7 +94,10 @@ class JoinedEntry:
 
 
 class EagleDecoder(Decoder):
-    """The layer as a decoder over a cache of its own; it reads embeddings and states side by side."""
+    """The layers as a decoder over a cache of its own; it reads embeddings and states side by side.
+
+    `mask` is what P-EAGLE's masked places read in the place of a state; None elsewhere.
+    """
 
     def __init__(self, tensors: EagleTensors, checkpoint: Checkpoint, make: MakeLinear, target: Decoder) -> None:
         shapes, device, form = tensors.shapes(), target.embedding.device, tensors.form
@@ -118,12 +122,15 @@ class EagleDecoder(Decoder):
         unread = torch.ones(c.hidden, dtype=self.dtype)  # the entry norms what the layer reads
         attention = Attention(unread, qkv, out, qk_norm, None, c.windows[0])
         mlp = Mlp(norms["post_attention_layernorm.weight"], maker.every(table, fetch), None, ())
-        self.layers = [Layer(attention, mlp)]
+        more = [maker.load(lambda name, _: take(name.removeprefix("model.")), index) for index in range(1, c.layers)]
+        self.layers = [Layer(attention, mlp), *more]
         norm = None if form.joined else take(NORM)
         self.output_norm = norm if form.norm_output else None
         self.head_norm = None if form.norm_output else norm
         self.head = make(take(HEAD)) if tensors.own_head else target.head
         self.rope = rope_tables(c).to(device)
+        masked = form.mask_token is not None
+        self.mask = self.fuse(take(MASK_STATE).view(1, len(form.taps), -1))[0] if masked else None
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
         """The target's states, as the layer reads them."""
@@ -140,7 +147,7 @@ class EagleDecoder(Decoder):
     ) -> Hidden:
         """Read the batch from `inputs`, the states; the tokens' embeddings are added here."""
         assert inputs is not None, "it reads states"
-        assert layers is None, "there is one layer"
+        assert layers is None, "all layers are read"
         assert not taps, "nobody reads its states"
         total = len(batch.tokens)
         cos, sin = self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None]
@@ -148,6 +155,9 @@ class EagleDecoder(Decoder):
         x, embedded, cos, sin = (pad_rows(tensor, padded_rows(total)) for tensor in wanted)
         residual, read = self.entry.enter(embedded, x)
         x = self.behind_attention(0, residual + self.mix(0, read, batch, cache, cos, sin), total)
+        for index, layer in enumerate(self.layers[1:], 1):
+            read = rms_norm(x, layer.attention.norm, self.config.norm_eps)
+            x = self.behind_attention(index, x + self.mix(index, read, batch, cache, cos, sin), total)
         x = x if self.output_norm is None else rms_norm(x, self.output_norm, self.config.norm_eps)
         return Hidden(x[:total], None)
 

@@ -15,6 +15,7 @@ from forerun.models.projections import LayerTable
 PLACES = ("midlayer", "layers.0")  # what the layer's tensors are called
 FEATURE = (-1,)  # the state that EAGLE-1 reads: the one behind the target's final norm
 EMBEDDING, HEAD, NORM, OFFSETS, MASK = "embed_tokens.weight", "lm_head.weight", "norm.weight", "d2t", "t2d"
+MASK_STATE = "mask_hidden"  # what stands for the target's states in masked places
 INPUT_NORM, STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"
 
 
@@ -26,7 +27,8 @@ class EagleForm:
     attention nor one behind the layer, and the head is the target's. The other fields are options of EAGLE-3.
     `norm_before_residual`: the residual stream is the normed state. `norm_before_fc` and `fc_norm`: the states are
     normed before they are mapped, all of them together or each by itself. `norm_output`: guesses read the layer's
-    output behind the last norm (EAGLE 3.1). `fc_bias` is of the map.
+    output behind the last norm (EAGLE 3.1). `fc_bias` is of the map. `mask_token` is P-EAGLE, which guesses in masked
+    places, all in one pass: their embedding.
     """
 
     taps: tuple[int, ...]
@@ -36,6 +38,7 @@ class EagleForm:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class EagleTensors:
 
     @property
     def table(self) -> LayerTable:
-        """The layer's. In EAGLE-3 the projections of queries, keys and values read twice the width."""
+        """The first layer's. In EAGLE-3 the projections of queries, keys and values read twice the width."""
         table = LayerTable.of(self.config, 0)
         if self.form.joined:
             return replace(table, vectors={name: size for name, size in table.vectors.items() if name != INPUT_NORM})
@@ -66,6 +69,9 @@ class EagleTensors:
             outside["fc.bias"] = (self.config.hidden,)
         if self.own_embedding:
             outside[EMBEDDING] = (self.config.vocab_size, self.config.hidden)
+        for index in range(1, self.config.layers):
+            table = LayerTable.of(self.config, index)
+            outside |= {f"layers.{index}.{name}": shape for name, shape in table.tensors().items()}
         return outside | {f"{self.place}.{name}": shape for name, shape in self.table.tensors().items()}
 
     def of_joined(self) -> dict[str, tuple[int, ...]]:
@@ -83,6 +89,8 @@ class EagleTensors:
             found[HEAD] = (self.draft_vocab, hidden)
         if self.form.norm_before_fc:
             found["input_norm.weight"] = (num_taps * self.target_hidden,)
+        if self.form.mask_token is not None:
+            found[MASK_STATE] = (1, 1, num_taps * self.target_hidden)
         if self.form.fc_norm:
             found |= {f"fc_norm.{tap}.weight": (self.target_hidden,) for tap in range(num_taps)}
         return found

@@ -6,7 +6,8 @@ guesses, and nothing has to be read into a cache first. This module decides how 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -20,6 +21,13 @@ from forerun.sampling.draws import Draws
 Paths = Sequence[Sequence[int]]
 LogitsAhead = Callable[[Sequence[int], Paths], Tensor]  # behind these guesses of these rows, equally many of each
 ConfidenceAhead = Callable[[Sequence[int], Paths], Sequence[float]]  # that the first guess there is accepted
+
+
+def first_places(draws: Draws, granted: Mapping[int, Budget]) -> Mapping[int, int]:
+    """By row, where a sequence's logits begin among those of all guesses that were granted, which are packed."""
+    rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
+    starts = accumulate((budget.depth for budget in granted.values()), initial=0)
+    return dict(zip((rows[seq_id] for seq_id in granted), starts, strict=False))
 
 
 def grow_ahead(

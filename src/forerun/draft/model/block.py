@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, ProgressCallback
 from forerun.draft.base import NO_DRAFT, Budget, Draft
-from forerun.draft.model.ahead import Paths, grow_ahead
+from forerun.draft.model.ahead import Paths, first_places, grow_ahead
 from forerun.draft.model.follower import Follower, RootPass
 from forerun.draft.model.following import DraftRow, Following
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
@@ -69,12 +68,7 @@ class BlockDrafter(Follower):
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains, or trees of any shape, without another pass of the layers."""
-        rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-        firsts = dict(
-            zip(
-                map(rows.__getitem__, granted), accumulate((b.depth for b in granted.values()), initial=0), strict=False
-            )
-        )
+        firsts = first_places(draws, granted)
         states = torch.cat([self.blocks[seq_id] for seq_id in granted])
 
         def places(own: Sequence[int], paths: Paths) -> tuple[Tensor, Tensor]:

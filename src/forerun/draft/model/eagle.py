@@ -1,23 +1,29 @@
 """EAGLE as drafter: a layer on the target's states drafts token by token (2401.15077, 2503.01840).
 
 This module decides what the layer reads: the target's states, fused, and behind them its own output. `shifted.py`
-decides which of them goes with which token.
+decides which of them goes with which token. P-EAGLE (2602.01469) reads masked places behind the root instead, as many
+as there are guesses, all in one pass: the logits of a place are those of every guess at its depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, ProgressCallback
+from forerun.draft.base import NO_DRAFT, Budget, Draft
+from forerun.draft.model.ahead import Paths, first_places, grow_ahead
+from forerun.draft.model.follower import RootPass
+from forerun.draft.model.following import DraftRow
 from forerun.draft.model.shifted import ShiftedFollower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.models.eagle import DraftVocabulary, plan_layer
 from forerun.models.eagle_layer import EagleDecoder
 from forerun.models.runner import Read, Runner
+from forerun.sampling.draws import Draws
 
 
 class EagleDrafter(ShiftedFollower):
@@ -46,6 +52,47 @@ class EagleDrafter(ShiftedFollower):
         return output
 
 
+class ParallelEagleDrafter(EagleDrafter):
+    """P-EAGLE: its masked places have the embedding of `mask_token`, and a state that was learned."""
+
+    def __init__(self, runner: Runner, ids: DraftVocabulary, taps: tuple[int, ...], mask_token: int) -> None:
+        super().__init__(runner, ids, taps)
+        self.mask_token = mask_token
+
+    def inputs(
+        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
+    ) -> Float[Tensor, "total inputs"]:
+        """The target's states for text and roots; the learned one for masked places."""
+        if features is not None:
+            return self.of_text(reads, features)
+        assert self.decoder.mask is not None, "it has masked places"
+        roots = self.of_roots([read.seq_id for read in reads])
+        masked = [self.decoder.mask.expand(len(read.tokens) - 1, -1) for read in reads]
+        return torch.cat([part for root, rest in zip(roots, masked, strict=True) for part in (root[None], rest)])
+
+    def read_roots(self, wishes: list[DraftRow]) -> RootPass:
+        """Read roots and masked places. Gives the wishes that had room, and the logits of all of their guesses."""
+        reads = []
+        for wish in wishes:
+            masks = [self.mask_token] * (wish.budget.depth - 1)
+            reads.append(Read(wish.seq_id, [*wish.late, *masks], judged=range(wish.budget.depth)))
+        return self.read_fitting(reads, wishes)
+
+    def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
+        """Chains or trees, without another pass."""
+        firsts = first_places(draws, granted)
+
+        def ahead(rows: Sequence[int], paths: Paths) -> Tensor:
+            return logits[[firsts[row] + len(path) for row, path in zip(rows, paths, strict=True)]]
+
+        return grow_ahead(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], ahead)
+
+    def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
+        """The draft; nothing is left of the masked places."""
+        self.drop(list(granted))
+        return draft
+
+
 def plan_eagle(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`eagle:DIR`: an EAGLE layer on the target's states, with a cache of its own."""
     refuse_members(spec)
@@ -56,6 +103,9 @@ def plan_eagle(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> EagleDrafter:
         config = target.decoder.config
         runner = eagle.load(cache_tokens[name], config.max_positions, target.decoder)
-        return EagleDrafter(runner, DraftVocabulary(config.vocab_size, eagle.ids), eagle.taps)
+        ids, mask_token = DraftVocabulary(config.vocab_size, eagle.ids), eagle.tensors.form.mask_token
+        if mask_token is None:
+            return EagleDrafter(runner, ids, eagle.taps)
+        return ParallelEagleDrafter(runner, ids, eagle.taps, mask_token)
 
     return DraftPlan({name: eagle.memory}, build, eagle.layer.fingerprint)
