@@ -188,16 +188,15 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
     const float spoilt = sum(finite);  // 0, or not a number: then nothing of the row is one
     const float scale = spoilt == 0 ? std::max(largest(top) / 127.0f, 1.17549435e-38f) : spoilt;
     const Floats shift = all(12582912.0f);
-    for (int64_t i = 0; i < l.depth; i += LANES) {
-      const Floats whole = (load(x + i) / scale + shift) - shift;
-      float w[LANES];
-      store(w, whole);
-      for (int j = 0; j < LANES; j++) {
-        const int8_t number = static_cast<int8_t>(w[j]);
-        if (WORDS && l.format == INT8) reinterpret_cast<int16_t*>(to)[i + j] = number;
-        else to[i + j] = number;
+    const auto keep = [&](auto* numbers) {
+      for (int64_t i = 0; i < l.depth; i += LANES) {
+        int32_t w[LANES];
+        store(w, bits(load(x + i) / scale + shift));  // whose low bits are the number
+        for (int j = 0; j < LANES; j++) numbers[i + j] = static_cast<int8_t>(w[j]);
       }
-    }
+    };
+    if (WORDS && l.format == INT8) keep(reinterpret_cast<int16_t*>(to));
+    else keep(reinterpret_cast<int8_t*>(to));
     rows.scales[row] = scale;
     const int8_t* const numbers = reinterpret_cast<const int8_t*>(to);
     for (int64_t g = 0; l.format == INT4 && g < l.depth / GROUP; g++) {
