@@ -14,6 +14,7 @@ namespace forerun {
 
 constexpr int MAX_HEAD = 512;      // numbers of a head
 constexpr int CHUNK_QUERIES = 32;  // queries times heads of a group that share what is read
+constexpr size_t AT_A_TIME = PARTS == 1 ? 1 : 3;  // queries that share the loads of keys, which small registers wait for
 
 struct Path {
   int64_t first_slot, num_plain;  // the slot of key 0; keys from num_plain on lie where `slots` says
@@ -49,19 +50,24 @@ inline void load_block(const T* cache, const Path& path, int64_t first, int64_t 
   }
 }
 
-// A query times 16 keys, so many at a time that their sums find registers.
-__attribute__((noinline)) inline Floats scores_of(const float* q, const float* block, int64_t width) {
-  constexpr int AT_ONCE = PARTS == 1 ? LANES : 4;
-  Floats dots[LANES];
-  for (int first = 0; first < LANES; first += AT_ONCE) {
-    Floats some[AT_ONCE] = {};
-    for (int64_t i = 0; i < width; i += LANES) {
-      const Floats a = load(q + i);
-      for (int k = 0; k < AT_ONCE; k++) some[k] = fma(a, load(block + (first + k) * width + i), some[k]);
+// Q queries times 16 keys: a register of each number by number, and so many keys at a time that the sums find registers.
+template <int Q>
+__attribute__((noinline)) void score(const float (*q)[MAX_HEAD], const float* block, int64_t width, float* scores,
+                                     int64_t stride) {
+  constexpr int MOST = (NUM_REGISTERS - 4) / Q, AT_ONCE = MOST >= 16 ? 16 : MOST >= 8 ? 8 : 4, STEP = LANES / PARTS;
+  Floats dots[Q][LANES];
+  for (int part = 0; part < PARTS; part++)
+    for (int first = 0; first < LANES; first += AT_ONCE) {
+      FloatRegister some[Q][AT_ONCE] = {};
+      for (int64_t i = part * STEP; i < width; i += LANES)
+        for (int k = 0; k < AT_ONCE; k++) {
+          const FloatRegister key = register_at(block + (first + k) * width + i);
+          for (int r = 0; r < Q; r++) some[r][k] = fma(register_at(q[r] + i), key, some[r][k]);
+        }
+      for (int r = 0; r < Q; r++)
+        for (int k = 0; k < AT_ONCE; k++) part_of(dots[r][first + k], part) = some[r][k];
     }
-    for (int k = 0; k < AT_ONCE; k++) dots[first + k] = some[k];
-  }
-  return sums(dots);
+  for (int r = 0; r < Q; r++) store(scores + r * stride, sums(dots[r]));
 }
 
 // Scores to weights that add up to `total`, the sink's among them; the first of them belongs to key `first`, those
@@ -133,8 +139,14 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
   };
   for (int64_t key = first; key < end; key += LANES) {
     load_block(keys, path, key, end, head_dim, width, block);
-    for (size_t i = 0; i < queries.size(); i++)
-      if (meets(queries[i], key)) store(&scores[i * stride + key - first], scores_of(q[i], block, width));
+    for (size_t i = 0, some; i < queries.size(); i += some) {  // those that do not see the block have no use for its scores
+      some = std::min(AT_A_TIME, queries.size() - i);
+      if (key > queries[i + some - 1].position || key + LANES <= seen_from(queries[i])) continue;
+      float* to = &scores[i * stride + key - first];
+      if (some == 3) score<3>(q + i, block, width, to, stride);
+      else if (some == 2) score<2>(q + i, block, width, to, stride);
+      else score<1>(q + i, block, width, to, stride);
+    }
   }
   for (size_t i = 0; i < queries.size(); i++) {
     const int64_t own = seen_from(queries[i]) / LANES * LANES;  // where this query's own blocks begin

@@ -32,6 +32,8 @@ typedef uint32_t WordRegister __attribute__((vector_size(REGISTER_BYTES)));
 typedef FloatRegister FloatRegisterAnywhere __attribute__((aligned(4), may_alias));
 typedef IntRegister IntRegisterAnywhere __attribute__((aligned(4), may_alias));
 
+inline FloatRegister register_at(const float* p) { return *reinterpret_cast<const FloatRegisterAnywhere*>(p); }
+
 inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {  // a * b + c, rounded once where it can be
 #if defined(__AVX512F__)
   return (FloatRegister)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -65,7 +67,8 @@ typedef IntRegister Ints;
 typedef WordRegister Words;
 typedef IntRegisterAnywhere IntsAnywhere;
 
-inline Floats load(const float* p) { return *reinterpret_cast<const FloatRegisterAnywhere*>(p); }
+inline FloatRegister& part_of(Floats& x, int) { return x; }
+inline Floats load(const float* p) { return register_at(p); }
 inline void store(float* p, Floats x) { *reinterpret_cast<FloatRegisterAnywhere*>(p) = x; }
 inline Ints load(const int32_t* p) { return *reinterpret_cast<const IntRegisterAnywhere*>(p); }
 inline void store(int32_t* p, Ints x) { *reinterpret_cast<IntRegisterAnywhere*>(p) = x; }
@@ -134,9 +137,8 @@ FORERUN_COMPARISON(>=)
 FORERUN_COMPARISON(==)
 FORERUN_COMPARISON(!=)
 
-inline Floats load(const float* p) {
-  FORERUN_EACH_PART(Floats, (*reinterpret_cast<const FloatRegisterAnywhere*>(p + i * (LANES / PARTS))))
-}
+inline FloatRegister& part_of(Floats& x, int i) { return x.part[i]; }
+inline Floats load(const float* p) { FORERUN_EACH_PART(Floats, register_at(p + i * (LANES / PARTS))) }
 inline void store(float* p, Floats x) {
   for (int i = 0; i < PARTS; i++) *reinterpret_cast<FloatRegisterAnywhere*>(p + i * (LANES / PARTS)) = x.part[i];
 }
@@ -226,7 +228,7 @@ inline float largest(Floats x) {
 }
 
 // e^x to about one unit in the last place; below -87 it is 0. Polynomial of the Cephes library (S. Moshier), expf.
-inline Floats exponential(Floats x) {
+__attribute__((always_inline)) inline Floats exponential(Floats x) {
   const Floats lowest = all(-87.0f), highest = all(88.0f);
   const Floats y0 = choose(x < lowest, lowest, choose(x > highest, highest, x));
   const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
@@ -243,7 +245,7 @@ inline Floats exponential(Floats x) {
 }
 
 // The logarithm of normal numbers above 0, to about one unit in the last place. Polynomial of Cephes, logf.
-inline Floats logarithm(Floats x) {
+__attribute__((always_inline)) inline Floats logarithm(Floats x) {
   const Ints raw = bits(x) - 0x3f3504f3;  // what lies between two powers of 2 is cut at the square root of a half
   const Floats power = converted(raw >> 23);
   const Floats y = floats((raw & 0x007fffff) + 0x3f3504f3) - 1.0f, z = y * y;
