@@ -57,8 +57,8 @@ inline void in_register([[maybe_unused]] IntRegister& sum) {
 // One group of R rows, added to their sums. `x` and `start` belong to the first of these rows. A call for every group
 // would cost a sixth of the time.
 template <int R>
-__attribute__((always_inline)) inline void add_group(const char* scales, const char* line, const char* x, const char* start,
-                                                     int64_t stride, float (*sums)[LANES]) {
+FORERUN_INLINE void add_group(const char* scales, const char* line, const char* x, const char* start, int64_t stride,
+                              float (*sums)[LANES]) {
   IntRegister group[R][PARTS];
   for (int r = 0; r < R; r++)
     for (int part = 0; part < PARTS; part++) group[r][part] = number_at<int32_t>(start + r * stride) - IntRegister{};
@@ -84,9 +84,11 @@ __attribute__((always_inline)) inline void add_group(const char* scales, const c
   }
 }
 
-// R rows times a panel, from one block of its inputs to another. Each group is read from memory by the first rows.
+// R rows times a panel, from one block of its inputs to another. Each group is read from memory by the first rows. The
+// compiler must not relate the others' inputs to these: it would keep an address for every row, on the stack.
 template <int R>
-inline void multiply_eight(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first, int64_t end, float* out) {
+__attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
+                                              int64_t end, float* out) {
   constexpr int FIRST = R <= AT_ONCE ? R : (R + 1) / 2;
   alignas(64) float sums[R][LANES] = {};
   const int64_t stride = l.row_bytes();
@@ -101,8 +103,11 @@ inline void multiply_eight(const Linear& l, int64_t column, Rows rows, int64_t r
     for (int g = 0; g < BLOCK_GROUPS; g++) {
       const char *scales = block + g * LANES * 2, *line = block + 64 + g * GROUP * 8, *inputs = x + g * GROUP;
       add_group<FIRST>(scales, line, inputs, start + 4 * g, stride, sums);
-      if constexpr (R > FIRST)
-        add_group<R - FIRST>(scales, line, inputs + FIRST * stride, start + 4 * g + FIRST * stride, stride, sums + FIRST);
+      if constexpr (R > FIRST) {
+        inputs += FIRST * stride;
+        asm volatile("" : "+r"(inputs));
+        add_group<R - FIRST>(scales, line, inputs, start + 4 * g + FIRST * stride, stride, sums + FIRST);
+      }
     }
   }
   for (int r = 0; r < R; r++)

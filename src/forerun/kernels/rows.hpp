@@ -17,12 +17,12 @@ __attribute__((noinline)) inline void norm_row(const float* x, const float* gain
 }
 
 struct Silu {
-  Floats operator()(Floats gate, Floats up) const { return gate / (exponential(-gate) + 1.0f) * up; }
+  FORERUN_INLINE Floats operator()(Floats gate, Floats up) const { return gate / (exponential(-gate) + 1.0f) * up; }
 };
 
 struct Bounded {  // gates up to the limit, the rest on both sides of 1
   float alpha, limit;
-  Floats operator()(Floats gate, Floats up) const {
+  FORERUN_INLINE Floats operator()(Floats gate, Floats up) const {
     const Floats most = all(limit), least = all(-limit), g = choose(gate > most, most, gate);
     return g / (exponential(g * -alpha) + 1.0f) * (choose(up > most, most, choose(up < least, least, up)) + 1.0f);
   }

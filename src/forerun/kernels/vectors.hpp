@@ -14,6 +14,10 @@
 
 namespace forerun {
 
+// For what takes vectors and is more than the compiler inlines by itself: 16 numbers that are no single register would go
+// to the function through memory, several times slower.
+#define FORERUN_INLINE __attribute__((always_inline)) inline
+
 constexpr int LANES = 16;
 constexpr int WIDTH = 64;  // rows are padded with zeros to a multiple of this, so that no loop has a tail
 
@@ -228,7 +232,7 @@ inline float largest(Floats x) {
 }
 
 // e^x to about one unit in the last place; below -87 it is 0. Polynomial of the Cephes library (S. Moshier), expf.
-__attribute__((always_inline)) inline Floats exponential(Floats x) {
+FORERUN_INLINE Floats exponential(Floats x) {
   const Floats lowest = all(-87.0f), highest = all(88.0f);
   const Floats y0 = choose(x < lowest, lowest, choose(x > highest, highest, x));
   const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
@@ -245,7 +249,7 @@ __attribute__((always_inline)) inline Floats exponential(Floats x) {
 }
 
 // The logarithm of normal numbers above 0, to about one unit in the last place. Polynomial of Cephes, logf.
-__attribute__((always_inline)) inline Floats logarithm(Floats x) {
+FORERUN_INLINE Floats logarithm(Floats x) {
   const Ints raw = bits(x) - 0x3f3504f3;  // what lies between two powers of 2 is cut at the square root of a half
   const Floats power = converted(raw >> 23);
   const Floats y = floats((raw & 0x007fffff) + 0x3f3504f3) - 1.0f, z = y * y;
