@@ -14,7 +14,7 @@ namespace forerun {
 
 constexpr int MAX_HEAD = 512;      // numbers of a head
 constexpr int CHUNK_QUERIES = 32;  // queries times heads of a group that share what is read
-constexpr size_t AT_A_TIME = PARTS == 1 ? 1 : 3;  // queries that share the loads of keys, which small registers wait for
+constexpr size_t AT_A_TIME = PARTS == 1 ? 1 : 3;  // queries that share what is loaded of keys
 
 struct Path {
   int64_t first_slot, num_plain;  // the slot of key 0; keys from num_plain on lie where `slots` says
@@ -50,7 +50,7 @@ inline void load_block(const T* cache, const Path& path, int64_t first, int64_t 
   }
 }
 
-// Q queries times 16 keys: a register of each number by number, and so many keys at a time that the sums find registers.
+// Q queries times 16 keys, register by register, and so many keys at a time that the sums find registers.
 template <int Q>
 __attribute__((noinline)) void score(const float (*q)[MAX_HEAD], const float* block, int64_t width, float* scores,
                                      int64_t stride) {
@@ -139,7 +139,7 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
   };
   for (int64_t key = first; key < end; key += LANES) {
     load_block(keys, path, key, end, head_dim, width, block);
-    for (size_t i = 0, some; i < queries.size(); i += some) {  // those that do not see the block have no use for its scores
+    for (size_t i = 0, some; i < queries.size(); i += some) {  // scores of keys that one does not see lie unread
       some = std::min(AT_A_TIME, queries.size() - i);
       if (key > queries[i + some - 1].position || key + LANES <= seen_from(queries[i])) continue;
       float* to = &scores[i * stride + key - first];

@@ -99,7 +99,7 @@ __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, R
   const char* x = rows.data + row * stride + first * WIDTH;
   const char* start = rows.data + row * stride + l.depth + first * BLOCK_GROUPS * 4;
   for (int64_t b = first; b < end; b++, block += BLOCK_BYTES, x += WIDTH, start += BLOCK_GROUPS * 4) {
-    for (int i = 0; i < BLOCK_LINES; i++) fetch(block + AHEAD_BYTES + i * 64);
+    for (int i = 0; i < BLOCK_LINES && R > UNFETCHED_ROWS; i++) fetch(block + AHEAD_BYTES + i * 64);
     for (int g = 0; g < BLOCK_GROUPS; g++) {
       const char *scales = block + g * LANES * 2, *line = block + 64 + g * GROUP * 8, *inputs = x + g * GROUP;
       add_group<FIRST>(scales, line, inputs, start + 4 * g, stride, sums);

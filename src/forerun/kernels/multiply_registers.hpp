@@ -185,7 +185,7 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
   const char* line = l.panel(column) + first * LINE_BYTES;
   const char* x = rows.data + row * stride + first * Dot<F>::STEP;
   for (const char* const last = line + (end - first) * LINE_BYTES; line < last; line += LINE_BYTES) {
-    for (int p = 0; p < P; p++) fetch(ahead + p * panel);
+    for (int p = 0; p < P && !(R <= UNFETCHED_ROWS && P == PANELS); p++) fetch(ahead + p * panel);
     const char* from = line;
 #pragma GCC unroll 2  // early enough for sums to become registers
     for (int turn = 0; turn < Dot<F>::TURNS; turn++) {
