@@ -18,6 +18,7 @@ from forerun.models.eagle import plan_layer
 from forerun.models.eagle_layer import EagleDecoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
+from forerun.train.kinds import StudentSizes, make_student
 from unchecked import unchecked
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
@@ -108,6 +109,24 @@ def test_the_recorded_logits_are_the_packages(name: str, tmp_path: Path) -> None
         theirs = heard(load(tmp_path / "back"), known["states"], known["tokens"])
     for own, wanted in zip(theirs, (known["first"], known["second"]), strict=True):
         torch.testing.assert_close(own, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize(("kind", "format_name"), [("block", "dflash"), ("mtp", "mtp")])
+def test_what_is_trained_in_a_portable_form_is_written_for_the_package(
+    kind: str, format_name: str, tmp_path: Path
+) -> None:
+    taps = {"taps": (1, 3)} if kind == "block" else {}
+    for portable in (None, True):
+        student = make_student(kind, Blueprint.of(str(TARGET)), StudentSizes(portable=portable, **taps), 0)
+        folder = tmp_path / f"{portable}"
+        folder.mkdir()
+        student.write(student.weights, folder)
+    with pytest.raises(UnsupportedModel, match="speculators"):
+        convert(str(tmp_path / "None"), "speculators", tmp_path / "refused", str(TARGET))
+    convert(str(tmp_path / "True"), "speculators", tmp_path / "theirs", str(TARGET))
+    convert(str(tmp_path / "theirs"), format_name, tmp_path / "back", str(TARGET))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("True", "back"))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def changed(name: str, folder: Path, **keys: object) -> Path:

@@ -249,14 +249,14 @@ def test_medusa_reads_in_training_what_it_reads_when_serving(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["eagle", "eagle, shared head", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle, shared head", "mtp", "mtp, portable"])
 def test_layers_on_states_read_in_training_what_they_read_when_serving(
     kind: str, source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states beside final tokens and roots, and where guesses came true their own outputs beside them."""
-    target, is_mtp = Blueprint.of(str(STORIES)), kind == "mtp"
+    target, is_mtp = Blueprint.of(str(STORIES)), kind.startswith("mtp")
     eagle = EagleStudent.fresh(target, 48, kind != "eagle", 0)
-    student = MtpStudent.fresh(target, 48, 0) if is_mtp else eagle
+    student = MtpStudent.fresh(target, 48, 0, kind != "mtp") if is_mtp else eagle
     reader, learner, method = (MtpDecoder, MtpStudent, "module") if is_mtp else (EagleDecoder, EagleStudent, "layer")
     student.write(student.weights, tmp_path)
     shown: list[tuple[int, int, Tensor]] = []  # position, token, state
@@ -297,7 +297,11 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("shape", [BlockShape(1, 48, 5), BlockShape(1, 48, 5, selector_rank=8)])
+@pytest.mark.parametrize(
+    "shape",
+    [BlockShape(1, 48, 5), BlockShape(1, 48, 5, selector_rank=8), BlockShape(1, 48, 5, markov_rank=8, portable=True)],
+    ids=["Markov", "selector", "portable"],
+)
 def test_a_block_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, shape: BlockShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

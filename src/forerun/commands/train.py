@@ -130,6 +130,10 @@ class StudentOptions:
     confidence: Annotated[
         bool | None, typer.Option("--confidence/--no-confidence", help="block: with or without a confidence head.")
     ] = None
+    portable: Annotated[
+        bool | None,
+        typer.Option("--portable", help="block, mtp: of a form that speculators and vLLM read, after forerun convert."),
+    ] = None
     tune_target: Annotated[
         Path | None, typer.Option(help="medusa: tune the target too (Medusa-2), into this folder.")
     ] = None

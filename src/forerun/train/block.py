@@ -64,6 +64,7 @@ class BlockShape:
     selector_rank: int | None = None
     confidence: bool | None = None
     taps: Sequence[int] | None = None
+    portable: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class BlockStudent:
         embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
         head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
         weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
-        weights[MASK_EMBEDDING] = embedding.mean(0)
+        if MASK_EMBEDDING in weights:
+            weights[MASK_EMBEDDING] = embedding.mean(0)
         dtype = torch.bfloat16 if of.dtype in HALF else torch.float32
         return cls(values, tensors, trainable(weights, device), embedding.to(device), head.to(device), dtype)
 
@@ -173,7 +175,8 @@ class BlockStudent:
             functional.linear(batch.taps.flatten(2).float(), self.weights["fc.weight"]), "hidden_norm"
         )
         rows = torch.arange(len(roots), device=roots.device)[:, None]
-        masks = self.weights[MASK_EMBEDDING].expand(*roots.shape, c.num_places(c.most_depth) - 1, -1)
+        mask = self.weights[MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
+        masks = mask.expand(*roots.shape, c.num_places(c.most_depth) - 1, -1)
         x = torch.cat([self.embedding[batch.tokens[rows, roots]][:, :, None], masks], dim=2)
         for layer in range(c.layers.layers):
             x = x + self.attention(layer, x, context, roots)
@@ -240,8 +243,13 @@ class BlockStudent:
 
 
 def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
-    """The fields of config.json. A block is causal, so that a shallower draft is a shorter pass."""
+    """The fields of config.json.
+
+    A block is causal, so that a shallower draft is a shorter pass, and its masked places have an embedding of their
+    own. A portable one is not causal, and they have that of a token which begins or ends texts.
+    """
     of, block = target.config, shape.block or BLOCK_SIZE
+    mask_id = next(iter(of.eos_ids), 0) if of.bos_id is None else of.bos_id
     check_most("block", block, MOST_DEPTH)
     usual = 0 if shape.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
     rank = usual if shape.markov_rank is None else shape.markov_rank
@@ -264,8 +272,9 @@ def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
         INSIDE: {
             "target_layer_ids": layers,
             "block_size": block,
-            "causal": True,
+            "causal": not shape.portable,
             "sample_from_anchor": True,
+            **({"mask_token_id": mask_id} if shape.portable else {}),
         },
         "markov_rank": rank,
         "selector_rank": shape.selector_rank or 0,

@@ -27,7 +27,7 @@ KeysAndValues = tuple[Tensor, Tensor]  # of a step, by batch, head and place
 
 @dataclass(frozen=True, slots=True)
 class DraftedLayer:
-    """A dense layer of Llama's kind over `weights`, whose names begin with `place`."""
+    """A dense layer of Llama's or Qwen3's kind over `weights`, whose names begin with `place`."""
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
@@ -47,6 +47,8 @@ class DraftedLayer:
         """
         c, step = self.config, len(past)
         q, k, v = (self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, c.head_dim)) for name in "qkv")
+        if c.qk_norm:
+            q, k = self.normed(q, "self_attn.q_norm"), self.normed(k, "self_attn.k_norm")
         cos, sin = (table[(places + step).flatten()][:, None] for table in (self.rope.cos, self.rope.sin))
         q, k = (rotate(t.flatten(0, 1), cos, sin).view(t.shape) for t in (q, k))
         past.append(tuple(t.repeat_interleave(c.group, dim=2).transpose(1, 2) for t in (k, v)))  # type: ignore[arg-type]

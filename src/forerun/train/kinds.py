@@ -27,8 +27,8 @@ from forerun.train.settings import check_choice
 class StudentSizes:
     """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said.
 
-    `draft_vocab` is how many of the target's tokens it has, or which these are. `tune_target` is a folder for the
-    target, where that is tuned as well.
+    `draft_vocab` is how many of the target's tokens it has, or which these are. `portable`: in a form that other
+    programs read too. `tune_target` is a folder for the target, where that is tuned as well.
     """
 
     exit: int | None = None
@@ -46,6 +46,7 @@ class StudentSizes:
     confidence: bool | None = None
     tune_target: Path | None = None
     taps: Sequence[int] | None = None
+    portable: bool | None = None
 
     def only(self, kind: str, *names: str) -> None:
         """Raise InvalidRequest where something is said that the kind does not have."""
@@ -88,15 +89,15 @@ def eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
 
 def block(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     """A block drafter: layers, and heads on their states."""
-    own = ("layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps")
+    own = ("layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps", "portable")
     sizes.only("block", *own)
     return BlockStudent.fresh(target, BlockShape(**{name: getattr(sizes, name) for name in own}), seed)
 
 
 def mtp(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     """An MTP module."""
-    sizes.only("mtp", "mlp")
-    return MtpStudent.fresh(target, sizes.mlp, seed)
+    sizes.only("mtp", "mlp", "portable")
+    return MtpStudent.fresh(target, sizes.mlp, seed, bool(sizes.portable))
 
 
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]

@@ -61,11 +61,14 @@ class MtpStudent:
         object.__setattr__(self, "own", DraftedLayer(self.config, self.weights, place, rope))
 
     @classmethod
-    def fresh(cls, target: Blueprint, mlp: int | None, seed: int) -> MtpStudent:
-        """A module shaped like the target's layers, or with so many neurons, that begins by repeating its state."""
+    def fresh(cls, target: Blueprint, mlp: int | None, seed: int, portable: bool = False) -> MtpStudent:
+        """A module shaped like the target's layers, or with so many neurons, that begins by repeating its state.
+
+        A `portable` one has norms on queries and keys, as modules of `speculators` have.
+        """
         of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
         values = {
-            "model_type": "llama",
+            "model_type": "qwen3" if portable else "llama",
             "mtp_num_hidden_layers": 1,
             "hidden_size": of.hidden,
             "vocab_size": of.vocab_size,
