@@ -13,7 +13,7 @@ from torch import Tensor
 from convert.package import ANCHORS, CHECKPOINTS, DEPTHS, FOLDER, TAPS, TARGET, guesses_of, load, logits_of
 from draft.heads import eagle_of
 from forerun.convert.convert import convert
-from forerun.errors import ModelError, UnsupportedModel
+from forerun.errors import InvalidRequest, ModelError, UnsupportedModel
 from forerun.models.eagle import plan_layer
 from forerun.models.eagle_layer import EagleDecoder
 from forerun.models.loading import Blueprint
@@ -123,10 +123,21 @@ def test_what_is_trained_in_a_portable_form_is_written_for_the_package(
         student.write(student.weights, folder)
     with pytest.raises(UnsupportedModel, match="speculators"):
         convert(str(tmp_path / "None"), "speculators", tmp_path / "refused", str(TARGET))
-    convert(str(tmp_path / "True"), "speculators", tmp_path / "theirs", str(TARGET))
+    written = convert(str(tmp_path / "True"), "speculators", tmp_path / "theirs", str(TARGET))
+    assert written.as_object()["draft"] is None, "it is for other programs"
     convert(str(tmp_path / "theirs"), format_name, tmp_path / "back", str(TARGET))
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("True", "back"))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_portable_block_with_a_selector_has_no_confidence_head(tmp_path: Path) -> None:
+    target = Blueprint.of(str(TARGET))
+    own = {"taps": (1, 3), "portable": True, "selector_rank": 8}
+    student = make_student("block", target, StudentSizes(**own), 0)
+    student.write(student.weights, tmp_path)
+    convert(str(tmp_path), "speculators", tmp_path / "theirs", str(TARGET))
+    with pytest.raises(InvalidRequest, match="no confidence head beside a selector"):
+        make_student("block", target, StudentSizes(**own, confidence=True), 0)
 
 
 def changed(name: str, folder: Path, **keys: object) -> Path:

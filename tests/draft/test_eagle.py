@@ -225,6 +225,11 @@ def test_a_folder_without_a_head_uses_the_targets(folder: Path, tmp_path: Path) 
     assert found[0] == found[1]
 
 
+def test_the_first_token_may_be_that_of_masked_places(tmp_path: Path) -> None:
+    plan = plan_layer(str(eagle_of(TARGET, tmp_path, mask_token_id=0)), Blueprint.of(str(TARGET), dtype="float32"))
+    assert plan.tensors.form.mask_token == 0
+
+
 @pytest.mark.parametrize(
     ("keys", "tensors", "error", "told"),
     [

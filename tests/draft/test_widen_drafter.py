@@ -34,6 +34,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "medusa": lambda folder: f"medusa:{heads_of(STORIES, folder, 3)}",
     "hydra": lambda folder: f"medusa:{heads_of(STORIES, folder, 3, hydra=True)}",
     "eagle": lambda folder: f"eagle:{eagle_of(STORIES, folder)}",
+    "p-eagle": lambda folder: f"eagle:{eagle_of(STORIES, folder, num_hidden_layers=2, mask_token_id=0)}",
     "mtp": lambda folder: f"mtp:{apart(STORIES, folder, 1, 'mimo')}",
     "block": lambda folder: f"block:{block_of(STORIES, folder, **BLOCK)}",  # type: ignore[arg-type]
     "early-exit": lambda folder: f"early-exit:2:{adapter_of(STORIES, folder, 2, range(3, 5))}",
@@ -43,6 +44,7 @@ SHORT = {
     ("medusa", "exact"),
     ("hydra", "by no power of 4"),
     ("eagle", "exact"),
+    ("p-eagle", "exact"),
     ("mtp", "exact"),
     ("block", "by no power of 4"),
     ("early-exit", "at the end"),

@@ -80,6 +80,20 @@ def test_a_team_that_is_killed_goes_on_to_the_same_weights(tmp_path: Path) -> No
         assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.full
+def test_two_processes_choose_the_draft_vocabulary_that_one_chooses(tmp_path: Path) -> None:
+    """From the answers of both."""
+    found = []
+    for name in ("one", "two"):
+        arguments = command(tmp_path / name, "--steps", "3", together=name == "two")
+        place = arguments.index("--heads")
+        arguments[place : place + 2] = ["--draft-vocab", "100"]
+        arguments[arguments.index("medusa")] = "eagle"
+        finish(arguments)
+        found.append((tmp_path / name / STATE / "vocabulary.json").read_text())
+    assert found[0] == found[1]
+
+
 def test_shares_are_all_answers_and_no_answer_twice() -> None:
     shares = [Team(3, rank).numbers(range(8)) for rank in range(3)]
     assert sorted(chain(*shares)) == list(range(24))

@@ -93,7 +93,7 @@ def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> Eag
 def read_form(fields: Fields, num_layers: int) -> EagleForm:
     """The options of an EAGLE-3 layer."""
     masked = fields.values.get(MASK_TOKEN) is not None
-    mask_token = fields.whole(MASK_TOKEN, 0, most=fields.whole("vocab_size") - 1) if masked else None
+    mask_token = fields.whole(MASK_TOKEN, least=0, most=fields.whole("vocab_size") - 1) if masked else None
     options = {name: fields.flag(name) for name in OPTIONS}
     form = EagleForm(read_taps(fields, num_layers), **options, mask_token=mask_token)
     if form.norm_before_fc and form.fc_norm:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.draft.spec import DraftSpec
+from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.models.block_layout import (
     CONFIDENCE,
@@ -253,6 +254,9 @@ def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
     check_most("block", block, MOST_DEPTH)
     usual = 0 if shape.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
     rank = usual if shape.markov_rank is None else shape.markov_rank
+    confident = not (shape.portable and shape.selector_rank) if shape.confidence is None else shape.confidence
+    if shape.portable and shape.selector_rank and confident:
+        raise InvalidRequest("confidence", "speculators has no confidence head beside a selector: leave it out.")
     own = None if shape.taps is None else layer_ids(check_taps(shape.taps, of.layers), of.layers)
     layers = usual_layers(of.layers) if own is None else own
     return {
@@ -278,8 +282,8 @@ def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
         },
         "markov_rank": rank,
         "selector_rank": shape.selector_rank or 0,
-        "enable_confidence_head": shape.confidence is not False,
-        "confidence_head_with_markov": shape.confidence is not False and rank > 0,
+        "enable_confidence_head": confident,
+        "confidence_head_with_markov": confident and rank > 0,
     }
 
 

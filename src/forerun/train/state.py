@@ -147,7 +147,7 @@ class TrainFolder:
         if not path.exists():
             return None
         try:
-            return TrainState(**torch.load(path, weights_only=True))
+            return TrainState(**torch.load(path, map_location="cpu", weights_only=True))
         except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError) as error:
             raise FolderTaken(f"{path} is damaged ({str(error)[:100]}): start over with --force") from error
 

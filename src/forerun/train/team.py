@@ -2,7 +2,7 @@
 
 Each writes and learns from its share of a step's answers, and all move by the sum of their gradients, so the weights
 are the same everywhere. What the first one measures counts for all, and what it keeps on disk is what a training goes
-on from; the others keep theirs in a folder that is thrown away. A process alone is a team of one.
+on from; the others have a folder that is thrown away. A process alone is a team of one.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     with writing(target, data, own, report) as llm:
         source = AnswerSource(llm, data, own, student.taps, cache, team)
         if isinstance(size := task.sizes.draft_vocab, int):
-            ids = team.of_first(lambda: draft_vocabulary(source, size, folder, report))
+            ids = draft_vocabulary(source, size, folder, report)
             sizes = replace(task.sizes, draft_vocab=ids)
             student = make_student(task.kind, target, sizes, settings.seed)
         prompt, params, depth = data.held_out[0], settings.sampling(0), settings.draft_depth

@@ -182,7 +182,9 @@ class Trainer:
             logger.info(told, *values)
 
     def keep(self) -> None:
-        """Bring the state to the disk."""
+        """Bring the state to the disk, once for all processes."""
+        if not self.team.is_first:
+            return
         state = self.state
         state.weights = {name: tensor.detach() for name, tensor in self.student.weights.items()}
         state.optimizers = states_of(self.optimizers)
@@ -190,7 +192,9 @@ class Trainer:
         self.folder.save(state)
 
     def publish(self) -> None:
-        """Put the best drafter so far and the curves into the folder."""
+        """Put the best drafter so far and the curves into the folder, likewise."""
+        if not self.team.is_first:
+            return
         folder: Path = self.folder.folder
         write_folder(folder, lambda part: self.student.write(self.state.best, part))
         write_whole(folder / CURVES, lambda part: part.write_text(curves(self.log), "utf-8"))

@@ -28,9 +28,9 @@ def draft_vocabulary(
     """The ids of a draft of `size` tokens, in ascending order. Raises InvalidRequest for more than the tokenizer has,
     FolderTaken where the choice of an earlier run is damaged."""
     check_most("draft_vocab", size, source.llm.requests.num_ids)
-    path = folder.state_folder / VOCABULARY
-    if path.exists():
-        return read_vocabulary(path, size)
+    path, team = folder.state_folder / VOCABULARY, source.team
+    if (known := team.of_first(lambda: read_vocabulary(path, size) if path.exists() else None)) is not None:
+        return known
     ids = most_said(source, size, progress)
     with writable(folder.folder):
         write_whole(path, lambda part: part.write_text(json.dumps(ids) + "\n", "utf-8"))
@@ -44,7 +44,8 @@ def most_said(source: AnswerSource, size: int, progress: ProgressCallback) -> tu
     for step in range(steps):
         for text in source.of_step(step, progress):
             said.update(text.tokens[text.num_prompt :])
-    ids = sorted(range(source.llm.requests.num_ids), key=lambda token: (-said[token], -read[token], token))
+    num_said = source.team.sums([float(said[token]) for token in range(source.llm.requests.num_ids)])
+    ids = sorted(range(len(num_said)), key=lambda token: (-num_said[token], -read[token], token))
     return tuple(sorted(ids[:size]))
 
 

@@ -34,7 +34,7 @@ from forerun.models.block_layout import MASK_EMBEDDING, layer_ids
 from forerun.models.config import WIDENED, ModelConfig
 from forerun.models.eagle import plan_layer
 from forerun.models.eagle_fields import SPECULATORS, TAP_IDS
-from forerun.models.eagle_tensors import EMBEDDING, OFFSETS
+from forerun.models.eagle_tensors import EMBEDDING, MASK_STATE, OFFSETS
 from forerun.models.loading import Blueprint
 from forerun.models.medusa import plan_heads
 from forerun.models.mtp import plan_modules
@@ -87,7 +87,7 @@ def eagle(folder: str, plan: Plan) -> WideDrafter:
     fields = layer_fields(config) | {"vocab_size": config.vocab_size}
     if not tensors.form.joined:
         fields[TAP_IDS] = [widened_tap(plan, tap) for tap in found.taps]
-    writers = (*WRITERS, "fc.weight", "fc.bias")
+    writers = (*WRITERS, "fc.weight", "fc.bias", MASK_STATE)
     return WideDrafter(found.layer.folder, tensors.shapes(), wide.shapes(), fields, writers, tensors.config.qk_norm)
 
 
@@ -270,7 +270,7 @@ def grown(found: WideDrafter, plan: Plan, name: str, source: Tensor, dice: torch
     else:
         mean, std = source.float().mean().item(), source.float().std(correction=0).item()
         tensor = source.new_empty(shape).normal_(mean, std, generator=dice)
-    reads = is_norm or (source.dim() == 2 and not name.endswith(INSIDE))
+    reads = is_norm or name == MASK_STATE or (source.dim() == 2 and not name.endswith(INSIDE))
     size = hidden if reads else source.shape[-1]
     for i, part in enumerate(source.split(size, dim=-1)):
         corner = [slice(each) for each in source.shape[:-1]]
