@@ -80,6 +80,30 @@ HEADS: Mapping[str, Head] = {
         26,
         "A block drafter: a layer of 256 neurons that reads two of the target's states, with a Markov head of rank 16",
     ),
+    "medusa": Head(
+        "medusa",
+        StudentSizes(heads=3, shared_head=True),
+        replace(QUICK, steps=1500),
+        1,
+        16,
+        "Three Medusa heads, under the target's own output matrix",
+    ),
+    "eagle": Head(
+        "eagle",
+        StudentSizes(mlp=256, shared_head=True, taps=(4, 6)),
+        replace(QUICK, steps=2500),
+        1,
+        42,
+        "An EAGLE-3 layer of 256 neurons that reads two of the target's states, under the target's own output matrix",
+    ),
+    "mtp": Head(
+        "mtp",
+        StudentSizes(mlp=128),
+        replace(QUICK, steps=2500),
+        1,
+        37,
+        "An MTP module of 128 neurons, used again for every guess",
+    ),
 }
 
 

@@ -54,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """The tokenizer as a Hugging Face folder has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

@@ -69,5 +69,5 @@ def test_every_head_lies_beside_the_target_with_a_record_of_it_and_a_card() -> N
 
 
 def test_a_name_that_is_nearly_a_heads_is_told_it() -> None:
-    with pytest.raises(ModelNotFound, match=r"did you mean stdlib-early-exit\?"):
+    with pytest.raises(ModelNotFound, match=r"did you mean stdlib-early-exit\b"):
         LLM("stdlib", "early-exit:2:stdlib-earlyexit")

@@ -18,6 +18,9 @@ BUNDLED = {
 BUNDLED_HEADS = {  # by what --draft takes in the place of a folder
     "stdlib-early-exit": FOLDER / "stdlib" / "early-exit",
     "stdlib-block": FOLDER / "stdlib" / "block",
+    "stdlib-medusa": FOLDER / "stdlib" / "medusa",
+    "stdlib-eagle": FOLDER / "stdlib" / "eagle",
+    "stdlib-mtp": FOLDER / "stdlib" / "mtp",
 }
 TARGET, DRAFT = "stdlib", "stdlib-draft"  # the pair that commands run unless told otherwise
 BUNDLED_NAMES = ", ".join(BUNDLED)

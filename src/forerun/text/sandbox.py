@@ -281,8 +281,8 @@ def charge_output(_context: Context, value: Any) -> Any:
     return value
 
 
-def today(form: str) -> str:
-    """The date and time, as strftime writes them."""
+def today(form: Any) -> str:
+    """The date and time, as strftime writes them; a template may give it anything."""
     return datetime.now().strftime(form)
 
 
