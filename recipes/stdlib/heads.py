@@ -91,7 +91,7 @@ HEADS: Mapping[str, Head] = {
     "eagle": Head(
         "eagle",
         StudentSizes(mlp=256, shared_head=True, taps=(4, 6)),
-        replace(QUICK, steps=2500),
+        replace(QUICK, steps=2500, look_every=250),
         1,
         42,
         "An EAGLE-3 layer of 256 neurons that reads two of the target's states, under the target's own output matrix",
