@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.convert.draft_files import DraftFiles, TargetFacts
-from forerun.convert.formats import EAGLE3, DraftLayout, layout_of, recognise
+from forerun.convert.formats import DraftLayout, layout_of, recognise
 from forerun.convert.source import DraftSource
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
@@ -43,7 +43,7 @@ class Converted:
     @property
     def is_used_as_it_is(self) -> bool:
         """Whether forerun reads the format without converting it again."""
-        return not self.written.is_pickle and (self.written.format != "speculators" or self.written.method is EAGLE3)
+        return self.written.is_run
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""

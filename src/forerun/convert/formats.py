@@ -77,7 +77,7 @@ class DraftMethod:
 class DraftLayout:
     """A method in a format. `holds` recognises a folder, `sign` says by what; `complete` adds what the format needs.
 
-    `file` is where the weights are written, `is_pickle` as torch saves them.
+    `file` is where the weights are written, `is_pickle` as torch saves them. `is_run`: `--draft` takes such a folder.
     """
 
     format: str
@@ -89,6 +89,7 @@ class DraftLayout:
     complete: WriteLayout = unchanged
     file: str = "model.safetensors"
     is_pickle: bool = False
+    is_run: bool = True
 
 
 EAGLE3 = DraftMethod("EAGLE-3", "eagle", eagle_meaning)
@@ -124,6 +125,7 @@ LAYOUTS = (
         write_authors,
         file="medusa_lm_head.pt",
         is_pickle=True,
+        is_run=False,
     ),
     DraftLayout(
         "speculators",
@@ -133,6 +135,7 @@ LAYOUTS = (
         read_block_package,
         write_block_package,
         with_the_targets_tables,
+        is_run=False,
     ),
     DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, read_block_authors, write_block_authors),
     DraftLayout(
@@ -142,6 +145,7 @@ LAYOUTS = (
         of_speculators(KIND),
         read_package_module,
         write_package_module,
+        is_run=False,
     ),
     DraftLayout("mtp", MTP, "mtp.fc.weight, and no tensors but mtp.*", is_modules, read_modules, write_modules),
     DraftLayout("medusa", MEDUSA, "config.json with medusa_num_heads", is_medusa, read_medusa, write_medusa),
