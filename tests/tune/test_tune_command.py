@@ -13,8 +13,12 @@ from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.bench.figures import Spread
+from forerun.bench.plan import CHOSEN, Group
 from forerun.bench.run import Stage
 from forerun.engine import calibration
+from forerun.engine.engine import Engine
+from forerun.engine.measured import MeasuredDepth
+from forerun.sampling.recorded import Recording
 from forerun.settings_file import read_settings
 from forerun.tune import costs as tune_costs
 from forerun.tune import settings as tune_settings
@@ -279,6 +283,26 @@ def test_other_engines_are_told_in_their_words_and_only_of_methods_they_have() -
     assert model["llama.cpp"] == "--model-draft 'a b.gguf' --draft-max 4"
     for draft in ("early-exit:2", "mix[ngram,suffix]"):
         assert all(not each.options and "it has no" in each.note for each in translations(draft, 4))
+
+
+def test_chosen_depths_are_chosen_by_what_was_measured_at_every_batch_size(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes are measured between runs, at fixed depths: engines that begin behind that are not to take those over."""
+    made, making = set[tuple[int, bool]](), Stage.engine
+
+    def engine(stage: Stage, group: Group, depth: int, recording: Recording) -> Engine:
+        found = making(stage, group, depth, recording)
+        if depth == CHOSEN:
+            made.add((group.batch, isinstance(found.controller, MeasuredDepth)))
+        return found
+
+    monkeypatch.setattr(Stage, "engine", engine)
+    prompts = tmp_path / "tales.txt"
+    prompts.write_text("\n".join(STORIES[:3]))
+    result = invoke([*pair[:4], "--prompts", str(prompts), "--batch", "1,2,3", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert made == {(1, True), (2, True), (3, True)}
 
 
 def test_settings_are_checked() -> None:

@@ -163,7 +163,7 @@ class Stage:
     """An LLM with a drafter, nothing under way, the texts to run on it, and what `wish` asks of it at a depth.
 
     Where `refills` is set, a prompt begins as soon as another one ends, instead of wave by wave. `drafter`, if there is
-    one, drafts in the place of the LLM's.
+    one, drafts in the place of the LLM's; engines begin with a copy of `controller`, or of the LLM's.
     """
 
     llm: LLM
@@ -175,6 +175,7 @@ class Stage:
     controllers: dict[tuple[Group, int], Controller] = field(default_factory=dict)
     refills: bool = False
     drafter: Drafter | None = None
+    controller: Controller | None = None
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
@@ -233,10 +234,10 @@ class Stage:
     def engine(self, group: Group, depth: int, recording: Recording) -> Engine:
         """An engine over the LLM's weights and cache; plain decoding has no drafter that could cost anything.
 
-        Its controller goes on from wave to wave: it begins as the LLM's own, which runs nothing.
+        Its controller goes on from wave to wave: it begins as the stage's, or as the LLM's own, which runs nothing.
         """
         if (group, depth) not in self.controllers:
-            self.controllers[group, depth] = deepcopy(self.llm.engine.controller)
+            self.controllers[group, depth] = deepcopy(self.controller or self.llm.engine.controller)
         return Engine(
             self.llm.engine.runner,
             (self.drafter or self.llm.drafter) if depth else None,

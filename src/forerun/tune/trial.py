@@ -147,16 +147,16 @@ class Trial:
         controller: Controller | None = None,
     ) -> Stage:
         """Where runs are made: engines begin with the costs that were measured, unless there is another controller."""
-        llm, texts = self.loaded(), self.texts.workload
-        llm.engine.controller = controller or self.controller()
+        texts = self.texts.workload
         return Stage(
-            llm,
+            self.loaded(),
             {texts.name: texts},
             self.settings.num_tokens,
             self.settings.seed,
             wish=wish,
             refills=True,
             drafter=drafter,
+            controller=controller or self.controller(),
         )
 
     def running(self) -> Stage:
