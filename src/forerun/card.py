@@ -107,8 +107,12 @@ def run_card(
     origins: Sequence[Origin],
     plan: Sequence[str],
     arms: Sequence[str] = (),
+    ended: str = "",
 ) -> RenderableType:
-    """The facts of a run, as a table of two columns; for a mix also the counts of each of its `arms`."""
+    """The facts of a run, as a table of two columns; for a mix also the counts of each of its `arms`.
+
+    `ended` says why the answer ended, where there is one answer.
+    """
     card = Table.grid(padding=(0, 2))
     card.add_column(style="dim", no_wrap=True)
     card.add_column(overflow="fold")
@@ -125,6 +129,8 @@ def run_card(
         times = f"{timing.num_tokens} tokens in {timing.total_s:.2f} s, first after {timing.first_s:.2f} s"
         card.add_row("speed", f"{timing.tokens_per_s:.1f} tokens/s ({times})")
     card.add_row("tokens", _origin_counts(origins))
+    if ended:
+        card.add_row("ended", Text(ended))
     if stats.tokens_per_round is not None:
         card.add_row("tokens per round", f"{stats.tokens_per_round:.2f} ({stats.num_rounds} rounds)")
     if stats.gain is not None:

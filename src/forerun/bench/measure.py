@@ -42,6 +42,8 @@ def measure(
     stage = set_up(models, passages, selection, bar)
     what = about(models, stage, selection)
     state = State.open(path or default_path(key_of(what)), what, fresh)
+    if state.runs:
+        show_note(f"{len(state.runs)} runs are finished already ({state.path}); --fresh makes them again.")
     bar("benchmark", 0.0, "memory bandwidth")
     target = Blueprint.of(models.target)
     start = bandwidth_bytes_per_s(device=target.placement.device)

@@ -103,7 +103,8 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
         painter.end()
         if not painter.visible:
             errors.print()  # the text, wherever it went, ends without a line's end
-        errors.print(run_card(setting, said.timing, llm.stats, said.origins, llm.plan.lines(), llm.arms))
+        ended = ended_by(said, params, llm.plan.max_model_len)
+        errors.print(run_card(setting, said.timing, llm.stats, said.origins, llm.plan.lines(), llm.arms, ended))
     result.tell(as_object(said, setting, llm))
     return said
 
@@ -134,6 +135,17 @@ def answer(
                 result.finish_reason = "cancelled"
                 break
     return result
+
+
+def ended_by(said: StreamedAnswer, params: SamplingParams, max_model_len: int) -> str:
+    """Why an answer ended, in words."""
+    if said.finish_reason == "length":
+        if params.max_tokens is None or len(said.token_ids) < params.max_tokens:
+            return f"at the end of the context, {max_model_len} tokens with the prompt"
+        return f"at max_tokens, {params.max_tokens}"
+    if said.finish_reason == "stop":
+        return f"at the stop string {said.stop_reason!r}" if isinstance(said.stop_reason, str) else "by the model"
+    return said.finish_reason or ""
 
 
 def as_object(said: StreamedAnswer, setting: Setting, llm: LLM) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def tune(
     check_lengths(texts.workload, settings.num_tokens, target.config.max_positions)
     about = about_of(subject, target, texts, settings)
     notes = Notes.open(folder / NOTES, about, fresh)
+    if notes.values:
+        show_note(f"{len(notes.values)} measurements are there already ({notes.path}); --fresh makes them again.")
     trials = [Trial(target, subject.spec, each, settings, texts, notes, bar) for each in candidates]
     try:
         with without_advice():
