@@ -267,6 +267,7 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
         return plain_forward(own, batch, cache, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reader, "forward", reading)
+    monkeypatch.setattr(Runner, "draw_chains", lambda *_: None)  # step by step, where each pass is seen
     small = source_of(source.data, SETTINGS, student)
     text = small.of_step(0, quiet)[0]
     llm, tokens = served(student.spec(tmp_path), text.tokens[: text.num_prompt], text.seed)

@@ -102,6 +102,7 @@ class SharedTokens:
     """
 
     same = False
+    head_ids: Int[Tensor, " head_vocab"] | None = None
 
     def __init__(self, own_ids: Int[Tensor, " vocab"], num_own: int) -> None:
         self.vocab_size = len(own_ids)

@@ -1,11 +1,20 @@
-// A draft model's chains in one call: draw a token of every row, read them, draw again. A small model's step is so short
-// that going back to Python between steps would take a good part of it.
+// A drafter's chains in one call: draw a token of every row, read them, draw again. A small model's step is so short that
+// going back to Python between steps would take a good part of it.
 #include <vector>
 
 #include "decoder.hpp"
 #include "draws.hpp"
+#include "rows.hpp"
 
 namespace forerun {
+
+struct Entry {  // how a layer that reads each token beside the state before it, EAGLE's or an MTP module, lets both in
+  const Linear* map;                     // of both to the stream; null: attention reads both, and the state is the stream
+  const float *token_norm, *state_norm;  // padded gains; null: read as they are
+  int64_t state_first, normed_stream;    // of the two joined; whether the state is normed in the stream as well
+  int64_t reads_stream;                  // whether attention reads what was mapped as it is, not normed
+  const float* output_norm;              // of the layers' output, which is the state before the next token; or null
+};
 
 struct Chains {
   int64_t num_rows, depth;                      // the deepest row's
@@ -16,7 +25,10 @@ struct Chains {
   const void* embedding;      // [vocab, hidden]
   int64_t embedding_format, hidden, num_layers;
   const Linear* head;
-  const float* norm;
+  const int64_t* head_ids;  // of each of the head's outputs; null: they are numbered by id
+  const float* norm;        // or null
+  const Entry* entry;       // null: tokens are read alone
+  const float* before;      // the states behind the roots, [num_rows, hidden]; null without an entry
   float norm_eps, slack;
   const float* prices;  // of each row: the least survival of a guess that is worth having; null: all are
   int64_t* tokens;      // [num_rows, depth], out; -1 where there are none
@@ -32,6 +44,59 @@ void embed(const Chains& c, int64_t token, float* x) {
   else get(x, static_cast<const float*>(c.embedding) + first, c.hidden);
 }
 
+class Step {  // the tokens that are read in one pass, and the states behind all rows
+ public:
+  Step(const Chains& chains)
+      : c(chains), e(chains.entry), x(c.num_rows * c.hidden) {
+    if (!e) return;
+    joined_width = e->map ? 2 * c.hidden : padded(2 * c.hidden);
+    joined.resize(c.num_rows * joined_width), own.resize(padded(c.hidden)), state.resize(padded(c.hidden));
+    states.assign(c.before, c.before + c.num_rows * c.hidden);
+    if (e->map) mapped.resize(c.num_rows * e->map->width);
+  }
+
+  void take(int64_t i, int64_t token, int64_t row) {
+    float* const stream = x.data() + i * c.hidden;
+    if (!e) return embed(c, token, stream);
+    embed(c, token, own.data());
+    copy(states.data() + row * c.hidden, state.data());
+    copy(state.data(), stream);
+    if (e->token_norm) norm_row(own.data(), e->token_norm, c.norm_eps, c.hidden, own.data());
+    if (e->state_norm) norm_row(state.data(), e->state_norm, c.norm_eps, c.hidden, state.data());
+    if (e->normed_stream) copy(state.data(), stream);
+    float* const to = joined.data() + i * joined_width;
+    copy(own.data(), to + (e->state_first ? c.hidden : 0));
+    copy(state.data(), to + (e->state_first ? 0 : c.hidden));
+  }
+
+  void enter(Pass& pass) {
+    pass.x = x.data();
+    if (!e || !e->map) return void(pass.read = e ? joined.data() : nullptr);
+    forerun_multiply(e->map, joined.data(), pass.num_tokens, nullptr, 0, mapped.data(), pass.num_threads);
+    for (int64_t i = 0; i < pass.num_tokens; i++) copy(mapped.data() + i * e->map->width, x.data() + i * c.hidden);
+    pass.read = e->reads_stream ? mapped.data() : nullptr;  // both are padded to whole panels
+  }
+
+  void leave(int64_t i, int64_t row) {
+    float* const stream = x.data() + i * c.hidden;
+    if (!e) return;
+    copy(stream, state.data());
+    if (e->output_norm) norm_row(state.data(), e->output_norm, c.norm_eps, c.hidden, state.data());
+    copy(state.data(), stream);
+    copy(stream, states.data() + row * c.hidden);
+  }
+
+  const float* behind(int64_t i) const { return x.data() + i * c.hidden; }
+
+ private:
+  void copy(const float* from, float* to) const { memcpy(to, from, c.hidden * sizeof(float)); }
+
+  const Chains& c;
+  const Entry* const e;
+  int64_t joined_width = 0;
+  std::vector<float> x, joined, mapped, states, own, state;  // `own` and `state` have zeros up to their padded width
+};
+
 }  // namespace forerun
 
 using namespace forerun;
@@ -41,7 +106,8 @@ using namespace forerun;
 extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pass* frame) {
   const Chains& c = *chains;
   const int64_t width = c.head->width;
-  std::vector<float> x(c.num_rows * c.hidden), logits(c.num_rows * width);
+  Step step(c);
+  std::vector<float> logits(c.num_rows * width), spread(c.head_ids ? c.num_rows * c.stride : 0, -INFINITY);
   std::vector<int64_t> rows, chosen(c.num_rows), first_guesses, lengths, positions, slots, starts, order;
   const std::vector<int64_t> whole(c.num_rows, int64_t{1} << 62), none(c.num_rows, 0);
   std::vector<float> shares(c.num_rows), reached(c.num_rows, 1.0f);
@@ -71,7 +137,7 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
       }
       c.tokens[row * c.depth + level] = chosen[i];
       if (chosen[i] < 0 || c.depths[row] == level + 1) continue;
-      embed(c, chosen[i], x.data() + ahead.size() * c.hidden);
+      step.take(ahead.size(), chosen[i], row);
       order.push_back(ahead.size());
       ahead.push_back(row);
       positions.push_back(position);
@@ -83,14 +149,20 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     Pass pass = *frame;
     pass.num_tokens = pass.num_paths = rows.size();
     pass.first_layer = 0, pass.end_layer = c.num_layers;
-    pass.x = x.data();
+    step.enter(pass);
     pass.positions = pass.last_key = positions.data();
     pass.slots = slots.data(), pass.path_of = order.data(), pass.first_slots = starts.data();
     pass.num_plain = whole.data(), pass.source_ends = pass.sources = none.data();
     forerun_forward(decoder, &pass);
-    for (size_t i = 0; c.states && i < rows.size(); i++)
-      memcpy(c.states + (rows[i] * c.depth + level) * c.hidden, x.data() + i * c.hidden, c.hidden * sizeof(float));
-    forerun_multiply(c.head, x.data(), rows.size(), c.norm, c.norm_eps, logits.data(), frame->num_threads);
+    for (size_t i = 0; i < rows.size(); i++) {
+      if (c.states) memcpy(c.states + (rows[i] * c.depth + level) * c.hidden, step.behind(i), c.hidden * sizeof(float));
+      step.leave(i, rows[i]);
+    }
+    forerun_multiply(c.head, step.behind(0), rows.size(), c.norm, c.norm_eps, logits.data(), frame->num_threads);
     given = logits.data(), stride = width;
+    if (!c.head_ids) continue;
+    for (size_t i = 0; i < rows.size(); i++)
+      for (int64_t n = 0; n < c.head->outputs; n++) spread[i * c.stride + c.head_ids[n]] = logits[i * width + n];
+    given = spread.data(), stride = c.stride;
   }
 }

@@ -42,6 +42,7 @@ struct Decoder {
     int64_t wide = std::max(hidden, padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim));
     int64_t deep = std::max(hidden, mixed), per_token = 1, spare = 0;
     for (const Layer& l : layers) {
+      deep = std::max(deep, l.qkv->depth);
       const auto take = [&](const Gated& g) { wide = std::max(wide, g.gate_up->width), deep = std::max(deep, g.down->depth); };
       if (l.every.down) take(l.every);
       if (!l.experts) continue;
@@ -106,9 +107,10 @@ class Worker {  // one thread's part of a pass
     const Rows rows{s.rows, s.scales};
     const int64_t cache = index * c.kv_heads * pass.num_slots * c.head_dim;
     T *keys = static_cast<T*>(pass.keys) + cache, *values = static_cast<T*>(pass.values) + cache;
+    const bool reads = pass.read && index == pass.first_layer;
     each_row([&](int64_t r) {
-      norm_row(s.x + r * hidden, l.attention_norm, c.norm_eps, c.hidden, s.normed + r * hidden);
-      prepare_row(*l.qkv, s.normed + r * hidden, rows, r);
+      if (!reads) norm_row(s.x + r * hidden, l.attention_norm, c.norm_eps, c.hidden, s.normed + r * hidden);
+      prepare_row(*l.qkv, reads ? pass.read + r * l.qkv->depth : s.normed + r * hidden, rows, r);
     });
     product(*l.qkv, rows);
     store_heads(l, keys, values);

@@ -34,7 +34,8 @@ struct Layer {
 
 struct Pass {
   int64_t num_tokens, num_paths, first_layer, end_layer, num_threads;
-  float* x;  // [num_tokens, hidden], in and out
+  float* x;           // [num_tokens, hidden], in and out
+  const float* read;  // what the first layer's attention reads in place of x, normed, [num_tokens, depth of qkv]; or null
   const int64_t *positions, *slots, *path_of, *last_key;         // of each token
   const int64_t *first_slots, *num_plain, *source_ends, *sources;  // of each path; `sources` lies packed
   void *keys, *values;                                           // [layers, kv_heads, slots, head_dim]

@@ -42,6 +42,7 @@ class IdExchange(Protocol):
     vocab_size: int  # columns of the target's logits
     num_own: int  # ids that the model can read
     same: bool  # whether both mean the same by an id, so that only the numbers of ids may differ
+    head_ids: Int[Tensor, " head_vocab"] | None  # of the logits' columns, where they are of some ids alone
 
     def spread(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
         """The model's logits over the target's ids; -inf where it has no such token."""
@@ -60,6 +61,7 @@ class SameIds:
     """The ids of a model whose tokens are the target's. Both vocabularies may be padded, to different sizes."""
 
     same = True
+    head_ids: Int[Tensor, " head_vocab"] | None = None
 
     def __init__(self, vocab_size: int, num_own: int) -> None:
         self.vocab_size = vocab_size

@@ -45,6 +45,7 @@ class DraftVocabulary:
         self.vocab_size = vocab_size
         self.num_own = vocab_size
         self.ids = ids
+        self.head_ids: Int[Tensor, " draft_vocab"] | None = ids
 
     def spread(self, logits: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
         """The logits over the target's ids, -inf where the head has no such token."""
@@ -89,7 +90,7 @@ class EagleBlueprint:
         kernels = find_kernels(own.kernels, own.dtype)
         make = partial(make_linear, quantize=own.quantize, kernels=kernels)
         tensors = replace(self.tensors, config=config)
-        return Runner.of(EagleDecoder(tensors, Checkpoint(own.folder, own.dtype), make, target), num_tokens)
+        return Runner.of(EagleDecoder(tensors, Checkpoint(own.folder, own.dtype), make, target, kernels), num_tokens)
 
 
 def plan_layer(model: str, target: Blueprint) -> EagleBlueprint:

@@ -6,8 +6,8 @@ as with guesses, the last layer's output there stands for the state, or in P-EAG
 This file decides how the two enter the layer, which is what differs between the generations. In EAGLE-1 and EAGLE-2
 (2401.15077, 2406.16858) they are mapped together, and the output is read by the target's head. In EAGLE-3 (2503.01840)
 the state is several states of different layers, joined and mapped to the layer's width; both are normed and joined, the
-state is also the residual stream, and a norm and perhaps a head of the layer's own follow. Linear layers are those of
-the target's number format and kernels; attention is torch's.
+state is also the residual stream, and a norm and perhaps a head of the layer's own follow. Number format and kernels
+are the target's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
+from forerun.models.attention import EACH_ALONE
 from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm
 from forerun.models.eagle_tensors import EMBEDDING, HEAD, INPUT_NORM, MASK_STATE, NORM, STATE_NORM, EagleTensors
 from forerun.models.layer import Attention, Layer, LayerMaker, MakeLinear, linear
 from forerun.models.linear import padded_rows
 from forerun.models.mlp import Mlp, pad_rows
+from forerun.models.native import Kernels
 from forerun.models.rope import rope_tables
+from forerun.models.state_entry import StateEntry
 from forerun.models.weights import Checkpoint
 
 TakeNamed = Callable[[str], Tensor]
@@ -43,6 +46,10 @@ class Entry(Protocol):
         self, embedded: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows inputs"]]:
         """The residual stream that the layer adds to, and what its attention reads."""
+        ...
+
+    def compiled(self, output_norm: Tensor | None) -> StateEntry:
+        """The same for the compiled kernels, with the norm of what the layers make of it."""
         ...
 
 
@@ -74,6 +81,10 @@ class FusedEntry:
         read = torch.cat([rms_norm(embedded, self.token_norm, self.eps), normed], dim=1)
         return normed if self.normed_residual else states, read
 
+    def compiled(self, output_norm: Tensor | None) -> StateEntry:
+        """The same for the compiled kernels."""
+        return StateEntry(None, self.token_norm, self.state_norm, output_norm, normed_stream=self.normed_residual)
+
 
 class JoinedEntry:
     """EAGLE-1: the state and the embedding are mapped to the layer's input, which has no norm."""
@@ -92,6 +103,10 @@ class JoinedEntry:
         x = self.fc(torch.cat([embedded, states], dim=1))
         return x, x
 
+    def compiled(self, output_norm: Tensor | None) -> StateEntry:
+        """The same for the compiled kernels."""
+        return StateEntry(self.fc, None, None, output_norm, reads_stream=True)
+
 
 class EagleDecoder(Decoder):
     """The layers as a decoder over a cache of its own; it reads embeddings and states side by side.
@@ -99,7 +114,14 @@ class EagleDecoder(Decoder):
     `mask` is what P-EAGLE's masked places read in the place of a state; None elsewhere.
     """
 
-    def __init__(self, tensors: EagleTensors, checkpoint: Checkpoint, make: MakeLinear, target: Decoder) -> None:
+    def __init__(
+        self,
+        tensors: EagleTensors,
+        checkpoint: Checkpoint,
+        make: MakeLinear,
+        target: Decoder,
+        kernels: Kernels | None = None,
+    ) -> None:
         shapes, device, form = tensors.shapes(), target.embedding.device, tensors.form
 
         def take(name: str) -> Tensor:
@@ -111,9 +133,8 @@ class EagleDecoder(Decoder):
         c = self.config = tensors.config
         self.dtype = target.dtype
         self.num_experts_read = 0
-        self.native = None
         self.embedding = take(EMBEDDING) if tensors.own_embedding else target.embedding
-        self.query_rule = self.ask_query_rule()
+        self.query_rule = EACH_ALONE if kernels else self.ask_query_rule()
         self.entry: Entry = (JoinedEntry if form.joined else FusedEntry)(tensors, take, make)
         table, maker = tensors.table, LayerMaker(c, self.dtype, make, make)
         norms = {name: take(f"{tensors.place}.{name}") for name in table.vectors}
@@ -129,6 +150,8 @@ class EagleDecoder(Decoder):
         self.head_norm = None if form.norm_output else norm
         self.head = make(take(HEAD)) if tensors.own_head else target.head
         self.rope = rope_tables(c).to(device)
+        entry = self.entry.compiled(self.output_norm)
+        self.native = kernels.decoder(c, self.layers, self.head_norm, self.head, entry) if kernels else None
         masked = form.mask_token is not None
         self.mask = self.fuse(take(MASK_STATE).view(1, len(form.taps), -1))[0] if masked else None
 
@@ -149,17 +172,28 @@ class EagleDecoder(Decoder):
         assert inputs is not None, "it reads states"
         assert layers is None, "all layers are read"
         assert not taps, "nobody reads its states"
-        total = len(batch.tokens)
-        cos, sin = self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None]
-        wanted = (inputs, self.embedding[batch.tokens], cos, sin)
-        x, embedded, cos, sin = (pad_rows(tensor, padded_rows(total)) for tensor in wanted)
-        residual, read = self.entry.enter(embedded, x)
-        x = self.behind_attention(0, residual + self.mix(0, read, batch, cache, cos, sin), total)
-        for index, layer in enumerate(self.layers[1:], 1):
-            read = rms_norm(x, layer.attention.norm, self.config.norm_eps)
-            x = self.behind_attention(index, x + self.mix(index, read, batch, cache, cos, sin), total)
+        total, stream = len(batch.tokens), self.dtype if self.native is None else torch.float32
+        rows = (pad_rows(t.to(stream), padded_rows(total)) for t in (self.embedding[batch.tokens], inputs))
+        x, read = self.entry.enter(*rows)
+        if self.native is not None:
+            x = x[:total].clone()
+            self.native.forward(x, batch, cache, self.rope, range(len(self.layers)), read[:total])
+        else:
+            x = self.run_entered(x, read, batch, cache)
         x = x if self.output_norm is None else rms_norm(x, self.output_norm, self.config.norm_eps)
         return Hidden(x[:total], None)
+
+    def run_entered(
+        self, x: Float[Tensor, "rows hidden"], read: Float[Tensor, "rows inputs"], batch: TokenBatch, cache: PagedCache
+    ) -> Float[Tensor, "rows hidden"]:
+        """All layers, by torch's operators; the first one's attention reads what it is given."""
+        total = len(batch.tokens)
+        tables = (self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None])
+        cos, sin = (pad_rows(table, len(x)) for table in tables)
+        x = self.behind_attention(0, x + self.mix(0, read, batch, cache, cos, sin), total)
+        for index in range(1, len(self.layers)):
+            x = self.run_layer(index, x, batch, cache, cos, sin)
+        return x
 
     def head_inputs(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """The layer's outputs, as the head reads them."""

@@ -130,8 +130,10 @@ class GraphRunner(Runner):
         logits: Float[Tensor, "starts vocab"],
         ids: IdExchange,
         states: bool = False,
+        before: Float[Tensor, "starts hidden"] | None = None,
     ) -> Chains | None:
         """The same as a graph, whose guesses the host does not see. A runner's ids are always the same ones."""
+        assert before is None, "it reads tokens alone"
         assert not states, "a graph leaves no states"
         if self.chain_graph is None:
             self.chain_graph = ChainGraph(self, ids)

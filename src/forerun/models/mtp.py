@@ -35,6 +35,7 @@ from forerun.models.mtp_tensors import MtpTensors, check_modules
 from forerun.models.native import Kernels, find_kernels
 from forerun.models.runner import Runner
 from forerun.models.source import find_heads
+from forerun.models.state_entry import StateEntry
 from forerun.models.weights import Checkpoint
 
 UNKNOWN = math.nan  # stands for a state that the same pass computes, as the module before reads the row before
@@ -99,6 +100,11 @@ class MtpDecoder(Decoder):
                     head=make_head(take(name(naming.head))) if own_head else target.head,  # type: ignore[arg-type]
                 )
             )
+        if kernels is not None and len(self.modules) == 1:  # several take turns, step by step
+            own = self.modules[0]
+            self.embedding = own.embedding
+            entry = StateEntry(own.projection, own.embedding_norm, own.state_norm, own.norm, self.state_first)
+            self.native = kernels.decoder(tensors.config, self.layers, None, own.head, entry)
 
     def forward(
         self,

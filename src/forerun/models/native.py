@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from forerun.annotations import Float, ProgressCallback
+from forerun.annotations import Float, Int, ProgressCallback
 from forerun.cache.paged import PagedCache
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
@@ -30,9 +29,10 @@ from forerun.kernels.build import NoKernels
 from forerun.kernels.laws import RowLaws, address
 from forerun.kernels.library import library, warn_of_torch
 from forerun.models.invariance import cancelling_product
+from forerun.models.padding import padded, padded_gains, padded_to_width
 from forerun.models.quantized import quantize_rows
 from forerun.models.quantized4 import Quantized4Linear, quantize_groups
-from forerun.models.structures import CChains, CExperts, CGated, CLayer, CPass, CShape
+from forerun.models.structures import CChains, CEntry, CExperts, CGated, CLayer, CPass, CShape
 
 if TYPE_CHECKING:
     from forerun.models.config import ModelConfig
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from forerun.models.linear import Linear
     from forerun.models.mlp import GatedMlp, Router
     from forerun.models.rope import RopeTables
+    from forerun.models.state_entry import StateEntry
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
 INT4 = 3  # is handed over as int8, and packed by the library
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # formats of weights that are not quantised
-WIDTH = 64  # rows are padded to a multiple of this
 MAX_HEAD_DIM = 512
 
 
@@ -75,10 +75,15 @@ class Kernels:
         return NativeLinear(self, weight, bias, quantize)
 
     def decoder(
-        self, config: ModelConfig, layers: Sequence[Layer], norm: Float[Tensor, " hidden"], head: Linear
+        self,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        norm: Float[Tensor, " hidden"] | None,
+        head: Linear,
+        entry: StateEntry | None = None,
     ) -> NativeDecoder:
-        """These layers as one call, over a cache in the norms' format. All linear layers are this library's."""
-        return NativeDecoder(self, config, layers, norm, head)
+        """These layers as one call, over a cache in their norms' format. All linear layers are this library's."""
+        return NativeDecoder(self, config, layers, norm, head, entry)
 
 
 def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None) -> Kernels | None:
@@ -158,24 +163,32 @@ class NativeLinear:
 
 
 class NativeDecoder:
-    """A decoder's layers; one pass at a time."""
+    """A decoder's layers; one pass at a time. `norm` is the head's; with an `entry` they read states beside tokens."""
 
     def __init__(
-        self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], norm: Tensor, head: Linear
+        self,
+        kernels: Kernels,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        norm: Tensor | None,
+        head: Linear,
+        entry: StateEntry | None = None,
     ) -> None:
         if config.head_dim > MAX_HEAD_DIM:
             message = f"kernels: heads of {config.head_dim} are wider than {MAX_HEAD_DIM}: use kernels='torch'"
             raise UnsupportedModel(message)
         self.lib = kernels.lib
-        self.norm, self.head, self.norm_eps = padded_gains(norm), native(head), config.norm_eps
+        self.norm = None if norm is None else padded_gains(norm)
+        self.head, self.norm_eps = native(head), config.norm_eps
         self.num_layers = len(layers)  # of a chain's passes
-        self.kept: list[object] = [layers]  # what the library points at
+        self.kept: list[object] = [layers, entry]  # what the library points at
+        self.entry = None if entry is None else self.compiled(entry)
         shape = CShape(
             hidden=config.hidden,
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            cache_format=FORMATS[norm.dtype],
+            cache_format=FORMATS[layers[0].mlp.norm.dtype],
             norm_eps=config.norm_eps,
         )
         self.pointer = self.lib.forerun_decoder(shape, (CLayer * len(layers))(*map(self.layer, layers)), len(layers))
@@ -194,6 +207,17 @@ class NativeDecoder:
             qk_norm=None if a.qk_norm is None else self.keep(a.qk_norm.float().contiguous()),
             sinks=None if a.sinks is None else self.keep(a.sinks.float().contiguous()),
             window=a.window or 0,
+        )
+
+    def compiled(self, entry: StateEntry) -> CEntry:
+        """An entry's pointers."""
+        norms = {name: getattr(entry, name) for name in ("token_norm", "state_norm", "output_norm")}
+        return CEntry(
+            map=None if entry.map is None else native(entry.map).pointer,
+            state_first=entry.state_first,
+            normed_stream=entry.normed_stream,
+            reads_stream=entry.reads_stream,
+            **{name: None if gain is None else self.keep(padded_gains(gain)) for name, gain in norms.items()},
         )
 
     def experts(self, router: Router, experts: Sequence[GatedMlp]) -> CExperts:
@@ -224,12 +248,20 @@ class NativeDecoder:
         return part
 
     def forward(
-        self, x: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache, rope: RopeTables, layers: range
+        self,
+        x: Float[Tensor, "total hidden"],
+        batch: TokenBatch,
+        cache: PagedCache,
+        rope: RopeTables,
+        layers: range,
+        read: Float[Tensor, "total inputs"] | None = None,
     ) -> int:
         """Read the batch through `layers`, from and to the residual stream `x`, which is of float32.
 
-        Returns how many experts were read, those of each layer counted.
+        The first layer's attention reads `x`, normed, or `read`. Returns how many experts were read, those of each
+        layer counted.
         """
+        read = None if read is None else padded_to_width(read)
         path_of, last_key = (array("q", [0]) * len(x) for _ in range(2))
         for number, path in enumerate(batch.paths):
             for query, position in zip(path.queries, path.positions, strict=True):
@@ -256,6 +288,7 @@ class NativeDecoder:
                 end_layer=layers.stop,
                 num_threads=torch.get_num_threads(),
                 x=x.data_ptr(),
+                read=None if read is None else read.data_ptr(),
                 positions=batch.positions.data_ptr(),
                 slots=batch.slots.data_ptr(),
                 path_of=addresses[0],
@@ -283,14 +316,19 @@ class NativeDecoder:
         rope: RopeTables,
         states: Float[Tensor, "rows depth hidden"] | None = None,
         prices: Sequence[float] = (),
+        before: Float[Tensor, "rows hidden"] | None = None,
+        head_ids: Int[Tensor, " head_vocab"] | None = None,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Up to `depths[i]` guesses of each row, drawn and read in turn; `logits` are those after the roots.
 
         `starts` are the first slots of the rows' runs, `positions` where their first guesses stand. All but a row's
         last guess are read into the cache, which has room. A chain ends where its draw is not certain, and
         before a guess that survives with less than `prices[i]`; with prices the guesses' survival is given too.
-        `states`, if given, is of float32 and gets the residual stream behind every guess that is read.
+        `states`, if given, is of float32 and gets the residual stream behind every guess that is read. `before` are
+        the states behind the roots, where there is an entry; `head_ids` the ids of a head over some of them.
         """
+        assert (before is None) == (self.entry is None), "states are read where there is an entry for them"
+        before = None if before is None else before.float().contiguous()
         deepest, logits = max(depths), logits.float().contiguous()
         tables = [array("q", numbers) for numbers in (depths, starts, positions)]
         tokens = array("q", bytes(8 * deepest * len(depths)))
@@ -301,14 +339,17 @@ class NativeDecoder:
             **{n: address(t) for n, t in zip(("depths", "starts", "positions"), tables, strict=True)},
             logits=logits.data_ptr(),
             stride=logits.shape[1],
-            num_ids=min(laws.num_ids, logits.shape[1], self.head.outputs),
+            num_ids=min(laws.num_ids, logits.shape[1], self.head.outputs if head_ids is None else logits.shape[1]),
             laws=addressof(laws.rows),
             embedding=embedding.data_ptr(),
             embedding_format=FORMATS[embedding.dtype],
             hidden=embedding.shape[1],
             num_layers=self.num_layers,
             head=self.head.pointer,
-            norm=self.norm.data_ptr(),
+            head_ids=None if head_ids is None else head_ids.data_ptr(),
+            norm=None if self.norm is None else self.norm.data_ptr(),
+            entry=None if self.entry is None else pointer(self.entry),
+            before=None if before is None else before.data_ptr(),
             norm_eps=self.norm_eps,
             slack=laws.slack,
             prices=address(least) if prices else None,
@@ -316,7 +357,17 @@ class NativeDecoder:
             survival=address(survival) if prices else None,
             states=None if states is None else states.data_ptr(),
         )
-        frame = CPass(
+        frame = self.frame(cache, rope)
+        self.lib.forerun_chains(self.pointer, chains, frame)
+        found = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
+        guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in found]
+        if not prices:
+            return guesses, None
+        return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
+
+    def frame(self, cache: PagedCache, rope: RopeTables) -> CPass:
+        """What holds for all steps of chains."""
+        return CPass(
             num_threads=torch.get_num_threads(),
             keys=cache.keys.data_ptr(),
             values=cache.values.data_ptr(),
@@ -324,12 +375,6 @@ class NativeDecoder:
             cos=rope.cos.data_ptr(),
             sin=rope.sin.data_ptr(),
         )
-        self.lib.forerun_chains(self.pointer, chains, frame)
-        found = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
-        guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in found]
-        if not prices:
-            return guesses, None
-        return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of normed rows."""
@@ -345,13 +390,3 @@ def native(linear: Linear) -> NativeLinear:
     """A layer that this library packed."""
     assert isinstance(linear, NativeLinear), f"a decoder is compiled as a whole; {linear} is not one of its layers"
     return linear
-
-
-def padded(size: int) -> int:
-    """How wide a row of this size is to the kernels."""
-    return -(-size // WIDTH) * WIDTH
-
-
-def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
-    """A norm's gains in float32, zeros behind them."""
-    return functional.pad(gain.float(), (0, padded(len(gain)) - len(gain)))

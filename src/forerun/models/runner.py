@@ -214,16 +214,17 @@ class Runner:
         logits: Float[Tensor, "starts vocab"],
         ids: IdExchange,
         states: bool = False,
+        before: Float[Tensor, "starts hidden"] | None = None,
     ) -> Chains | None:
         """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.
 
-        `logits` are those after the tails' last nodes, over the target's ids. None, with nothing changed, where there
-        is no such call for the decoder, these ids or these draws, or no room in the cache. `states`: whether to give
-        those of the guesses that are read.
+        `logits` are those after the tails' last nodes, over the target's ids, and `before` the states there, for
+        decoders that read states. None, with nothing changed, where there is no such call for the decoder, these ids or
+        these draws, or no room in the cache. `states`: whether to give those of the guesses that are read.
         """
         native, seq_ids = self.decoder.native, [start.seq_id for start in starts]
-        laws = None if native is None or draws.rejection or not ids.same else draws.row_laws
-        counts = [max(0, start.depth - 1) for start in starts]
+        fits = native is not None and (native.entry is None) == (before is None) and ids.same and not draws.rejection
+        laws, counts = draws.row_laws if fits else None, [max(0, start.depth - 1) for start in starts]
         if native is None or laws is None or not laws.compiled or not self.cache.can_reserve(seq_ids, counts):
             return None
         assert all(self.tails[seq_id].scratch == 0 for seq_id in seq_ids), "a chain goes on from a chain"
@@ -234,7 +235,7 @@ class Runner:
         own, embedding, rope = laws.some([s.row for s in starts]), self.decoder.embedding, self.decoder.rope
         prices = [start.price for start in starts] if any(start.price for start in starts) else ()
         drawn, survival = native.draw_chains(
-            logits, own, depths, firsts, positions, embedding, self.cache, rope, hidden, prices
+            logits, own, depths, firsts, positions, embedding, self.cache, rope, hidden, prices, before, ids.head_ids
         )
         chains = Chains([0] * len(draws.rows), {}, texts=[[row.tokens[-1]] for row in draws.rows], states=hidden)
         ended = []  # rows that end before their depth: of their room some was not used

@@ -49,10 +49,20 @@ class CPass(Structure):
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("num_tokens", "num_paths", "first_layer", "end_layer", "num_threads")),
-        *((name, c_void_p) for name in ("x", "positions", "slots", "path_of", "last_key")),
+        *((name, c_void_p) for name in ("x", "read", "positions", "slots", "path_of", "last_key")),
         *((name, c_void_p) for name in ("first_slots", "num_plain", "source_ends", "sources", "keys", "values")),
         ("num_slots", c_int64),
         *((name, c_void_p) for name in ("cos", "sin", "num_experts")),
+    ]
+
+
+class CEntry(Structure):
+    """`Entry` in chain.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("map", "token_norm", "state_norm")),
+        *((name, c_int64) for name in ("state_first", "normed_stream", "reads_stream")),
+        ("output_norm", c_void_p),
     ]
 
 
@@ -65,7 +75,9 @@ class CChains(Structure):
         *((name, c_int64) for name in ("stride", "num_ids")),
         *((name, c_void_p) for name in ("laws", "embedding")),
         *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
-        *((name, c_void_p) for name in ("head", "norm")),
+        *((name, c_void_p) for name in ("head", "head_ids", "norm")),
+        ("entry", POINTER(CEntry)),
+        ("before", c_void_p),
         *((name, c_float) for name in ("norm_eps", "slack")),
         *((name, c_void_p) for name in ("prices", "tokens", "survival", "states")),
     ]

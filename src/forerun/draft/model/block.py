@@ -19,8 +19,8 @@ from torch import Tensor
 from forerun.annotations import Float, ProgressCallback
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.ahead import Paths, first_places, grow_ahead
-from forerun.draft.model.follower import Follower, RootPass
-from forerun.draft.model.following import DraftRow, Following
+from forerun.draft.model.follower import Follower
+from forerun.draft.model.following import DraftRow, Following, RootPass
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.models.block import MASKED, BlockDecoder, plan_block_drafter

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.expand import expand
-from forerun.draft.model.following import DraftRow, Following, UnseenGuesses
+from forerun.draft.model.following import DraftRow, Following, RootPass, UnseenGuesses
 from forerun.draft.model.levels import LevelReader
 from forerun.draft.model.reuse import Reuse
 from forerun.draft.model.steps import seen_chains, unseen_chains
@@ -75,6 +75,10 @@ class Follower:
         if self.taps:
             return self.runner.read(reads, inputs=self.inputs(reads, features))
         return self.runner.read(reads, drawn=drawn)
+
+    def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts hidden"] | None:
+        """The states that the guesses behind these roots are read beside; None where tokens are read alone."""
+        return None
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft as it is handed over, of the sequences that were `granted` a budget; their tails stay read."""
@@ -183,7 +187,7 @@ class Follower:
             return None
         rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
         starts = [Start(rows[s], s, min(b.depth, b.nodes), b.price) for s, b in granted.items()]
-        chains = None if self.taps else self.draw_at_once(draws, starts, logits)
+        chains = self.draw_at_once(draws, starts, logits)
         if chains is None and unseen:
             chains = unseen_chains(draws, starts, logits, lambda reads, drawn: self.read_unseen(reads, drawn, granted))
         elif chains is None:
@@ -196,7 +200,7 @@ class Follower:
     ) -> Chains | None:
         """The chains by one call of the runner, whose draws count with its passes; None where it has none for them."""
         started_s = time.perf_counter()
-        chains = self.runner.draw_chains(draws, starts, logits, self.ids, states)
+        chains = self.runner.draw_chains(draws, starts, logits, self.ids, states, self.behind_roots(starts))
         self.pass_s += time.perf_counter() - started_s
         return chains
 
@@ -215,10 +219,8 @@ class Follower:
 
     def read_seen(self, seq_ids: Sequence[int], tokens: Sequence[int], active: Collection[int]) -> Tensor | None:
         """One more guess of each chain, and the logits after it; None where there is no room."""
-        own = self.ids.own_list(tokens)
-        return self.logits(
-            self.read([Read(s, [max(0, t)], judged=(0,)) for s, t in zip(seq_ids, own, strict=True)], active)
-        )
+        pairs = zip(seq_ids, self.ids.own_list(tokens), strict=True)
+        return self.logits(self.read([Read(s, [max(0, t)], judged=(0,)) for s, t in pairs], active))
 
     def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
         """The same for guesses that only the device knows."""
@@ -389,12 +391,3 @@ class Follower:
         self.release(seq_ids)
         for seq_id in seq_ids:
             self.sequences.pop(seq_id, None)
-
-
-@dataclass(frozen=True, slots=True)
-class RootPass:
-    """A pass as far as there was room: what was read, which wishes are left, and the logits asked for."""
-
-    reads: Sequence[Read]
-    wishes: list[DraftRow]
-    logits: Float[Tensor, "judged vocab"]

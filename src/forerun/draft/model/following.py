@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.device import Download
 from forerun.draft.base import Budget
+from forerun.models.runner import Read
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +126,12 @@ class DraftRow:
     late: Sequence[int]
     budget: Budget
     guesses: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RootPass:
+    """A pass as far as there was room: what was read, which wishes are left, and the logits asked for."""
+
+    reads: Sequence[Read]
+    wishes: list[DraftRow]
+    logits: Float[Tensor, "judged vocab"]

@@ -20,7 +20,7 @@ from forerun.annotations import Float
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.follower import Follower
 from forerun.draft.model.following import DraftRow
-from forerun.models.chains import IdExchange
+from forerun.models.chains import IdExchange, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
 
@@ -98,6 +98,10 @@ class ShiftedFollower(Follower):
             for read, own in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
                 self.outputs.setdefault(read.seq_id, []).extend(own)
         return states
+
+    def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts outputs"]:
+        """The model's outputs there."""
+        return torch.stack([self.outputs[start.seq_id][-1] for start in starts])
 
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None

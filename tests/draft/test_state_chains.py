@@ -1,0 +1,115 @@
+"""Chains of drafters that read states, drawn by one call of the compiled kernels: the same guesses as step by step."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draft.heads import PROMPTS, eagle_of, first_eagle_of
+from draft.modules import apart
+from forerun.config import Speculation
+from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.model.shifted import ShiftedFollower
+from forerun.kernels.build import NoKernels
+from forerun.kernels.library import library
+from forerun.llm import LLM
+from forerun.models.chains import Chains
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+
+TARGET = Path(__file__).parents[1] / "data" / "stories260k"
+FORMS: dict[str, Callable[[Path], str]] = {
+    "eagle-3": lambda folder: f"eagle:{eagle_of(TARGET, folder)}",
+    "eagle-3, normed, two layers": lambda folder: (
+        f"eagle:{eagle_of(TARGET, folder, norm_before_residual=True, num_hidden_layers=2)}"
+    ),
+    "eagle-3.1": lambda folder: f"eagle:{eagle_of(TARGET, folder, fc_norm=True, norm_output=True)}",
+    "eagle-1": lambda folder: f"eagle:{first_eagle_of(TARGET, folder)}",
+    "mtp": lambda folder: f"mtp:{apart(TARGET, folder, 1, 'deepseek')}",
+    "mtp, state first": lambda folder: f"mtp:{apart(TARGET, folder, 1, 'mimo')}",
+}
+Guesses = list[tuple[int, list[int]]]
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    """Without compiled kernels there is no such call."""
+    try:
+        library()
+    except NoKernels as error:
+        pytest.skip(f"no kernels: {error}")
+
+
+def watched(draft: str, at_once: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LLM, Guesses]:
+    """An engine, and what its drafter will have guessed; `at_once` says whether a call may draw whole chains."""
+    llm = LLM(str(TARGET), draft, dtype="float32", kernels="native", chunk_tokens=7, **options)
+    drafter, found = llm.drafter, list[tuple[int, list[int]]]()
+    assert isinstance(drafter, ShiftedFollower)
+    drawing, proposing = drafter.runner.draw_chains, drafter.propose
+
+    def draw_chains(*arguments: Any) -> Chains | None:
+        chains = drawing(*arguments) if at_once else None
+        assert (chains is not None) == at_once
+        return chains
+
+    def propose(draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        draft = proposing(draws, budgets, tail)
+        for row, chain in zip(draws.rows, draft.tree.tokens.tolist(), strict=True):
+            found.append((len(row.tokens), [token for token in chain if token >= 0]))
+        return draft
+
+    monkeypatch.setattr(drafter.runner, "draw_chains", draw_chains)
+    monkeypatch.setattr(drafter, "propose", propose)
+    return llm, found
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("form", FORMS)
+def test_chains_drawn_at_once_are_those_drawn_step_by_step(
+    form: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rounds of several sequences, of which one guess may end a chain early where its draw is nearly a tie."""
+    draft = FORMS[form](tmp_path / "heads")
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=30) for i in range(len(PROMPTS))]
+    found, answers = [], []
+    for at_once in (True, False):
+        llm, guesses = watched(draft, at_once, monkeypatch, speculation=Speculation(5), max_num_seqs=3)
+        answers.append([result.outputs[0].token_ids for result in llm.generate(list(PROMPTS), params)])
+        llm.drafter.runner.cache.check()  # type: ignore[union-attr]
+        found.append(guesses)
+        llm.close()
+    assert answers[0] == answers[1]
+    same = sum(one == other for one, other in zip(*found, strict=True))
+    assert same >= 0.98 * len(found[0])
+    assert sum(len(chain) - 1 for _, chain in found[0]) > 100
+
+
+def test_a_chain_drawn_at_a_price_ends_where_its_guesses_are_worth_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = FORMS["mtp"](tmp_path / "heads")
+    lengths = []
+    for price in (0.0, 0.05, 0.6):
+        llm, guesses = watched(draft, True, monkeypatch, speculation=Speculation(5), max_num_seqs=1)
+        drafter = llm.drafter
+        assert isinstance(drafter, ShiftedFollower)
+        proposing = drafter.propose
+
+        def priced(
+            draws: Draws,
+            budgets: Sequence[Budget],
+            tail: Committed | None = None,
+            price: float = price,
+            proposing: Callable[..., Draft] = proposing,
+        ) -> Draft:
+            draft = proposing(draws, [Budget(b.depth, price=price) for b in budgets], tail)
+            assert (draft.survival is not None) == (price > 0)
+            return draft
+
+        monkeypatch.setattr(drafter, "propose", priced)
+        llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True))
+        lengths.append(sum(len(chain) - 1 for _, chain in guesses) / len(guesses))
+        llm.close()
+    assert lengths[0] > lengths[1] > lengths[2]
