@@ -167,6 +167,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
     assert ended.exit_code == 0, ended.output
     assert len(made) == 2 * 3 - 2
     again = run(*arguments)
+    assert "6 runs are finished already" in again.stderr
     assert len(made) == 4
     assert json.loads(again.stdout)["cells"] == json.loads(ended.stdout)["cells"]
     assert run(*arguments, "--fresh").exit_code == 0

@@ -102,9 +102,7 @@ class EarlyExitDrafter(Follower):
     def draw_at_once(
         self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
     ) -> Chains | None:
-        """The same, with the states noted; step by step under an adapter, which reads what lower layers compute."""
-        if self.adapter is not None:
-            return None
+        """The same, with the states noted."""
         chains = super().draw_at_once(draws, starts, logits, self.noted is not None)
         if chains is not None and chains.states is not None and self.noted is not None:
             for start, own in zip(starts, chains.states, strict=True):

@@ -199,8 +199,10 @@ class Follower:
         self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
     ) -> Chains | None:
         """The chains by one call of the runner, whose draws count with its passes; None where it has none for them."""
-        started_s = time.perf_counter()
-        chains = self.runner.draw_chains(draws, starts, logits, self.ids, states, self.behind_roots(starts))
+        before, started_s = self.behind_roots(starts), time.perf_counter()
+        if self.taps and before is None:  # what guesses are read beside is computed step by step
+            return None
+        chains = self.runner.draw_chains(draws, starts, logits, self.ids, states, before)
         self.pass_s += time.perf_counter() - started_s
         return chains
 

@@ -9,6 +9,7 @@ reads, and which of its outputs a guess hands to the next one, is for each draft
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -25,7 +26,7 @@ from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
 
 
-class ShiftedFollower(Follower):
+class ShiftedFollower(Follower, ABC):
     """Drafts with a `runner` whose decoder reads embeddings and states side by side."""
 
     rereads: ClassVar[bool] = False
@@ -35,19 +36,19 @@ class ShiftedFollower(Follower):
         self.last: dict[int, Float[Tensor, "taps hidden"]] = {}  # the target's states after each text's last token
         self.outputs: dict[int, list[Float[Tensor, " outputs"]]] = {}  # the model's, of root and guesses in their order
 
+    @abstractmethod
     def of_text(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]
     ) -> Float[Tensor, "total inputs"]:
         """What the decoder reads of the target's states beside the tokens of final text, which are packed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_roots(self, seq_ids: Sequence[int]) -> Float[Tensor, "roots inputs"]:
         """What it reads beside roots: the states after the last token that the target has read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_guess(self, output: Float[Tensor, " outputs"]) -> Float[Tensor, " inputs"]:
         """What it reads beside a guess, given its own output at the guess's parent."""
-        raise NotImplementedError
 
     def observe(self, news: Committed) -> None:
         """Read what became final. Raises WrongTarget for text without states."""
