@@ -179,7 +179,6 @@ def test_trees_are_plain_and_accepted_more_often_and_nothing_is_left(folder: Pat
         accepted.append(llm.stats.num_accepted)
         assert isinstance(llm.drafter, EagleDrafter)
         assert not llm.drafter.sequences
-        assert not llm.drafter.last
         assert not llm.drafter.outputs
         assert llm.drafter.runner.cache.num_rows == 0
         llm.drafter.runner.cache.check()

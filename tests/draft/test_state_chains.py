@@ -15,6 +15,7 @@ from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library
 from forerun.llm import LLM
 from forerun.models.chains import Chains
+from forerun.models.runner import Read, States
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 
@@ -114,3 +115,26 @@ def test_a_chain_drawn_at_a_price_ends_where_its_guesses_are_worth_less(
         lengths.append(sum(map(len, guesses.values())) / len(guesses))
         llm.close()
     assert lengths[0] > lengths[1] > lengths[2]
+
+
+@pytest.mark.parametrize("form", ["eagle-3", "mtp"])
+def test_a_round_reads_its_text_once_and_draws_in_one_call(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What became final is read with the root behind it, so that guesses need no pass of the root's before them."""
+    llm, guesses = watched(FORMS[form](tmp_path / "heads"), True, monkeypatch, speculation=Speculation(4))
+    drafter = llm.drafter
+    assert isinstance(drafter, ShiftedFollower)
+    reading, passes = drafter.runner.read, list[int]()
+
+    def read(reads: Sequence[Read], **options: Any) -> States:
+        passes.append(sum(len(read.tokens) for read in reads))
+        return reading(reads, **options)
+
+    monkeypatch.setattr(drafter.runner, "read", read)
+    (answer,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    assert len(guesses) > 20
+    assert len(passes) == llm.stats.num_passes
+    num_prompt = len(answer.prompt_token_ids)
+    assert sum(passes) == num_prompt + len(answer.outputs[0].token_ids) - 1  # but for the text's first token
+    llm.close()

@@ -227,10 +227,11 @@ class Runner:
         laws, counts = draws.row_laws if fits else None, [max(0, start.depth - 1) for start in starts]
         if native is None or laws is None or not laws.compiled or not self.cache.can_reserve(seq_ids, counts):
             return None
-        assert all(self.tails[seq_id].scratch == 0 for seq_id in seq_ids), "a chain goes on from a chain"
+        tails = [self.tails.setdefault(seq_id, Tail(0)) for seq_id in seq_ids]
+        assert all(tail.scratch == 0 for tail in tails), "a chain goes on from a chain"
         self.cache.reserve(seq_ids, counts)
         depths, firsts = [start.depth for start in starts], [self.cache.start(seq_id) for seq_id in seq_ids]
-        positions = [self.length(seq_id) + len(self.tails[seq_id].parents) for seq_id in seq_ids]
+        positions = [self.length(seq_id) + len(tail.parents) for seq_id, tail in zip(seq_ids, tails, strict=True)]
         hidden = torch.empty(len(starts), max(depths), self.decoder.config.hidden) if states else None
         own, embedding, rope = laws.some([s.row for s in starts]), self.decoder.embedding, self.decoder.rope
         prices = [start.price for start in starts] if any(start.price for start in starts) else ()

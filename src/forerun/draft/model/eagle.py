@@ -42,10 +42,6 @@ class EagleDrafter(ShiftedFollower):
         """The target's states, fused."""
         return self.decoder.fuse(features)
 
-    def of_roots(self, seq_ids: Sequence[int]) -> Float[Tensor, "roots inputs"]:
-        """The same."""
-        return self.decoder.fuse(torch.stack([self.last[seq_id] for seq_id in seq_ids]))
-
     def of_guess(self, output: Float[Tensor, " outputs"]) -> Float[Tensor, " inputs"]:
         """The layer's output stands for the state."""
         return output
@@ -61,21 +57,21 @@ class ParallelEagleDrafter(EagleDrafter):
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
     ) -> Float[Tensor, "total inputs"]:
-        """The target's states for text and roots; the learned one for masked places."""
+        """The target's states for text; the learned one for masked places."""
         if features is not None:
             return self.of_text(reads, features)
         assert self.decoder.mask is not None, "it has masked places"
-        roots = self.of_roots([read.seq_id for read in reads])
-        masked = [self.decoder.mask.expand(len(read.tokens) - 1, -1) for read in reads]
-        return torch.cat([part for root, rest in zip(roots, masked, strict=True) for part in (root[None], rest)])
+        return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
 
     def read_roots(self, wishes: list[DraftRow]) -> RootPass:
-        """Read roots and masked places. Gives the wishes that had room, and the logits of all of their guesses."""
-        reads = []
-        for wish in wishes:
-            masks = [self.mask_token] * (wish.budget.depth - 1)
-            reads.append(Read(wish.seq_id, [*wish.late, *masks], judged=range(wish.budget.depth)))
-        return self.read_fitting(reads, wishes)
+        """Read masked places. Gives the wishes that had room, and the logits of all of their guesses."""
+        masks = {wish.seq_id: [self.mask_token] * (wish.budget.depth - 1) for wish in wishes}
+        reads = [Read(seq_id, own, judged=range(len(own))) for seq_id, own in masks.items() if own]
+        ahead = self.read_fitting(reads, wishes)
+        roots = super().read_roots(ahead.wishes)
+        rest = ahead.logits.split([len(masks[wish.seq_id]) for wish in ahead.wishes])
+        packed = [part for root, own in zip(roots.logits, rest, strict=True) for part in (root[None], own)]
+        return RootPass(ahead.reads, ahead.wishes, torch.cat(packed) if packed else roots.logits)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains or trees, without another pass."""

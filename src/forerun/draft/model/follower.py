@@ -237,14 +237,18 @@ class Follower:
         late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
         wishes = []
         for seq_id, budget in zip(seq_ids, budgets, strict=True):
-            following = self.sequences.get(seq_id)
-            if following is None or following.root is None:
+            new = late.get(seq_id, self.late(seq_id))
+            if seq_id not in self.sequences or new is None:
                 continue
-            new = late.get(seq_id, [following.root])
-            depth = min(budget.depth, self.room(following, new))
+            depth = min(budget.depth, self.room(self.sequences[seq_id], new))
             if depth > 0:
                 wishes.append(DraftRow(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
         return wishes
+
+    def late(self, seq_id: int) -> Sequence[int] | None:
+        """The final tokens that are not part of a sequence's text, its root; None where it cannot be drafted."""
+        following = self.sequences.get(seq_id)
+        return None if following is None or following.root is None else [following.root]
 
     @property
     def window(self) -> int:
@@ -253,7 +257,7 @@ class Follower:
 
     def room(self, following: Following, late: Sequence[int]) -> int:
         """The deepest draft behind the text and `late`; its last guess need not be read."""
-        if following.lost or max(following.highest, *late) >= self.ids.num_own:  # its vocabulary may be the smaller one
+        if following.lost or max([following.highest, *late]) >= self.ids.num_own:  # its vocabulary may be the smaller one
             return 0
         return max(0, self.window + 1 - len(following.text) - len(late))
 
@@ -379,13 +383,9 @@ class Follower:
         """Text to be read before the next draft, and how far context and cache reach."""
         unread, limit = [], []
         for seq_id in seq_ids:
-            following = self.sequences.get(seq_id)
-            if following is None or following.root is None:
-                unread.append(0)
-                limit.append(0)
-            else:
-                unread.append(len(self.unread(seq_id)) + 1 if self.rereads else 0)  # else it is read as it comes
-                limit.append(self.room(following, [following.root]))
+            late = self.late(seq_id)
+            unread.append(len(self.unread(seq_id)) + 1 if late and self.rereads else 0)  # else it is read as it comes
+            limit.append(0 if late is None else self.room(self.sequences[seq_id], late))
         return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not self.runner.draws_unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:

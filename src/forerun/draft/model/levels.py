@@ -20,7 +20,10 @@ ReadAll = Callable[[Sequence[Read]], Tensor | None]  # the logits asked for; Non
 
 
 class LevelReader:
-    """Reads nodes for `expand`, numbered as in the sequences' tails, whose last nodes are the roots."""
+    """Reads nodes for `expand`, numbered as in the sequences' tails, whose last nodes are the roots.
+
+    Where there is no tail the root is the last token of the text that is kept, and its number -1.
+    """
 
     def __init__(
         self, sequences: Mapping[int, Following], read: ReadAll, ids: IdExchange, seq_ids: Sequence[int]
@@ -39,7 +42,9 @@ class LevelReader:
         for row, group in groupby(range(len(places)), key=lambda i: places[i].row):
             nodes = list(group)
             tokens = [max(0, own[i]) for i in nodes]
-            reads.append(Read(self.seq_ids[row], tokens, [parents[i] for i in nodes], judged=range(len(nodes))))
+            scratch = growths[row].budget.depth - 1 if growths[row].budget.width > 1 else 0
+            own_parents = [parents[i] for i in nodes]
+            reads.append(Read(self.seq_ids[row], tokens, own_parents, range(len(nodes)), scratch))
         logits = self.read(reads)
         if logits is None:
             return None

@@ -34,7 +34,6 @@ class MtpDrafter(ShiftedFollower):
         assert isinstance(runner.decoder, MtpDecoder), "it reads states"
         self.num_modules = len(runner.decoder.modules)
         self.hidden = runner.decoder.config.hidden
-        self.ends: dict[int, Float[Tensor, "further hidden"]] = {}  # of all modules but the last, behind each text
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """Nothing where there are several modules: the outputs behind a text, which they read, are not kept."""
@@ -51,34 +50,15 @@ class MtpDrafter(ShiftedFollower):
             row += len(read.tokens)
         return states.flatten(1)
 
-    def of_roots(self, seq_ids: Sequence[int]) -> Float[Tensor, "roots inputs"]:
-        """The same for the token behind the text."""
-        return torch.stack([torch.cat([self.last[seq_id], self.end(seq_id)]).flatten() for seq_id in seq_ids])
-
     def of_guess(self, output: Float[Tensor, " outputs"]) -> Float[Tensor, " inputs"]:
         """Each module's output is read by the next one; the last module's by itself, once the others have guessed."""
         return output[: max(self.hidden, len(output) - self.hidden)]
 
     def end(self, seq_id: int) -> Float[Tensor, "further hidden"]:
-        """The outputs behind a text; zeros, which no guess depends on, where there is none yet."""
-        found = self.ends.get(seq_id)
-        return torch.zeros(self.num_modules - 1, self.hidden) if found is None else found
-
-    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
-        """One pass; of text, the outputs behind its end are kept."""
-        states = super().run(reads, drawn, features)
-        if features is not None:
-            row = -1
-            for read in reads:
-                row += len(read.tokens)
-                self.ends[read.seq_id] = states.hidden[row].view(-1, self.hidden)[:-1].clone()
-        return states
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop all that is known of these sequences; unknown ones are ignored."""
-        super().forget(seq_ids)
-        for seq_id in seq_ids:
-            self.ends.pop(seq_id, None)
+        """Those of all modules but the last, behind a text; zeros, which no guess depends on, where there is none yet."""
+        if seq_id not in self.outputs:
+            return torch.zeros(self.num_modules - 1, self.hidden)
+        return self.outputs[seq_id][0].view(-1, self.hidden)[:-1]
 
 
 def plan_mtp(spec: DraftSpec, context: DraftContext) -> DraftPlan:

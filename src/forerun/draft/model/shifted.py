@@ -1,14 +1,16 @@
 """Shifted drafters: a model reads each token beside the state after the token before it, and predicts the next one.
 
 This module decides which state goes with which token. The state is the target's where the target has read the token
-before, so the model's text is the target's without the first token; behind the text it is what the model itself made of
-the guess before. The cache holds what the model made of the target's states alone: guesses are forgotten after each
-round, and accepted ones are read again, from the states that the target has had for them since. Which states a model
-reads, and which of its outputs a guess hands to the next one, is for each drafter to say.
+before, so the model's text is the target's without the first token and with the root: all of it is read in one pass
+when it becomes final, and guesses begin with what the model made of its last token. Behind the text the state is what
+the model itself made of the guess before. The cache holds what the model made of the target's states alone: guesses are
+forgotten after each round, and accepted ones are read again, from the states that the target has had for them since.
+Which states a model reads, and which of its outputs a guess hands to the next one, is for each drafter to say.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -18,12 +20,11 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.base import Committed
 from forerun.draft.model.follower import Follower
-from forerun.draft.model.following import DraftRow
+from forerun.draft.model.following import DraftRow, RootPass
 from forerun.models.chains import IdExchange, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States
-from forerun.sampling.draws import Draws
 
 
 class ShiftedFollower(Follower, ABC):
@@ -33,8 +34,7 @@ class ShiftedFollower(Follower, ABC):
 
     def __init__(self, runner: Runner, ids: IdExchange) -> None:
         super().__init__(runner, ids)
-        self.last: dict[int, Float[Tensor, "taps hidden"]] = {}  # the target's states after each text's last token
-        self.outputs: dict[int, list[Float[Tensor, " outputs"]]] = {}  # the model's, of root and guesses in their order
+        self.outputs: dict[int, list[Float[Tensor, " outputs"]]] = {}  # of text's last token, and of guesses behind it
 
     @abstractmethod
     def of_text(
@@ -43,62 +43,53 @@ class ShiftedFollower(Follower, ABC):
         """What the decoder reads of the target's states beside the tokens of final text, which are packed."""
 
     @abstractmethod
-    def of_roots(self, seq_ids: Sequence[int]) -> Float[Tensor, "roots inputs"]:
-        """What it reads beside roots: the states after the last token that the target has read."""
-
-    @abstractmethod
     def of_guess(self, output: Float[Tensor, " outputs"]) -> Float[Tensor, " inputs"]:
         """What it reads beside a guess, given its own output at the guess's parent."""
 
     def observe(self, news: Committed) -> None:
         """Read what became final. Raises WrongTarget for text without states."""
-        if news.adopted:
-            super().observe(self.ahead(news))
-            for seq_id in news.seq_ids:
-                self.sequences[seq_id].root = None  # it is read already, and the next news begin behind it
-        else:
-            super().observe(news if news.features is None else self.shifted(news))
+        super().observe(self.shifted(news))
+        for seq_id in news.seq_ids:
+            self.sequences[seq_id].root = None  # it is read already, and the next news begin behind it
 
-    def ahead(self, news: Committed) -> Committed:
-        """Adopted news without the first token, and with the root: its own cache holds that beside the state before."""
-        tokens = [token for _, own, root in news.rows() for token in (*own[1:], root)]
-        salts = [(salt, own[0]) for salt, (_, own, _) in zip(news.salts, news.rows(), strict=True)]
+    def shifted(self, news: Committed) -> Committed:
+        """The news without their first tokens and with their roots: each token has the state that is shown before it.
+
+        The first token of a text has none. What it is decides about all states, so it is part of the salt.
+        """
+        rows = [(own, root) for _, own, root in news.rows()]
+        tokens = [token for own, root in rows for token in ((*own[1:], root) if own else ())]
+        firsts = [own[0] if own else root for own, root in rows]
+        salts = [None if salt is None else (salt, first) for salt, first in zip(news.salts, firsts, strict=False)]
         return replace(news, tokens=tokens, salts=salts)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """As much as its own cache holds, the token behind it included: no state is shown for that one's sake."""
         return super().adoptable(text[1 : most + 1], most, (salt, text[0]))
 
-    def shifted(self, news: Committed) -> Committed:
-        """The news, each token with the state after the one before it; the first token has none and is left out."""
-        assert news.features is not None, "states are shifted"
-        tokens: list[int] = []
-        offsets, states, salts = [0], [news.features[:0]], list(news.salts)
-        for i, (seq_id, own, _) in enumerate(news.rows()):
-            if own and salts and salts[i] is not None:
-                salts[i] = (salts[i], own[0])  # what the first token is decides about all states
-            if own:
-                before, shown = self.last.get(seq_id), news.features[news.offsets[i] : news.offsets[i + 1]]
-                tokens += own if before is not None else own[1:]
-                states += [shown[:-1]] if before is None else [before[None], shown[:-1]]
-                self.last[seq_id] = shown[-1].clone()
-            offsets.append(len(tokens))
-        return replace(news, tokens=tokens, offsets=offsets, features=torch.cat(states), salts=salts)
-
-    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """A tree per sequence, grown from the model; the root alone where text or memory is full."""
-        self.outputs = {}
-        draft = super().propose(draws, budgets, tail)
-        self.outputs = {}
-        return draft
+    def late(self, seq_id: int) -> Sequence[int] | None:
+        """Nothing, once the text is read."""
+        return () if seq_id in self.outputs else None
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
-        """One pass; the outputs of root and guesses are kept, for their children."""
+        """One pass; the outputs of the text's last token and of guesses are kept, for their children."""
         states = super().run(reads, drawn, features)
-        if features is None:
-            for read, own in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
-                self.outputs.setdefault(read.seq_id, []).extend(own)
+        for read, own in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
+            if features is not None:
+                self.outputs[read.seq_id] = [own[-1].clone()]
+            else:
+                self.outputs[read.seq_id].extend(own)
         return states
+
+    @torch.inference_mode()
+    def read_roots(self, wishes: list[DraftRow]) -> RootPass:
+        """The roots are read: the logits are those of what the model made of them."""
+        if not wishes:
+            return self.read_fitting([], wishes)
+        started_s = time.perf_counter()
+        logits = self.runner.decoder.logits(torch.stack([self.outputs[wish.seq_id][0] for wish in wishes]))
+        self.pass_s += time.perf_counter() - started_s
+        return RootPass([], wishes, self.ids.spread(logits))
 
     def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts outputs"]:
         """The model's outputs there."""
@@ -107,19 +98,13 @@ class ShiftedFollower(Follower, ABC):
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
     ) -> Float[Tensor, "total inputs"]:
-        """The target's states for text and roots; for a guess what the model made of its parent."""
+        """The target's states for text; for a guess what the model made of its parent."""
         if features is not None:
             return self.of_text(reads, features)
-        roots = [read.seq_id for read in reads if read.seq_id not in self.outputs]
-        of_roots = dict(zip(roots, self.of_roots(roots), strict=True) if roots else ())
         found = []
         for read in reads:
-            own = self.outputs.get(read.seq_id)
-            if own is None:
-                assert len(read.tokens) == 1, "a root is read alone"
-                found.append(of_roots[read.seq_id])
-            else:
-                found += [self.of_guess(own[parent]) for parent in read.parents or [len(own) - 1]]
+            own = self.outputs[read.seq_id]
+            found += [self.of_guess(own[1 + parent]) for parent in read.parents or [len(own) - 2]]
         return torch.stack(found)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
@@ -135,9 +120,10 @@ class ShiftedFollower(Follower, ABC):
         self.runner.drop([seq_id for seq_id in seq_ids if seq_id in self.runner.tails])
         for seq_id in seq_ids:
             self.sequences[seq_id].clear()
+            del self.outputs.get(seq_id, [])[1:]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop text, states, keys and values of these sequences; unknown ones are ignored."""
+        """Drop text, outputs, keys and values of these sequences; unknown ones are ignored."""
         super().forget(seq_ids)
         for seq_id in seq_ids:
-            self.last.pop(seq_id, None)
+            self.outputs.pop(seq_id, None)
