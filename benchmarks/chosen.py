@@ -8,12 +8,14 @@ The widened pair, `edits` by n-grams unless `--draft` names something else. Prom
 for those of edits, which are quoted. Every text that ends is followed by another one, and only rounds count that read
 no prompt and draw for the whole batch, until `--tokens` times the batch have come out of them: so all depths answer
 about the same texts. Half of the prompts choose the best of the fixed depths, plain decoding among them; the other half
-judge it against `auto`, by turns, each repetition beginning one depth later. The controller goes on from the first half
-to the second. With `--wrong` the draft model's last norm is shuffled and half of its signs are changed, so that nearly
+judge it against `auto`. In a repetition all depths go on side by side, a round of each by turns, so that a machine
+whose speed changes from second to second changes all of them alike. The controller goes on from the first half to the
+second. With `--wrong` the draft model's last norm is shuffled and half of its signs are changed, so that nearly
 every guess is wrong.
 
-Printed are tokens per second over those of plain decoding on the second half, medians of the repetitions, and in the
-last column `auto` over the depth that the first half chose. Where `auto` is better than that it may be above 1.
+Printed are tokens per second over those of plain decoding on the second half, medians of the ratios within the
+repetitions, and in the last columns `auto` over the depth that the first half chose: the median and the least and most.
+Where `auto` is better than that it may be above 1.
 """
 
 from __future__ import annotations
@@ -54,8 +56,24 @@ class Queue:
     num_tokens: int  # of each row that count
     halves: Mapping[str, Sequence[Item]]
 
-    def speed(self, group: Group, depth: int, half: str, tenant: str) -> float:
-        """Tokens per second of full rounds."""
+    def speeds(self, group: Group, depths: Sequence[int], half: str, turn: int) -> Mapping[int, float]:
+        """Tokens per second of full rounds, by depth: a round of each by turns."""
+        lanes = {depth: self.lane(group, depth, half, f"{group} {half} {turn} {depth}") for depth in depths}
+        paces = {depth: Pace() for depth in depths}
+        try:
+            while left := [d for d in rotated(depths, turn) if paces[d].num_decoded < group.batch * self.num_tokens]:
+                for depth in left:
+                    assert lanes[depth].engine.has_work, "texts last until enough was counted: ask for longer answers"
+                    timed = lanes[depth].step(self.stage.clock)
+                    if len(timed.outcome.rows) == group.batch and not timed.outcome.num_prompt_tokens:
+                        paces[depth].count(timed.outcome, timed.step_s)
+        finally:
+            for lane in lanes.values():
+                lane.clear()
+        return {depth: pace.tokens_per_s for depth, pace in paces.items()}
+
+    def lane(self, group: Group, depth: int, half: str, tenant: str) -> Lane:
+        """An engine that drafts to this depth, with its queue."""
         items, recording, sequences = self.halves[half], Recording(), []
         for number in range(4 * group.batch):
             item = items[number % len(items)]
@@ -69,34 +87,20 @@ class Queue:
             if item.answer is not None:
                 recording.texts[sequence.id] = [*item.prompt, *item.answer]
             sequences.append(sequence)
-        lane, pace = Lane(self.stage.engine(group, depth, recording), sequences), Pace()
-        try:
-            while pace.num_decoded < group.batch * self.num_tokens:
-                assert lane.engine.has_work, "texts last until enough was counted: ask for longer answers"
-                timed = lane.step(self.stage.clock)
-                if len(timed.outcome.rows) == group.batch and not timed.outcome.num_prompt_tokens:
-                    pace.count(timed.outcome, timed.step_s)
-        finally:
-            lane.clear()
-        return pace.tokens_per_s
+        return Lane(self.stage.engine(group, depth, recording), sequences)
 
     def cell(self, group: Group, depths: Sequence[int], repeats: int) -> float:
         """All depths at one batch size; prints a line of the table, and says what its last column does."""
-        found: dict[tuple[str, int], list[float]] = {(half, depth): [] for half in HALVES for depth in depths}
-        for half, times in zip(HALVES, (max(1, repeats - 1), repeats), strict=True):
-            for turn in range(times):
-                for depth in rotated(depths, turn):
-                    speed = self.speed(group, depth, half, tenant=f"{group} {half} {turn} {depth}")
-                    found[half, depth].append(speed)
-        usual = {place: statistics.median(speeds) for place, speeds in found.items()}
-        best = max((depth for depth in depths if depth != CHOSEN), key=lambda depth: usual["choosing", depth])
-        plain = usual["judging", 0]
-        share = usual["judging", CHOSEN] / usual["judging", best]
-        cells = [f"{usual['judging', depth] / plain:.2f}" for depth in depths]
-        print(
-            f"| {self.name} | {group.batch} | {plain:.1f} | {' | '.join(cells[1:])} | {best} | {share:.3f} |",
-            flush=True,
-        )
+        first = [self.speeds(group, depths, "choosing", turn) for turn in range(max(1, repeats - 1))]
+        second = [self.speeds(group, depths, "judging", turn) for turn in range(repeats)]
+        usual = {depth: statistics.median(speeds[depth] for speeds in first) for depth in depths if depth != CHOSEN}
+        best = max(usual, key=usual.__getitem__)
+        plain = statistics.median(speeds[0] for speeds in second)
+        over = {depth: statistics.median(speeds[depth] / speeds[0] for speeds in second) for depth in depths}
+        shares = sorted(speeds[CHOSEN] / speeds[best] for speeds in second)
+        share, span = statistics.median(shares), f"{shares[0]:.2f} to {shares[-1]:.2f}"
+        gains = [f"{over[depth]:.2f}" for depth in depths[1:]]
+        show(self.name, group.batch, f"{plain:.1f}", *gains, best, f"{share:.3f}", span)
         return share
 
 
@@ -136,13 +140,14 @@ def main() -> None:
     batches = [int(each) for each in options.batch.split(",")]
     depths = in_order({0, CHOSEN, *(int(each) for each in options.depth.split(","))})
     shares = []
-    show("text", "batch", "plain tokens/s", *depths[1:-1], "auto", "chosen before", "auto over it")
-    show(*["---"] * (len(depths) + 4))
+    show("text", "batch", "plain tokens/s", *depths[1:-1], "auto", "chosen before", "auto over it", "from, to")
+    show(*["---"] * (len(depths) + 5))
     with tempfile.TemporaryDirectory() as folder:
         for name in options.workload.split(","):
             draft = options.draft or ("ngram" if name == "edits" else f"model:{DRAFT}")
             target, draft = widened_pair(TARGET, draft, None)
-            queue = queue_of(name, target, shuffled(Path(folder)) if options.wrong else draft, options, max(batches))
+            drafter = shuffled(Path(folder)) if options.wrong else draft
+            queue = queue_of(name, target, drafter, options, max(batches) * len(depths))
             for batch in batches:
                 group = Group(name, batch, 0.0 if name == "edits" else options.temperature)
                 shares.append(queue.cell(group, depths, options.repeats))
@@ -156,7 +161,7 @@ def last_of(item: Item, num_tokens: int) -> Item:
     return item if item.answer is not None else replace(item, prompt=item.prompt[-num_tokens:])
 
 
-def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, batch: int) -> Queue:
+def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, places: int) -> Queue:
     """The models loaded, and the texts."""
     tokenizer = Blueprint.of(target).tokenizer()
     whole = workload_of(name, passages(name), options.num_prompts, tokenizer)
@@ -166,7 +171,7 @@ def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, ba
         draft,
         speculation=Speculation(),
         max_model_len=workload.longest(options.answer_tokens) + 32,
-        max_num_seqs=batch,
+        max_num_seqs=places,
     )
     stage = Stage(
         llm,
