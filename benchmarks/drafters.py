@@ -5,9 +5,11 @@
 
 A mode is a draft specification and how far to guess: `ngram@7` for chains of 7, `model:stdlib-draft@4x3x12` for trees
 of depth 4, at most 3 children a node, 12 guesses. Bundled models stand for their widened forms: the target of 0.51 B
-parameters, `stdlib-middle` of 0.1 B, `stdlib-draft` of 21 M. `SPEC/int8@3` and `SPEC/int4@3` give a drafter weights of
-so many bits whatever the target has. The workload `demo` is what `python -m benchmarks.peers` asks. Every mode answers
-every prompt, by turns, in one process; ratios are taken within a repetition.
+parameters, `stdlib-middle` of 0.1 B, `stdlib-draft` of 21 M, heads as they grow with the target. `SPEC/int8@3` and
+`SPEC/int4@3` give a drafter weights of so many bits whatever the target has. The workload `demo` is what
+`python -m benchmarks.peers` asks. Every mode answers every prompt, by turns, in one process; ratios are taken within a
+repetition. Drafting is what proposing takes and what telling the drafter what became final takes, the median of the
+rounds that read no prompt.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from forerun.bench.figures import Spread
 from forerun.bench.lane import Lane
@@ -27,8 +30,9 @@ from forerun.bench.pace import Pace
 from forerun.bench.plan import SHIPPED
 from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculation
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, load_prompts, widen
-from forerun.draft.base import Drafter
+from forerun.draft.base import Committed, Drafter
 from forerun.draft.build import plan
+from forerun.draft.model.widen import KINDS, cached_widened_drafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.engine.controller import FixedDepth
@@ -37,6 +41,7 @@ from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.bundled import DRAFT, TARGET
 from forerun.models.loading import Blueprint
+from forerun.models.widen import Wider
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
@@ -59,6 +64,19 @@ class Mode:
     wish: Speculation
     paces: dict[tuple[int, int], Pace] = field(default_factory=dict)
     controller: FixedDepth = field(default_factory=FixedDepth)
+    told_s: float = 0.0  # in telling the drafter what became final
+    drafting_s: list[float] = field(default_factory=list)  # of the rounds that counted
+
+    def __post_init__(self) -> None:
+        if self.drafter is not None:
+            observe = self.drafter.observe
+
+            def observed(news: Committed) -> None:
+                started_s = time.perf_counter()
+                observe(news)
+                self.told_s += time.perf_counter() - started_s
+
+            self.drafter.observe = observed  # type: ignore[method-assign]
 
     def speed(self, repetition: int) -> float:
         """Decoded tokens per second over all prompts of a repetition."""
@@ -76,12 +94,15 @@ class Mode:
         return 1 + sum(s.num_accepted for s in stats) / sum(s.num_rounds for s in stats)
 
 
-def widened(spec: DraftSpec) -> DraftSpec:
-    """The specification with bundled models at their large sizes."""
+def widened(spec: DraftSpec, target: Path) -> DraftSpec:
+    """The specification with bundled models at their large sizes, and heads at that of the widened target."""
     argument = spec.argument
+    if spec.name in KINDS and argument is not None:
+        wider = Wider.of(Blueprint.of(TARGET).config, TARGET_PARAMETERS)
+        return cached_widened_drafter(str(spec), TARGET, target, wider)
     if spec.name == "model" and argument in SIZES:
         argument = widen(argument, SIZES[argument], None)
-    return replace(spec, argument=argument, members=tuple(map(widened, spec.members)))
+    return replace(spec, argument=argument, members=tuple(widened(member, target) for member in spec.members))
 
 
 def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
@@ -93,7 +114,7 @@ def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
     quantize: Quantization | None = found["quantize"] or target.spec.quantize  # type: ignore[assignment]
     spec = replace(target.spec, quantize=quantize)
     context = DraftContext(replace(target, spec=spec), llm.tokenizer)
-    planned = plan(widened(parse_spec(found["spec"])), context)
+    planned = plan(widened(parse_spec(found["spec"]), target.folder), context)
     drafter = planned.build(dict.fromkeys(planned.models, cache_tokens), None, llm.engine.runner)
     return Mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
 
@@ -124,9 +145,12 @@ def answer(
     )
     lane, pace = Lane(engine, sequences), Pace()
     while engine.has_work:
+        before_s = mode.told_s
         timed = lane.step(time.perf_counter)
         if timed.outcome.num_prompt_tokens or uncounted == 0:
             pace.count(timed.outcome, timed.step_s)
+            if not timed.outcome.num_prompt_tokens:
+                mode.drafting_s.append(timed.outcome.draft_s + mode.told_s - before_s)
         else:
             uncounted -= 1
     return pace, [s.tokens for s in sequences]
@@ -182,16 +206,17 @@ def main() -> int:
 
 def show(modes: Sequence[Mode], repeats: int) -> None:
     """The table."""
-    print("| mode | tokens/s | over plain | quartiles | tokens per round | by prompt |\n|---|---|---|---|---|---|")
+    print("| mode | tokens/s | over plain | quartiles | tokens per round | drafting, ms a round | by prompt |")
+    print("|---|---|---|---|---|---|---|")
     for mode in modes:
         ratio = Spread.of(mode.speed(r) / modes[0].speed(r) for r in range(repeats))
         assert ratio is not None, "there is at least one repetition"
         speed = statistics.median(mode.speed(r) for r in range(repeats))
         prompts = " ".join(f"{each:.0f}" for each in mode.speeds_by_prompt())
         quartiles = f"{ratio.low:.2f} to {ratio.high:.2f}"
-        rounds = f"{mode.tokens_per_round():.2f}"
+        rounds, drafting = f"{mode.tokens_per_round():.2f}", f"{1e3 * statistics.median(mode.drafting_s):.1f}"
         name = re.sub(r"/\S*/([^/\]\s,@]+)", r"\1", mode.name)
-        print(f"| {name} | {speed:.1f} | {ratio.median:.2f} | {quartiles} | {rounds} | {prompts} |", flush=True)
+        print(f"| {name} | {speed:.1f} | {ratio.median:.2f} | {quartiles} | {rounds} | {drafting} | {prompts} |")
 
 
 if __name__ == "__main__":
