@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S, Beside, PassCost
-from forerun.engine.arms import Arms, Way
+from forerun.engine.arms import SPREAD, Arms, Way
 
 FAVOR = 1.02  # as many times as good drafting must be as plain decoding to be chosen
 MANY = 5  # members, above which sets of some of them are not looked at
@@ -38,12 +38,18 @@ class Drafts:
     """The drafts of a round that is being planned: how deep each row is, what they give and what they take."""
 
     arms: Arms
+    passes: PassCost | Beside  # what the target's pass takes
     depths: list[int]
-    num_tokens: float | int  # in the target's pass
+    num_tokens: float | int  # in that pass
     gain: float
     idle: dict[int, list[float]] = field(default_factory=dict)  # by member and depth: chance that it draws none there
     num_rows: dict[int, int] = field(default_factory=dict)
     num_unread: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def none(cls, arms: Arms, passes: PassCost | Beside, num_rows: int) -> Drafts:
+        """Of a round in which nothing is drafted."""
+        return cls(arms, passes, [0] * num_rows, num_tokens=num_rows, gain=float(num_rows))
 
     def deepen(self, row: int, way: Way, depth: int, gain: float) -> None:
         """Draft a row so far, which adds so many accepted guesses."""
@@ -67,15 +73,24 @@ class Drafts:
             taken_s += self.arms.arms[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
         return taken_s
 
-    def tokens_per_s(self, passes: PassCost | Beside) -> float:
-        """Tokens that the round gives, over the time that it takes. No pass takes less than one without guesses.
+    def round_s(self) -> float:
+        """What the round takes. No pass takes less than one without guesses.
 
         Where a larger one seems to, that is noise, by which even guesses that are always wrong would pay.
         """
-        pass_s = max(passes.expect_between(self.num_tokens), passes.expect(len(self.depths)))
-        return self.gain / max(NO_TIME_S, pass_s + self.drafting_s())
+        pass_s = max(self.passes.expect_between(self.num_tokens), self.passes.expect(len(self.depths)))
+        return pass_s + self.drafting_s()
 
-    def guess_s(self, passes: PassCost | Beside, num_drawn: float | int) -> float:
+    def whole_s(self) -> float:
+        """The same with all that members have to read first, which serves later rounds too."""
+        reading_s = sum(self.arms.arms[member].reading_s * num for member, num in self.num_unread.items())
+        return self.round_s() + (1 - 1 / SPREAD) * reading_s
+
+    def tokens_per_s(self) -> float:
+        """Tokens that the round gives, over the time that it takes."""
+        return self.gain / max(NO_TIME_S, self.round_s())
+
+    def guess_s(self, num_drawn: float | int) -> float:
         """What one guess more or less takes: its part of drafting, and of what the pass takes for so many tokens.
 
         Passes are compared with half as many guesses more and less: a few alone would show little but noise.
@@ -83,7 +98,7 @@ class Drafts:
         num_rows = len(self.depths)
         half = max(1.0, (self.num_tokens - num_rows) / 2)
         fewer, more = max(float(num_rows), self.num_tokens - half), self.num_tokens + half
-        pass_s = (passes.expect_between(more) - passes.expect_between(fewer)) / (more - fewer)
+        pass_s = (self.passes.expect_between(more) - self.passes.expect_between(fewer)) / (more - fewer)
         return max(0.0, pass_s) + self.drafting_s() / num_drawn
 
 

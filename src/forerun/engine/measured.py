@@ -32,6 +32,7 @@ FINE = 16  # guesses that are weighed one by one; many more are weighed by a six
 WORSE = 0.75  # of what rounds were worth: something has changed
 HOPEFUL_GUESSES = 3.0  # that what is known of an arm weighs as behind a trial that was better than was thought
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
+LONGER = 1.25  # times the best choice's round, that one may take in which several rows try something
 OTHER_DEPTH = -2  # on trial: what is drafted, half or twice as deep; -1 is drafting nothing
 AWAKE = 64  # rounds behind a change before which another one is not seen as new
 HOLD = 8  # rounds for which a plan is held at most
@@ -200,8 +201,8 @@ class MeasuredDepth:
         self.tried = self.trial(rows, best.choice)
         if self.tried is not None:
             choice = self.on_trial(best.choice, rows, self.tried)
-            dearer = best.tokens_per_s / self.tokens_per_s(choice) - 1
-            cost = tokens_of(choice) / tokens_of(best.choice) * dearer
+            lost = best.tokens_per_s * self.drafts_of(choice).whole_s() - tokens_of(choice)
+            cost = lost / tokens_of(best.choice)
             self.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
         last = self.last(seq_ids, rows)
@@ -213,8 +214,7 @@ class MeasuredDepth:
         """Of a chain that is drafted alone: by what the plan's rounds are worth, and by what its guesses take."""
         taken = planned.choice[0] if len(planned.choice) == 1 else None
         if taken is not None and taken[0].budget.price:
-            drafts, passes = self.drafts_of(planned.choice)
-            guess_s = drafts.guess_s(passes, taken[0].num_drawn(taken[1]))
+            guess_s = self.drafts_of(planned.choice).guess_s(taken[0].num_drawn(taken[1]))
             self.arms.arms[taken[0].budget.arm].cut_off.aim(planned.tokens_per_s, guess_s)
 
     def plans(self, rows: Sequence[Ways]) -> Iterator[Planned]:
@@ -227,42 +227,40 @@ class MeasuredDepth:
 
     def deepest(self, ways: Sequence[Way | None]) -> Planned:
         """How far each row should be drafted if it is drafted in this way."""
-        drafts = Drafts(self.arms, [0] * len(ways), num_tokens=len(ways), gain=float(len(ways)))
-        passes = self.passes(len(ways), [way for way in ways if way])
+        drafts = Drafts.none(self.arms, self.passes(len(ways), [way for way in ways if way]), len(ways))
         guesses = []
         for row, way in enumerate(ways):
             if way is not None and way.free:
                 guesses += [(-chance, depth, row) for depth, chance in enumerate(way.survival, 1)]
             elif way is not None:
                 drafts.deepen(row, way, way.budget.depth, way.gain)
-        best, depths, step = drafts.tokens_per_s(passes), list(drafts.depths), max(1, len(guesses) // FINE)
+        best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(guesses) // FINE)
         for number, (chance, depth, row) in enumerate(sorted(guesses), 1):
             way = ways[row]
             assert way is not None, "it has guesses"
             drafts.deepen(row, way, depth, -chance)
             if number <= FINE or number % step == 0 or number == len(guesses):
-                value = drafts.tokens_per_s(passes)
+                value = drafts.tokens_per_s()
                 if value > best:
                     best, depths = value, list(drafts.depths)
         return Planned([(way, depth) if way and depth else None for way, depth in zip(ways, depths, strict=True)], best)
 
     def tokens_per_s(self, choice: Choice) -> float:
         """What a round of this choice would give."""
-        drafts, passes = self.drafts_of(choice)
-        return drafts.tokens_per_s(passes)
+        return self.drafts_of(choice).tokens_per_s()
 
     def passes(self, num_rows: int, taken: Sequence[Way]) -> PassCost | Beside:
         """What passes of the round to come take in which these ways are taken, without what prompts take there."""
         kind = self.kind(num_rows, taken)
         return self.costs.beside_prompts(kind, num_rows) if self.reads else self.costs.of(kind)
 
-    def drafts_of(self, choice: Choice) -> tuple[Drafts, PassCost | Beside]:
-        """The drafts of a choice, and what passes of its kind take."""
-        drafts = Drafts(self.arms, [0] * len(choice), num_tokens=len(choice), gain=float(len(choice)))
+    def drafts_of(self, choice: Choice) -> Drafts:
+        """The drafts of a choice."""
         taken = [each for each in choice if each is not None]
+        drafts = Drafts.none(self.arms, self.passes(len(choice), [way for way, _ in taken]), len(choice))
         for row, (way, depth) in enumerate(taken):
             drafts.deepen(row, way, depth, sum(way.survival[:depth]))
-        return drafts, self.passes(len(choice), [way for way, _ in taken])
+        return drafts
 
     def kind(self, num_rows: int, taken: Sequence[Way]) -> Kind:
         """The kind of the round in which these ways are taken."""
@@ -297,20 +295,22 @@ class MeasuredDepth:
         return OTHER_DEPTH if costs and due is None and self.other_depth.due and any(best) else due
 
     def on_trial(self, best: Choice, rows: Sequence[Ways], arm: int) -> Choice:
-        """The best choice, but for the rows that try the arm: one of them, or at first all that are free to."""
+        """The best choice, but for the rows that try the arm: the one with least to read, or at first, among those that
+        are free to, as many as make the round little longer."""
         choice = list(best)
         if arm == OTHER_DEPTH:
             self.deeper = not self.deeper
             return [each and self.otherwise(each[0].whole(), each[1]) for each in choice]
-        for row, own in enumerate(rows):
-            if arm == -1:
-                choice[row] = None if all(way.free for way in own.values()) else choice[row]
-            elif arm in own:
-                way, new = own[arm].whole(), self.arms.arms[arm].rest.new
-                depth = FIRST_DEPTH if new else TRIAL_DEPTH
-                choice[row] = (way, min(depth, way.budget.depth) if way.free else way.budget.depth)
-                if not new:
-                    break
+        if arm == -1:
+            return [None if all(way.free for way in own.values()) else best[i] for i, own in enumerate(rows)]
+        new, longest_s = self.arms.arms[arm].rest.new, LONGER * self.drafts_of(best).whole_s()
+        ways = {row: own[arm].whole() for row, own in enumerate(rows) if arm in own}
+        for number, (row, way) in enumerate(sorted(ways.items(), key=lambda each: sum(each[1].num_unread.values()))):
+            before, depth = choice[row], FIRST_DEPTH if new else TRIAL_DEPTH
+            choice[row] = (way, min(depth, way.budget.depth) if way.free else way.budget.depth)
+            if number and (not new or self.drafts_of(choice).whole_s() > longest_s):
+                choice[row] = before
+                break
         return choice
 
     def otherwise(self, way: Way, depth: int) -> tuple[Way, int]:

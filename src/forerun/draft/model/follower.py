@@ -257,7 +257,8 @@ class Follower:
 
     def room(self, following: Following, late: Sequence[int]) -> int:
         """The deepest draft behind the text and `late`; its last guess need not be read."""
-        if following.lost or max([following.highest, *late]) >= self.ids.num_own:  # its vocabulary may be the smaller one
+        highest = max([following.highest, *late])
+        if following.lost or highest >= self.ids.num_own:  # its vocabulary may be the smaller one
             return 0
         return max(0, self.window + 1 - len(following.text) - len(late))
 

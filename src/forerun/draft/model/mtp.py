@@ -19,7 +19,7 @@ from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_memb
 from forerun.draft.spec import DraftSpec
 from forerun.models.chains import SameIds
 from forerun.models.mtp import UNKNOWN, MtpDecoder, plan_modules
-from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.models.runner import Read, Runner
 
 
 class MtpDrafter(ShiftedFollower):
@@ -55,7 +55,7 @@ class MtpDrafter(ShiftedFollower):
         return output[: max(self.hidden, len(output) - self.hidden)]
 
     def end(self, seq_id: int) -> Float[Tensor, "further hidden"]:
-        """Those of all modules but the last, behind a text; zeros, which no guess depends on, where there is none yet."""
+        """Outputs of all modules but the last, behind a text; zeros, on which no guess depends, where there is none."""
         if seq_id not in self.outputs:
             return torch.zeros(self.num_modules - 1, self.hidden)
         return self.outputs[seq_id][0].view(-1, self.hidden)[:-1]
