@@ -295,8 +295,8 @@ class MeasuredDepth:
         return OTHER_DEPTH if costs and due is None and self.other_depth.due and any(best) else due
 
     def on_trial(self, best: Choice, rows: Sequence[Ways], arm: int) -> Choice:
-        """The best choice, but for the rows that try the arm: the one with least to read, or at first, among those that
-        are free to, as many as make the round little longer."""
+        """The best choice, but for the rows that try the arm: the one with least to read, and at first as many more as
+        make the round little longer."""
         choice = list(best)
         if arm == OTHER_DEPTH:
             self.deeper = not self.deeper

@@ -48,6 +48,9 @@ class ShiftedFollower(Follower, ABC):
 
     def observe(self, news: Committed) -> None:
         """Read what became final. Raises WrongTarget for text without states."""
+        for seq_id, own, _ in news.rows():
+            before = self.sequences[seq_id].text[-1:] if seq_id in self.sequences else []
+            assert not own or not before or before[0] == own[0], "a sequence's news begin with its last root"
         super().observe(self.shifted(news))
         for seq_id in news.seq_ids:
             self.sequences[seq_id].root = None  # it is read already, and the next news begin behind it
