@@ -242,7 +242,7 @@ def test_the_first_token_may_be_that_of_masked_places(tmp_path: Path) -> None:
         ({"vocab_size": 999}, {}, UnsupportedModel, "vocab_size is 999"),
         ({"hidden_size": 128}, {}, UnsupportedModel, "hidden_size is 128"),
         ({"draft_vocab_size": 300}, {}, ModelError, "promises"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, UnsupportedModel, "from 0 to 5"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, UnsupportedModel, "from 0 to 5.*trained for this target"),
         ({"eagle_aux_hidden_state_layer_ids": 5}, {}, UnsupportedModel, "from 0 to 5"),
         ({}, {"lm_head.weight": None}, UnsupportedModel, "no lm_head.weight for so many tokens"),
         ({}, {"fc.weight": None}, MissingWeights, "fc.weight"),

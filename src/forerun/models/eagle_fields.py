@@ -111,7 +111,8 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
         found = [None]
     is_layer = [isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= num_layers for each in found]
     if not 1 <= len(found) <= MOST_TAPS or not all(is_layer):
-        raise fields.refuse(TAP_IDS, f"it must name layers, from 0 to {num_layers}, {MOST_TAPS} at most")
+        wanted = f"it must name layers of the target, from 0 to {num_layers}, {MOST_TAPS} at most"
+        raise fields.refuse(TAP_IDS, f"{wanted}: name a drafter that was trained for this target")
     return tuple(found)
 
 
