@@ -246,23 +246,13 @@ WORLDS = {
 }
 
 
-UNSETTLED = ("a dear one that is right", "arms change")
-
-
-def near_the_best(name: str, batch: int, share: float) -> None:
-    """At least 0.97; less at batch 1 where a merged tree is as right as its best member alone, and a little dearer."""
-    if batch == 1 and name in UNSETTLED and 0.94 <= share < 0.97:
-        pytest.xfail(f"{share:.3f}: what members would have done alone is not seen while their trees are merged")
-    assert share >= 0.97
-
-
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:
     """Of 1,000 rounds, tries and mistakes included, behind a calibration and without one; of fewer with many rows."""
     world, count = WORLDS[name], 1000 if batch < 32 else 300
-    near_the_best(name, batch, share_of_best(world, list(rounds(calibrated(world, batch), world, count, batch))))
+    assert share_of_best(world, list(rounds(calibrated(world, batch), world, count, batch))) >= 0.97
     if batch == 1:
         assert share_of_best(world, list(rounds(MeasuredDepth(), world, count, batch))) >= 0.93
 
@@ -294,7 +284,7 @@ def test_it_follows_changes(name: str, batch: int, count: int, num_texts: int) -
         for turn, world in enumerate((before, after, before)):
             played = list(rounds(controller, world, count, batch, seed=3 * seed + turn))
             shares[turn].append(share_of_best(world, played))
-    near_the_best(name, batch, min(map(statistics.mean, shares)))
+    assert min(map(statistics.mean, shares)) >= 0.97, f"shares by regime: {shares}"
 
 
 @pytest.mark.parametrize("batch", [1, 8])
