@@ -242,6 +242,35 @@ def test_what_came_true_is_what_a_walk_finds(seed: int) -> None:
     assert came_true(tree, said) == (min(offered, 4), right)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_members_of_a_merged_tree_are_told_what_they_would_have_given_alone(seed: int) -> None:
+    """Of the last round alone, whatever drafted before and between: merged, one member, or nothing at all."""
+    rng = random.Random(seed)
+    guesses = [[rng.randrange(3, 5) for _ in range(3)] for _ in range(2)]
+    mix = MixDrafter([Noted(own) for own in guesses], ["a", "b"])
+    texts = {0: [1, 2], 1: [1, 3]}
+    mix.observe(committed([Row(seq_id, text) for seq_id, text in texts.items()]))
+    assert all(not own.came_true for own in mix.outlook([0, 1]).arms.values())
+    for _ in range(12):
+        budgets = [rng.choice([Budget(3, 2, 6, 2), Budget(3, arm=0), Budget(3, arm=1), Budget(0)]) for _ in texts]
+        if any(budget.depth for budget in budgets):
+            mix.propose(draws_of([Row(seq_id, text) for seq_id, text in texts.items()], VOCAB), budgets)
+        expected: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+        rows, before = [], []
+        for (seq_id, text), budget in zip(list(texts.items()), budgets, strict=True):
+            said = [rng.randrange(3, 5) for _ in range(rng.randint(1, 4))]
+            for arm, own in enumerate(guesses):
+                right = max(n for n in range(min(3, len(said)) + 1) if own[:n] == said[:n])
+                judged = min(right + 1, 3, len(said))
+                expected[arm].append((judged, right) if budget.arm == 2 else (0, 0))
+            before.append(len(text) - 1)
+            texts[seq_id] = [*text, *said]
+            rows.append(Row(seq_id, texts[seq_id]))
+        mix.observe(committed(rows, before))
+        found = [list(own.came_true) or [(0, 0)] * 2 for own in mix.outlook([0, 1]).arms.values()]
+        assert found == list(expected.values())
+
+
 EXITS = ("ngram", "early-exit:1", "early-exit:3")
 
 

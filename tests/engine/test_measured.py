@@ -257,6 +257,22 @@ def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:
         assert share_of_best(world, list(rounds(MeasuredDepth(), world, count, batch))) >= 0.93
 
 
+def test_members_are_known_while_their_trees_are_merged() -> None:
+    """One that was unlucky at first is as good as all together and cheaper: no trial of it is needed."""
+    world = World([0.2, 0.9], [0.001, 0.01], merged=0.9)
+    controller = calibrated(world, 1)
+    for _ in range(8):
+        controller.arms.arms[1].acceptance.count([(4, 0)])
+    taken, tried = list[int](), list[int | None]()
+    for (budget,) in rounds(controller, world, 300, 1):
+        taken.append(budget.arm if budget.depth else -1)
+        tried.append(controller.tried)
+    first = taken.index(1)
+    assert taken.index(2) < first, "the merged one comes first here, or this shows nothing"
+    assert 1 not in tried[: first + 1]
+    assert taken[first:].count(1) >= 0.9 * len(taken[first:])
+
+
 CHANGES = {
     "guesses fail": (World([0.8], [0.005]), World([0.1], [0.005], compute_bound)),
     "guesses come right": (World([0.05], [0.02], compute_bound), World([0.9], [0.02])),

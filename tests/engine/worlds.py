@@ -16,6 +16,8 @@ from forerun.engine.measured import MeasuredDepth
 NAMES = ("a", "b", "c", "d")
 AMPLE = 10**6
 AUTO_WISH = Speculation(AUTO_DEPTH, auto=True)
+Run = tuple[int, int]
+NO_RUN: Run = (0, 0)
 
 
 @dataclass
@@ -43,14 +45,25 @@ class World:
     def members(self, arm: int) -> Sequence[int]:
         return range(len(self.chances)) if arm == len(self.chances) else [arm]
 
-    def outlook(self, batch: int) -> Outlook:
+    def outlook(self, batch: int, came_true: Sequence[Sequence[Run]] = ()) -> Outlook:
+        """`came_true` is what came of each member's guesses in the last round, by row."""
         own = {}
-        for name, chance, told in zip(NAMES, self.chances, self.told, strict=False):
+        for i, (name, chance, told) in enumerate(zip(NAMES, self.chances, self.told, strict=False)):
             expected = sum(chance**j for j in range(1, AHEAD + 1)) if told else None
-            own[name] = Outlook([0] * batch, [AMPLE] * batch, [expected] * batch)
+            runs = [row[i] for row in came_true]
+            own[name] = Outlook([0] * batch, [AMPLE] * batch, [expected] * batch, came_true=runs)
         if not self.is_mix:
             return own[NAMES[0]]
         return Outlook([0] * batch, [AMPLE] * batch, [None] * batch, own)
+
+    def runs(self, depth: int, accepted: int, dice: random.Random) -> Sequence[Run]:
+        """How many guesses of each member were judged and right, in a merged tree so deep of which so many were."""
+        found = []
+        for chance in self.chances:
+            likely = min(1.0, chance / self.merged)
+            right = next((i for i in range(accepted) if dice.random() >= likely), accepted)
+            found.append((min(depth, right + 1), right))
+        return found
 
     def round_s(self, budgets: Sequence[Budget]) -> tuple[float, list[float]]:
         """The pass, and what each member takes: so much for a level of the deepest row that it drafts."""
@@ -82,14 +95,19 @@ def rounds(
 ) -> Iterator[Sequence[Budget]]:
     """The budgets of so many rounds, each reported to the controller."""
     dice, wish = random.Random(seed), wish or AUTO_WISH
+    members_dice = random.Random(seed)
+    came_true = [[NO_RUN] * len(world.chances)] * batch
     for _ in range(count):
         load = Load(range(batch), [wish] * batch, [AMPLE] * batch, 0)
-        budgets = controller.budgets(load, world.outlook(batch), Spare(dict.fromkeys(range(batch), AMPLE), AMPLE, 16))
-        rows = []
+        spare = Spare(dict.fromkeys(range(batch), AMPLE), AMPLE, 16)
+        budgets = controller.budgets(load, world.outlook(batch, came_true), spare)
+        rows, came_true = [], [[NO_RUN] * len(world.chances)] * batch
         for row, budget in enumerate(budgets):
             depth = budget.depth
             accepted = next((i for i in range(depth) if dice.random() >= world.chance(budget.arm)), depth)
             arm = budget.arm if world.is_mix and depth else -1
+            if arm == len(world.chances):
+                came_true[row] = world.runs(depth, accepted, members_dice)
             rows.append(RowOutcome(row, budget.nodes, min(depth, accepted + 1), accepted, accepted + 1, arm))
         pass_s, draft_s = world.round_s(budgets)
         pass_s *= dice.uniform(1 - world.noise, 1 + world.noise)

@@ -141,14 +141,16 @@ class Outlook:
     """A drafter's estimates before a round, made without computing: host numbers, one per sequence asked for.
 
     `expected` is how many of `AHEAD` guesses would be accepted. A mix adds what each of its members says, by the names
-    of its arms and in their order; its last arm, MERGED, is not among them. Where `depth_matters` the first guesses of
-    a deep draft may be others than those of a shallow one.
+    of its arms and in their order; its last arm, MERGED, is not among them. Of members whose guesses were merged in the
+    last round, `came_true` has for each row how many of their own were judged by its tokens and how many were right,
+    along one path. Where `depth_matters` the first guesses of a deep draft may be others than those of a shallow one.
     """
 
     unread: Sequence[int]  # committed tokens it would have to read first
     limit: Sequence[int]  # the deepest draft it can give this sequence now (its own context length, its memory)
     expected: Sequence[float | None] = field(default=())  # expected accepted tokens, None where unknown
     arms: Mapping[str, Outlook] = field(default_factory=dict)
+    came_true: Sequence[tuple[int, int]] = ()
     ends_early: bool = False  # whether it draws chains guess by guess, so that a price spares it the rest of them
     depth_matters: bool = False
 

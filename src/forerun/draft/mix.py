@@ -32,6 +32,7 @@ from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.sanitize import sanitize
 
+NO_RUN = (0, 0)  # where it guessed nothing
 ANY_PRICE = 1e-9  # what survives with less would not be missed: for members to say what survives with how much
 
 
@@ -90,7 +91,7 @@ class MixDrafter:
 
     A merged tree's budget has room for them all: each member is asked for an equal part of its width, its whole depth
     and its whole number of guesses. What guesses survive with, where a member does not say so, is learned from what
-    came true of its merged ones, by depth.
+    came true of its merged ones, by depth; the outlook tells that, from which follows what a member alone would give.
     """
 
     def __init__(self, members: Sequence[Drafter], names: Sequence[str]) -> None:
@@ -99,7 +100,8 @@ class MixDrafter:
         self.arms = (*names, MERGED)
         self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
         self.accepted = [Acceptance() for _ in members]
-        self.guessed: dict[int, list[MixedRow]] = {}  # by sequence: the last round's, to be compared
+        self.guessed: dict[int, list[MixedRow]] = {}  # by sequence: the last round's merged ones, to be compared
+        self.came_true: dict[int, dict[int, tuple[int, int]]] = {}  # what came of them, by sequence and member
 
     def observe(self, news: Committed) -> None:
         """All members observe, with the states that they read, and their guesses are compared with the final text."""
@@ -108,9 +110,11 @@ class MixDrafter:
             features = None if news.features is None or not own else news.features[:, own]
             member.observe(replace(news, features=features))
         runs: dict[int, list[tuple[int, int]]] = {}
-        for seq_id, tokens, root in news.rows() if self.guessed else ():
-            for grown in self.guessed.pop(seq_id, ()):
-                runs.setdefault(grown.member, []).append(came_true(grown.tree, [*tokens, root][1:]))
+        for seq_id, tokens, root in news.rows() if self.guessed or self.came_true else ():
+            guessed, said = self.guessed.pop(seq_id, ()), [*tokens, root][1:]
+            self.came_true[seq_id] = {grown.member: came_true(grown.tree, said) for grown in guessed}
+            for member_arm, run in self.came_true[seq_id].items():
+                runs.setdefault(member_arm, []).append(run)
         for member_arm, own_runs in runs.items():
             self.accepted[member_arm].count(own_runs)
 
@@ -121,6 +125,7 @@ class MixDrafter:
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """What those members say to whom the budgets give rows."""
         self.guessed.clear()
+        self.came_true.clear()
         drafts: dict[int, Draft] = {}
         arm_s = [0.0] * len(self.members)
         shares = [[self.share(arm, budget) for budget in budgets] for arm in range(len(self.members))]
@@ -164,9 +169,7 @@ class MixDrafter:
         if budget.arm < len(self.members):
             return parts[budget.arm].grown(row, budget.arm, [1.0])
         grown = [part.grown(row, arm, self.chances(arm)) for arm, part in parts.items()]
-        unsure = [own for own in grown if parts[own.member].survival is None and len(own.tree.tokens) > 1]
-        if unsure:
-            self.guessed[draws.seq_ids[row]] = unsure
+        self.guessed[draws.seq_ids[row]] = [own for own in grown if len(own.tree.tokens) > 1]
         return MixedRow(merge([own.tree for own in grown], budget))
 
     def chances(self, arm: int) -> list[float]:
@@ -174,8 +177,8 @@ class MixDrafter:
         return list(accumulate(self.accepted[arm].rates(), operator.mul))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """As far as any member can go, as far behind as any is; and what each of them says."""
-        each = [member.outlook(seq_ids) for member in self.members]
+        """As far as any member can go, as far behind as any is; and what each of them says, and did when merged."""
+        each = [self.outlook_of(arm, seq_ids) for arm in range(len(self.members))]
         return Outlook(
             unread=[max(row) for row in zip(*(own.unread for own in each), strict=True)],
             limit=[max(row) for row in zip(*(own.limit for own in each), strict=True)],
@@ -183,12 +186,20 @@ class MixDrafter:
             arms=dict(zip(self.arms[:-1], each, strict=True)),
         )
 
+    def outlook_of(self, arm: int, seq_ids: Sequence[int]) -> Outlook:
+        """What one member says, with what came of its guesses in the last round."""
+        own = self.members[arm].outlook(seq_ids)
+        if not self.came_true:
+            return own
+        return replace(own, came_true=[self.came_true.get(seq_id, {}).get(arm, NO_RUN) for seq_id in seq_ids])
+
     def forget(self, seq_ids: Sequence[int]) -> None:
         """All members forget."""
         for member in self.members:
             member.forget(seq_ids)
         for seq_id in seq_ids:
             self.guessed.pop(seq_id, None)
+            self.came_true.pop(seq_id, None)
 
 
 def came_true(tree: Branches, tokens: Sequence[int]) -> tuple[int, int]:

@@ -190,15 +190,19 @@ class Arm:
             for counted in (self.acceptance, *self.by_row.values()):
                 counted.limit(LONG_AGO)
         runs = [(way.judged(row, depth), row.accepted) for row, way, depth in rows]
-        self.acceptance.count(runs)
-        for (row, _, _), run in zip(rows, runs, strict=True):
-            self.by_row.setdefault(row.seq_id, Acceptance()).count([run])
-        self.likeness = likeness(list(self.by_row.values()), ALL_WEIGHT)
+        self.count_runs([row.seq_id for row, _, _ in rows], runs)
         promised = sum(sum(way.promised[: depth if way.made else row.num_drafted]) for row, way, depth in rows)
         self.promised = FADING * self.promised + promised
         self.accepted = FADING * self.accepted + sum(row.accepted for row, _, _ in rows)
         if cut := [(depth, row.num_drafted) for row, way, depth in rows if way.made]:
             self.cut_off.made.count(cut)
+
+    def count_runs(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
+        """Learn from how many guesses of each of these sequences were judged, and how many of them were right."""
+        self.acceptance.count(runs)
+        for seq_id, run in zip(seq_ids, runs, strict=True):
+            self.by_row.setdefault(seq_id, Acceptance()).count([run])
+        self.likeness = likeness(list(self.by_row.values()), ALL_WEIGHT)
 
     def time(self, depth: int, num_unread: Sequence[int], taken_s: float) -> None:
         """Learn from how long it took, as one of those who drafted."""
@@ -243,6 +247,19 @@ class Arms:
         if not self.arms:
             self.names = [*outlook.arms, MERGED] if outlook.arms else [""]
             self.arms = [Arm() for _ in self.names]
+
+    def learn_merged(self, outlook: Outlook, seq_ids: Sequence[int]) -> None:
+        """Learn of members what came of their own guesses where the last round merged them: no trial shows more.
+
+        What a member tells itself is judged by what it promised, which is not known here.
+        """
+        for learned, own in zip(self.arms, outlook.arms.values(), strict=False):
+            told = own.expected or [None] * len(seq_ids)
+            rows = zip(seq_ids, own.came_true, told, strict=False)
+            found = [(seq_id, run) for seq_id, run, expected in rows if run[0] and expected is None]
+            if found:
+                learned.count_runs([seq_id for seq_id, _ in found], [run for _, run in found])
+                learned.rest.count(len(found), None)
 
     def ways(self, i: int, seq_id: int, wish: Speculation, room: int, outlook: Outlook) -> dict[int, Way]:
         """All ways to draft the i-th row of an outlook, by arm; the merged one where there is more than one member's.

@@ -84,6 +84,7 @@ class MeasuredDepth:
             return FixedDepth().budgets(load, outlook, spare)
         self.num_context = load.num_context
         self.arms.meet(outlook)
+        self.arms.learn_merged(outlook, load.seq_ids)
         if self.holds(load) and self.lasts(load, outlook):
             self.held, self.pending = self.held + 1, True
             return fitting(load.seq_ids, self.wanted, spare)
