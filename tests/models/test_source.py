@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
-from forerun.models.bundled import BUNDLED
+from forerun.models.bundled import BUNDLED, BUNDLED_HEADS
 from forerun.models.source import find_checkpoint, find_heads, find_tokenizer
 
 
@@ -145,16 +145,30 @@ def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="there is no folder nowhere: name the folder that forerun train wrote"):
-        find_heads("nowhere", "medusa_num_heads")
+        find_heads("nowhere", "medusa")
     with pytest.raises(ModelNotFound, match="there is no folder stdlb: name the folder"):
         find_heads("stdlb")
     with pytest.raises(ModelNotFound, match=r"is not what this drafter reads: its config.json has no medusa_num_heads"):
-        find_heads(str(target_dir), "medusa_num_heads")
+        find_heads(str(target_dir), "medusa")
     (tmp_path / "my-heads").mkdir()
     (tmp_path / "my-heads" / "config.json").write_text('{"medusa_num_heads": 2}')
-    assert find_heads("my-heads", "medusa_num_heads") == Path("my-heads")
+    assert find_heads("my-heads", "medusa") == Path("my-heads")
     with pytest.raises(ModelNotFound, match=r"did you mean my-heads[?] Otherwise"):
-        find_heads("my-head", "medusa_num_heads")
+        find_heads("my-head", "medusa")
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle", "early-exit", "medusa", "mtp"])
+def test_heads_of_another_kind_are_told_their_own(kind: str) -> None:
+    """Unless nothing in config.json shows the kind, where what is missing is named when it is looked for."""
+    for name, folder in BUNDLED_HEADS.items():
+        own = folder.name
+        if own in (kind, "mtp"):
+            assert own == "mtp" or find_heads(name, kind) == folder
+            continue
+        with pytest.raises(ModelNotFound, match=f"{name} holds a drafter of another kind: write {own}:(2:)?{name}"):
+            find_heads(name, kind)
+    with pytest.raises(ModelNotFound, match="stdlib-draft is a model, which drafts as model:stdlib-draft; for heads"):
+        find_heads("stdlib-draft", kind)
 
 
 @pytest.mark.usefixtures("unreached")

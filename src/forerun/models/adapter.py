@@ -25,7 +25,7 @@ def plan_adapter(model: str, target: Blueprint, layer: int) -> Blueprint:
 
     Its own vocabulary is empty. Raises ModelError for a folder that cannot be used, or not there.
     """
-    folder, of = find_heads(model, "exit_layer"), target.config
+    folder, of = find_heads(model, "early-exit"), target.config
     defaults = {
         "vocab_size": of.vocab_size,
         "max_position_embeddings": of.max_positions,

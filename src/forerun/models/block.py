@@ -167,7 +167,7 @@ def is_multiplied(name: str) -> bool:
 
 def plan_block_drafter(model: str, target: Blueprint) -> BlockBlueprint:
     """The drafter in the folder `model`. Raises ModelError for a folder that is not there or cannot be used."""
-    folder, of = find_heads(model), target.config
+    folder, of = find_heads(model, "block"), target.config
     if target.placement.fixed:
         raise UnsupportedModel(f"{model}: block drafters are computed on CPUs: use device cpu, or another drafter")
     fields = read_fields(folder / "config.json")

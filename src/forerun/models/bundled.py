@@ -24,3 +24,4 @@ BUNDLED_HEADS = {  # by what --draft takes in the place of a folder
 }
 TARGET, DRAFT = "stdlib", "stdlib-draft"  # the pair that commands run unless told otherwise
 BUNDLED_NAMES = ", ".join(BUNDLED)
+BUNDLED_HEAD_NAMES = ", ".join(BUNDLED_HEADS)

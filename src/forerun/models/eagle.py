@@ -95,7 +95,7 @@ class EagleBlueprint:
 
 def plan_layer(model: str, target: Blueprint) -> EagleBlueprint:
     """The drafter in the folder `model`. Raises ModelError for a folder that is not there or cannot be used."""
-    folder, of = find_heads(model), target.config
+    folder, of = find_heads(model, "eagle"), target.config
     if target.placement.fixed:
         raise UnsupportedModel(f"{model}: EAGLE drafters are computed on CPUs: use device cpu, or another drafter")
     checkpoint = draft_checkpoint(folder, target.dtype, "eagle")

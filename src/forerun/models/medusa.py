@@ -139,7 +139,7 @@ class MedusaBlueprint:
 
 def plan_heads(model: str, target: Blueprint) -> MedusaBlueprint:
     """The heads in the folder `model`. Raises ModelError for a folder that is not there or cannot be used."""
-    folder, of = find_heads(model, HEADS), target.config
+    folder, of = find_heads(model, "medusa"), target.config
     checkpoint = draft_checkpoint(folder, target.dtype, "medusa")
     config = fitted_heads(read_fields(folder / "config.json"), checkpoint.stored, of.hidden, of.vocab_size, target.name)
     check_tensors(config.shapes().items(), checkpoint, 0)

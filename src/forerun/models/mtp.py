@@ -200,7 +200,7 @@ class MtpBlueprint:
 
 def plan_modules(model: str | None, target: Blueprint) -> MtpBlueprint:
     """The modules in the folder `model`, or those that ship with the target. Raises ModelError as `check_modules`."""
-    folder = target.folder if model is None else find_heads(model)
+    folder = target.folder if model is None else find_heads(model, "mtp")
     if target.placement.fixed:
         raise UnsupportedModel(f"{folder}: MTP modules are computed on CPUs: use device cpu, or another drafter")
     tensors = check_modules(model, Checkpoint(folder, target.dtype), target)

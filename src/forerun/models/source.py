@@ -15,12 +15,22 @@ from pathlib import Path
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.fields import read_fields
-from forerun.models.bundled import BUNDLED, BUNDLED_HEADS, BUNDLED_NAMES
+from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS, BUNDLED_NAMES
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
 HUB_FILES = ("*.safetensors", *TOKENIZER_FILES)
 HUB_DUPLICATES = ("*/*", "consolidated*")  # the same weights in other layouts
+SHOWING = (  # kinds of heads, by what stands in a key of config.json that no other kind has
+    ("medusa", "medusa_num_heads", ""),
+    ("early-exit", "exit_layer", ""),
+    ("block", "dflash_config", ""),
+    ("block", "architectures", "DFlash"),
+    ("block", "speculators_model_type", "dflash"),
+    ("eagle", "architectures", "Eagle"),
+    ("eagle", "speculators_model_type", "eagle"),
+)
+NEEDED = {"medusa": "medusa_num_heads", "early-exit": "exit_layer"}
 MOST_SIBLINGS = 2000  # folders beside a missing one that are looked at for a similar name
 
 
@@ -33,27 +43,37 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
     return find_folder(model, revision, HUB_FILES, "config.json")
 
 
-def find_heads(name: str, holds: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
+def find_heads(name: str, kind: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
     """The folder of heads that draft on a target's states: a folder, a bundled name, or a hub id as owner/name.
 
-    Another name without an owner that is no folder here is a mistake. `holds` is a key of config.json that tells such
-    heads from a model; `files` are fetched from the hub. Raises ModelNotFound for a folder that is not there or is
-    something else.
+    Another name without an owner that is no folder here is a mistake. `kind` is that of a drafter: where config.json
+    shows that the folder holds another kind, or cannot be of this one, it is refused. `files` are fetched from the
+    hub. Raises ModelNotFound for a folder that is not there or is something else.
     """
-    wanted = "name the folder that forerun train wrote, or a hub id as owner/name"
+    wanted = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
     try:
         there = Path(name).expanduser().exists()
     except (OSError, RuntimeError, ValueError):
         there = False
     if not there and name in BUNDLED_HEADS:
-        name = str(BUNDLED_HEADS[name])
+        folder = BUNDLED_HEADS[name]
+    elif not there and name in BUNDLED:
+        raise ModelNotFound(f"{name} is a model, which drafts as model:{name}; for heads {wanted}")
     elif not there and "/" not in name:
         near = [each for each in similar(name, BUNDLED_HEADS) if each not in BUNDLED]
         hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
         raise ModelNotFound(f"there is no folder {name}: {hint}{wanted}")
-    folder = find_folder(name, None, files, "config.json")
-    if holds is not None and holds not in read_fields(folder / "config.json").values:
-        raise ModelNotFound(f"{folder} is not what this drafter reads: its config.json has no {holds}: {wanted}")
+    else:
+        folder = find_folder(name, None, files, "config.json")
+    if kind is not None:
+        values = read_fields(folder / "config.json").values
+        found = next((each for each, key, part in SHOWING if key in values and part in str(values[key])), None)
+        if found not in (None, kind):
+            own = f"{found}:{values['exit_layer']}" if found == "early-exit" else found
+            raise ModelNotFound(f"{name} holds a drafter of another kind: write {own}:{name} in the place of {kind}")
+        if kind in NEEDED and NEEDED[kind] not in values:
+            lacks = f"its config.json has no {NEEDED[kind]}"
+            raise ModelNotFound(f"{folder} is not what this drafter reads: {lacks}: {wanted}")
     return folder
 
 
