@@ -32,7 +32,7 @@ def invoke(*arguments: str, columns: int = 80) -> Result:
     return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": None})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("columns", [1, 40, 60, 80, 100, 300])
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_a_page_has_every_option_whole_and_fits(name: str, columns: int) -> None:

@@ -68,7 +68,7 @@ def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> t
     return engine, sequences
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("name", "wish"),
     [("none", Speculation(3))]

@@ -85,7 +85,7 @@ def adapter_rows(drafter: Beside | EarlyExitDrafter, seq_id: int) -> tuple[torch
     return rows_of(own.adapter, seq_id)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["silent", "next layer", "next two layers"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
@@ -232,7 +232,7 @@ def plain(bench: Bench, count: int, greedy: bool = False) -> list[list[int]]:
     return run(engine, texts_of(bench, engine, count, (Speculation(0),), greedy))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("batch", "shapes"), [(1, MIXED), (5, MIXED), (5, CHAINS)], ids=["alone", "mixed", "chains"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_plain_decoding(

@@ -212,7 +212,7 @@ def test_the_other_children_share_what_the_first_leaves() -> None:
     assert with_first([1.0, 0.0], 0.9) == [0.9, 0.0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {}, {"quantize": "int8"}, {"dtype": "bfloat16"}])
 @pytest.mark.parametrize("kind", ["dspark", "causal", "selector"])
 def test_a_row_does_not_depend_on_the_others_nor_on_chunks(

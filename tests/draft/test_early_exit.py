@@ -243,7 +243,7 @@ def recorded(engine: Engine) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(

@@ -90,6 +90,7 @@ def test_an_engines_acceptance_is_that_of_the_heads_at_its_roots(folder: Path) -
     assert (llm.stats.offered_at_depth, llm.stats.accepted_at_depth) == (offered, right)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "verification", ["coupled", *(pytest.param(rule, marks=pytest.mark.full) for rule in VERIFICATIONS[1:])]
 )

@@ -107,7 +107,7 @@ def test_a_chain_at_temperature_0_is_the_models_greedy_text(blueprint: Blueprint
     assert tree.tokens[0].tolist() == [row.text[-1], *plain_greedy(blueprint, row.text, 7)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("width", [1, 3, "static"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_after_any_history_it_is_as_if_told_at_once(blueprint: Blueprint, temperature: float, width: int | str) -> None:

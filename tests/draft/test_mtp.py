@@ -107,6 +107,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("naming", "count", "own"), CASES)
 def test_every_guess_is_that_of_the_reference(

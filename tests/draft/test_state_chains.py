@@ -65,7 +65,7 @@ def watched(draft: str, at_once: bool, monkeypatch: pytest.MonkeyPatch, **option
     return llm, found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("form", FORMS)
 def test_chains_drawn_at_once_are_those_drawn_step_by_step(

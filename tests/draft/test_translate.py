@@ -299,7 +299,7 @@ def test_guesses_that_come_true_stay_read(
     drafter.model.runner.cache.check()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_under_rejection_rules_it_is_deterministic_and_accepted(
@@ -415,6 +415,7 @@ def test_a_drafter_whose_tokens_cannot_be_compared_is_refused(
         assert part in str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_the_bundled_draft_of_1024_tokens_is_accepted_nearly_as_often_as_the_familys(temperature: float) -> None:
     """On held-out code, sampled drafts too; measured at 0.6 to 0.7 of it. The output is plain decoding's."""

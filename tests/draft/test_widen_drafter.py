@@ -74,7 +74,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_the_guesses_are_those_of_the_source(
     kind: str, way: str, wide_targets: Callable[[str], Path], tmp_path: Path
@@ -92,7 +92,7 @@ def test_the_guesses_are_those_of_the_source(
     shutil.rmtree(wide / spec.name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", "block", "mtp"])
 def test_a_wrong_widening_guesses_otherwise(
     kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,7 @@ def controller_of(llm: LLM) -> MeasuredDepth:
     return llm.engine.controller
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list[int]) -> None:
     """Every arm at batch 1 and at the largest; nothing of it is left in the engine."""
@@ -147,6 +147,7 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
     assert [each.request_id for each in expected] == [each.request_id for each in measured]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("draft", "readers"), [(f"model:{DRAFT}", 1), (f"mix[ngram,model:{DRAFT}]", 1), ("ngram", 0)])
 @pytest.mark.usefixtures("made_clock")
 def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:

@@ -88,7 +88,7 @@ def test_guesses_take_what_is_left_over(seed: int) -> None:
     assert num_drafted[-1] > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("block_size", [8, 64])
 @pytest.mark.parametrize("num_prompt", [3, 52])
 def test_a_cache_planned_for_a_full_batch_drafts_in_a_full_batch(block_size: int, num_prompt: int) -> None:

@@ -160,7 +160,7 @@ def assert_empty(engine: Engine) -> None:
     engine.runner.cache.check()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("where", ["propose", "observe", "forget", "outlook"])
 def test_a_drafter_that_fails_costs_nobody_a_token(where: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -221,7 +221,7 @@ def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(owner, name, fault.after(call) if late else fault.before(call))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])
 @pytest.mark.parametrize("where", WORK)
 @pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
@@ -466,7 +466,7 @@ def raising(error: BaseException, length: int) -> Callable[[Sequence[int], Tenso
     return processor
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("length", [0, 9])
 @pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
 def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseException, length: int) -> None:
@@ -485,6 +485,7 @@ def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseExce
     assert_empty(llm.engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
 def test_the_same_without_an_event_loop(error: BaseException) -> None:
     """A KeyboardInterrupt gets through: nobody can tell it from Ctrl-C. The stream beside it goes on unharmed."""

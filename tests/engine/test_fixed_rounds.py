@@ -132,7 +132,7 @@ def counted() -> Iterator[list[str]]:
     found += reads.found + waits.found
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 @pytest.mark.parametrize("params", PARAMS[:3], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("rule", ["coupled", "token"])

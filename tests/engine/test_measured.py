@@ -246,7 +246,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:
@@ -288,7 +288,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.full
 @pytest.mark.parametrize(("batch", "count", "num_texts"), [(1, 5000, 3), (8, 4000, 1)])
 @pytest.mark.parametrize("name", CHANGES)
 def test_it_follows_changes(name: str, batch: int, count: int, num_texts: int) -> None:
@@ -324,7 +324,7 @@ def test_a_busy_neighbour_is_followed_within_50_rounds(batch: int) -> None:
     assert share_of_best(after, then[50:]) >= 0.97
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("cost", [lambda n: 0.1, compute_bound, of_experts], ids=["memory", "arithmetic", "experts"])
 @pytest.mark.parametrize("level_s", [0.001, 0.05])

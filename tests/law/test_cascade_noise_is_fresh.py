@@ -103,7 +103,7 @@ def first_pairs(drafter: CascadeDrafter, rule: Verification) -> float:
     return chi_square(counts.view(1, -1), COUNT * (p[:, None] * p).view(1, -1))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
 def test_what_is_drafted_again_is_drawn_afresh(kind: str, rule: Verification) -> None:
     assert first_pairs(CASCADES[kind](), rule) > 1e-4

@@ -108,7 +108,7 @@ def assert_clean(draft: Draft, rows: Sequence[Row], budgets: Sequence[Budget]) -
         assert ((draft.survival >= 0) & (draft.survival <= above))[tree.valid].all()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize(("dtype", "batch", "mode"), HISTORIES)
 def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
     make: Callable[[], Drafter], batch: int, mode: tuple[float, int, bool]
@@ -134,7 +134,7 @@ def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
         tell(drafter, news)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(2))
 def test_chunks_do_not_matter(make: Callable[[], Drafter], seed: int) -> None:
     rows = [Row(s, story(20 + 9 * s, s)) for s in range(3)]
@@ -145,7 +145,7 @@ def test_chunks_do_not_matter(make: Callable[[], Drafter], seed: int) -> None:
     assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_forget_leaves_nothing_behind(make: Callable[[], Drafter]) -> None:
     rows, others = [Row(s, story(70, s)) for s in range(3)], [Row(s, story(50, 9 + s)) for s in range(3)]
     drafter, budgets = make(), [Budget(4, 2, 8)] * 3
@@ -160,7 +160,7 @@ def test_forget_leaves_nothing_behind(make: Callable[[], Drafter]) -> None:
     assert_same(asked(drafter, others, budgets), asked(told_at_once(make, others), others, budgets))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Drafter]) -> None:
     rows = [Row(s, story(30, s)) for s in range(2)]
     longer = [rows[0], Row(1, rows[1].text + story(30, 7)[20:])]
@@ -174,7 +174,7 @@ def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Dra
         assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Drafter]) -> None:
     drafter, rows = make(), [Row(s, story(length, s)) for s, length in enumerate((5, 250, 300, 505, 512, 600))]
     told = rows[1:]

@@ -84,7 +84,7 @@ def full_texts(temperatures: Sequence[float], dtype: str) -> list[list[int]]:
     return [prompt + list(answer) for prompt, answer in zip(prompts, plain(temperatures, dtype), strict=False)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @above_all_float32
 @every_drafter
 def test_the_output_is_that_of_plain_decoding(name: str, dtype: str) -> None:
@@ -115,7 +115,7 @@ def plain_crowd(dtype: str) -> list[Answer]:
     return decode_plain(bench_of(dtype), CROWD)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @above_all_bfloat16
 @every_drafter
 def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
@@ -132,7 +132,7 @@ def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
         assert got.stats.num_drafted > 0
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @above_all_float32
 @pytest.mark.parametrize("verification", ["token", "block"])
 @every_drafter
@@ -145,7 +145,7 @@ def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: s
     assert llm.stats.num_drafted > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @every_dtype
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_drafter_changes_the_output(name: str, dtype: str) -> None:
@@ -156,7 +156,7 @@ def test_no_drafter_changes_the_output(name: str, dtype: str) -> None:
     assert drafter.num_proposed > 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_drafter_changes_greedy_output_under_rejection_rules(name: str, verification: str) -> None:

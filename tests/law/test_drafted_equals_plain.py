@@ -69,7 +69,7 @@ def plain(bench: Bench, texts: list[list[int]]) -> list[Answer]:
     return decode_plain(bench, asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("wish", [WISHES[0], WISHES[4], WISHES[8]], ids=["chain 1", "chain 5", "tree"])
 def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wish: Speculation) -> None:
     chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
@@ -157,7 +157,7 @@ SPARSE = [  # torch's operators take a minute for quantised experts
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("family", "numbers"), SPARSE)
 def test_with_experts(family: str, numbers: str, tmp_path: Path) -> None:
     """Guesses of the model's own, and n-grams, in chains and trees: each node chooses experts as it would alone."""

@@ -301,6 +301,7 @@ def past_ends(params: SamplingParams) -> SamplingParams:
     return params if params.min_tokens else endless(params)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_any_ends_together(seed: int) -> None:
     check_random_ends(seed)

@@ -255,7 +255,7 @@ def check_drafted(
 DRAFTS = ("ngram", "model:stories280k", "oracle")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [d if d == "bfloat16" else pytest.param(d, marks=pytest.mark.full) for d in DTYPES])
 @pytest.mark.parametrize("draft", DRAFTERS)
 def test_every_drafter_under_combinations(draft: str, dtype: str) -> None:
@@ -269,6 +269,7 @@ def test_every_drafter_under_every_transform_alone(draft: str, dtype: str) -> No
     check_drafted(draft, *plain_alone(dtype), dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_every_transform_alone(draft: str) -> None:
     check_drafted(draft, *plain_alone())

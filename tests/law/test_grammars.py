@@ -101,7 +101,7 @@ def test_whole_answers_match_their_grammar() -> None:
     assert whole >= 12
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     """Log-probabilities too, which are those of the allowed tokens."""
@@ -124,7 +124,7 @@ def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: V
         assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in expected]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_drafter_changes_the_output(name: str) -> None:
     texts = [[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in plain()]

@@ -83,7 +83,7 @@ def first_pairs(mix: MixDrafter, rule: Verification, arms: Sequence[int]) -> flo
 MEMBERS = [Table(LOW), Table(HIGH)], ["low", "high"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("arms", [(0, 1), (MERGED,), (0, 1, MERGED)], ids=str)
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 def test_arms_that_follow_from_the_past(rule: Verification, arms: tuple[int, ...]) -> None:

@@ -101,6 +101,7 @@ def texts(
     return run(engine, [requests.sequences(Request.of(ROOT_TEXT, p, wish))[0] for p in params])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_coupled_tokens_are_those_of_plain_decoding(bench: Bench, policy: type[Controller]) -> None:
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40) for i in range(8)]
@@ -160,6 +161,7 @@ def test_rejection_keeps_the_law(
     assert misfit(bench, exact, policy, rule) > 1e-3
 
 
+@pytest.mark.full
 def test_keeping_the_law_of_a_pruned_tree_is_caught(
     bench: Bench, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def test_every_drafter_keeps_the_law_in_the_engine(
     assert misfit(bench, exact, FixedDepth, rule, wish, partial(drawing, name)) > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["block", pytest.param("token", marks=pytest.mark.full)])
 def test_an_early_exit_that_misdeclares_its_law_is_caught(
     bench: Bench, exact: dict[tuple[int, ...], float], rule: Verification, monkeypatch: pytest.MonkeyPatch

@@ -95,6 +95,7 @@ def state(r: Runner, seq_id: int) -> tuple[Tensor, Tensor]:
     return r.cache.keys[:, :, run], r.cache.values[:, :, run]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("length", "chunks"),
     [

@@ -137,7 +137,7 @@ def pairs(text: Tensor, length: Tensor, depth: int) -> Tensor:
     return torch.bincount(length * VOCAB + last, minlength=(depth + 1) * VOCAB).view(depth + 1, VOCAB)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("rule", RULES)
 def test_pairs_of_length_and_next_token(rule: Verification) -> None:
     """Against the same kernels in float64, over every draft and every coin."""

@@ -134,7 +134,7 @@ class Crowd:
             assert sample.prompt_logprobs == anew.prompt_logprobs
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("num_tokens", [672, 4096], ids=["short of memory", "roomy"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_answers_are_those_of_texts_read_alone(bench_of: Callable[[str], Bench], name: str, num_tokens: int) -> None:

@@ -99,7 +99,7 @@ def folder(tmp_path: Path, target_dir: Path) -> Path:
     return copied(target_dir, tmp_path / "model")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_no_value_in_config_json_raises_raw(folder: Path, scaling: str) -> None:
     path = folder / "config.json"

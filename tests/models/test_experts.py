@@ -112,7 +112,7 @@ COMPANY = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("family", "choice", "dtype", "quantize"), COMPANY)
 def test_a_row_has_bits_of_its_own(
     folders: dict[str, Path], family: str, choice: KernelChoice, dtype: str, quantize: Quantization | None
@@ -120,7 +120,7 @@ def test_a_row_has_bits_of_its_own(
     assert check_rows(load(folders[family], choice, dtype, quantize)).std() > 1.5
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_are_near_torchs_operators(
@@ -135,22 +135,26 @@ def test_kernels_are_near_torchs_operators(
     assert error.quantile(0.1) < 0.1
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_also_by_kernels_for_lesser_processors(
-    folders: dict[str, Path], family: str, level: str, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path],
+    family: str,
+    numbers: tuple[str, Quantization | None],
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = checked(compiled_for(level))
     monkeypatch.setattr(loading, "find_kernels", lambda choice, *_: kernels if choice == "native" else None)
-    for numbers in FORMATS:
-        found = check_rows(load(folders[family], "native", *numbers))
-        if numbers == ("float32", None):
-            by_torch = read_all(load(folders[family], "torch"), text(LENGTH), [LENGTH])
-            assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
+    found = check_rows(load(folders[family], "native", *numbers))
+    if numbers == ("float32", None):
+        by_torch = read_all(load(folders[family], "torch"), text(LENGTH), [LENGTH])
+        assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_that_grow_by_a_token_find_room(folders: dict[str, Path], family: str) -> None:
     """Scratch memory is made for more tokens than the pass at hand has, and for as many pairs as these could have."""
@@ -179,6 +183,7 @@ def in_stacks(folder: Path, family: str) -> dict[str, Tensor]:
     return stored
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_experts_in_one_tensor_are_the_same_experts(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
     folder = write_sparse(tmp_path / family, family)
@@ -312,7 +317,7 @@ def distinct(runner: Runner, num_tokens: int, seed: int) -> int:
     return runner.decoder.num_experts_read - before
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("choice", ["native", "torch"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16])
 def test_experts_that_are_read_are_counted(folders: dict[str, Path], choice: KernelChoice, num_tokens: int) -> None:
@@ -334,7 +339,7 @@ def test_dense_layers_read_no_experts(folders: dict[str, Path], target_dir: Path
     assert distinct(mixed, 1, 0) == 3 * 3  # three of four layers, three experts each
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_value_in_config_json_raises_raw(tmp_path: Path, family: str) -> None:
     """Any value under a key that says something of experts: it loads, or an error names the file."""
@@ -352,7 +357,7 @@ def test_no_value_in_config_json_raises_raw(tmp_path: Path, family: str) -> None
     assert all("config.json" in message and len(message) < 1500 for message in messages)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_of_its_own_layers_do_not_change_an_answer(folders: dict[str, Path], family: str) -> None:
     prompts, params = ["Once upon a time", "The"], SamplingParams(temperature=0.7, seed=3, max_tokens=24)

@@ -212,7 +212,7 @@ def configs(folder: Path) -> tuple[ModelConfig, ModelConfig]:
     return new, read_config(folder)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def perplexity(model: Blueprint, windows: list[list[int]]) -> float:
     return math.exp(total / sum(map(len, windows)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("stdlib", marks=pytest.mark.full), "stdlib-draft"])
 def test_perplexity_rises_by_less_than_a_hundredth_and_in_4_bits_by_less_than_a_twentieth(name: str) -> None:
     """Measured by benchmarks/loss.py: 0.0008 and 0.013 nats for the larger model, 0.0006 and 0.031 for the smaller."""

@@ -84,14 +84,14 @@ def source_of(folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> P
     return folder
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", [TIED, BIASED, UPPER, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
 def test_every_way_of_growing_keeps_the_function(case: Case, way: str, tmp_path: Path) -> None:
     keeps_the_function(case, WAYS[way], tmp_path)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_every_family_keeps_its_function(case: Case, tmp_path: Path) -> None:
     keeps_the_function(case, WAYS["all"], tmp_path)

@@ -151,7 +151,7 @@ def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: s
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sure", [True, False])
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.integers(0, 2**40))

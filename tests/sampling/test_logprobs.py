@@ -17,6 +17,7 @@ from forerun.sampling.logprobs import token_logprobs
 rows_of_logits = st.lists(st.lists(st.integers(-3, 3), min_size=7, max_size=7), min_size=1, max_size=4)
 
 
+@pytest.mark.sampled(2)
 @given(rows_of_logits, st.integers(0, 7), st.data())
 @pytest.mark.parametrize("few", [0, 8])
 def test_ranks_and_alternatives(few: int, values: list[list[int]], top: int, data: st.DataObject) -> None:
@@ -45,6 +46,7 @@ def test_no_rows() -> None:
     assert token_logprobs(torch.empty(0, 5), [], 2) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab", [1, 15, 16, 100, 4099])
 def test_kernels_rank_as_torch_does(shape: str, vocab: int) -> None:

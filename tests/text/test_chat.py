@@ -113,7 +113,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_soon_small_and_by_name(name: str) -> None:
     """A second or two and some hundreds of MB at most, of 2 GB that it is given here."""

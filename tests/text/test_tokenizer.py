@@ -75,6 +75,7 @@ def joined(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
     return "".join(decoder.push(token) for token in ids) + decoder.finish()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=150, deadline=None)
@@ -86,6 +87,7 @@ def test_pieces_join_to_the_decoded_whole(name: str, data: st.DataObject, skip: 
     assert joined(tokenizer, ids, skip) == tokenizer.decode(ids, skip)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like", "unknown"])
 @given(text=st.text(st.characters(codec="utf-8") | st.sampled_from("👩‍👧e\u0301你é\n  ab"), max_size=25))
 @settings(max_examples=150, deadline=None)

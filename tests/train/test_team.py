@@ -44,6 +44,7 @@ def finish(arguments: list[str]) -> str:
     return run.stdout
 
 
+@pytest.mark.full
 def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     """From the same answers in every step, so to the same weights but for the order of sums; and one of them tells."""
     told = {

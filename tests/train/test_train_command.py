@@ -139,6 +139,7 @@ def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
     assert str(folder) in str(told["draft"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind",
     [

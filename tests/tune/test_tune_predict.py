@@ -96,6 +96,7 @@ def test_the_best_depth_and_arm_are_found_by_trying_all() -> None:
     assert found.arm == "good"
 
 
+@pytest.mark.full
 def test_the_interval_covers_what_other_draws_of_prompts_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of jobs with other texts of the kind nine in ten lie within it; a wrong one, of half the width, has fewer."""
     monkeypatch.setattr("forerun.tune.predict.RESAMPLES", 40)
