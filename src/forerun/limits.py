@@ -90,3 +90,9 @@ def shown(value: object) -> str:
     except ValueError:  # Python writes no integer of more than 4,300 digits
         return f"{'an integer' if isinstance(value, int) else type(value).__name__} of thousands of digits"
     return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def shown_as_json(value: object) -> str:
+    """The same as JSON writes it, which it was read from."""
+    with values_in_json():
+        return shown(value)

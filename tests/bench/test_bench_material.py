@@ -88,7 +88,8 @@ def test_an_answer_is_spelled_behind_its_prompt(tokenizer: Tokenizer, tmp_path: 
     ("line", "said"),
     [
         ("{", "not JSON"),
-        ("[1]", "a list, not an object"),
+        ("[1]", r"\[1\] is not an object"),
+        ("null", "null is not an object"),
         ('{"prompt": "a"}', '"answer" is missing'),
         ('{"prompt": "", "answer": "b"}', '"prompt" is ""'),
         ('{"prompt": "a", "answer": []}', r'"answer" is \[\]'),

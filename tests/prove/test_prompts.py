@@ -32,7 +32,8 @@ def test_no_more_are_read_than_are_wanted(tmp_path: Path) -> None:
     ("line", "complaint"),
     [
         ("{", "not JSON"),
-        ("[1]", "a list, not an object"),
+        ("[1]", r"\[1\] is not an object"),
+        ("null", "null is not an object"),
         ('{"question": "?"}', "it has question"),
         ('{"prompt": 3}', '"prompt" is 3'),
         ('{"prompt": ""}', '"prompt" is ""'),

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from forerun import cli
 from forerun.config import Speculation
 from forerun.draft.record import RECORD, DrafterRecord
-from forerun.errors import FolderTaken
+from forerun.errors import FolderTaken, InvalidRequest
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
@@ -180,8 +180,10 @@ def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
         assert 1 <= StaticTree.load(folder / TREE).depth <= len(now["tokens_per_round"])
 
 
-def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, prompts: Path) -> None:
+def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, prompts: Path, tmp_path: Path) -> None:
     folder, _ = trained("early-exit")
+    other = tmp_path / "other.txt"
+    other.write_text("Lily found a big red ball.\nTom sat.\n" * 8)
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     arguments = ["early-exit", *QUICK, *KINDS["early-exit"], "--data", str(prompts), "--out", str(folder)]
     result = invoke(*arguments)
@@ -190,13 +192,19 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
     assert "accepted, before" in result.stdout
     steps = KINDS["early-exit"][-1]
     assert re.fullmatch(rf"{re.escape(str(folder))} is finished, after step {steps}: .* predicted\n", result.stderr)
+    record = DrafterRecord.read(folder)
+    assert record is not None
+    assert record.speed_up is not None
+    assert f"×{record.speed_up:.2f} predicted" in result.stderr
+    assert f"×{record.speed_up:.2f} predicted" in result.stdout
     assert {path: path.read_bytes() for path in before} == before
     for more, said in (
-        (["--seed", "1"], "settings.seed was 0 and is 1"),
-        (["--loss", "kl"], "settings.loss was 'lk-lambda' and is 'kl'"),
-        (["--exit", "2"], "student.config.exit_layer was 3 and is 2"),
-        (["--steps", "9"], f"settings.steps was {steps} and is 9"),
-        (["--steps", "99", "--seed", "1"], "settings.seed was 0 and is 1"),
+        (["--seed", "1"], "--seed was 0 and is 1"),
+        (["--loss", "kl"], "--loss was 'lk-lambda' and is 'kl'"),
+        (["--exit", "2"], "(exit_layer was 3 and is 2)"),
+        (["--steps", "9"], f"--steps was {steps} and is 9"),
+        (["--steps", "99", "--seed", "1"], f"(--seed was 0 and is 1; --steps was {steps} and is 99)"),
+        (["--data", str(other)], "is of another training (other data)"),
     ):
         result = invoke(*arguments, *more)
         assert result.exit_code == 2
@@ -252,12 +260,12 @@ def test_a_training_is_longer_only_behind_its_end(tmp_path: Path) -> None:
             folder.claim(longer, force=False)
         folder.claim(about, force=False)
     folder.save(TrainState(step=3, stopped="it is over", asked=3.0))
-    with pytest.raises(FolderTaken, match=r"settings\.hours, settings\.steps; settings\.hours was None and is 9\.0"):
+    with pytest.raises(FolderTaken, match=r"--hours was None and is 9\.0; --steps was 3 and is None"):
         folder.claim(other, force=False)
     (tmp_path / RECORD).write_text("of the shorter one")
     folder.claim(longer, force=False)
     assert not (tmp_path / RECORD).exists()
-    with pytest.raises(FolderTaken, match=r"settings\.steps was 5 and is 3"):
+    with pytest.raises(FolderTaken, match=r"--steps was 5 and is 3"):
         folder.claim(about, force=False)
     with pytest.raises(FolderTaken, match="with --steps 5 that is not over"):
         folder.claim({"settings": about["settings"] | {"steps": 7}}, force=False)
@@ -504,3 +512,12 @@ def test_a_folder_whose_writing_was_cut_short_is_written_whole_later(tmp_path: P
     (tmp_path / f".{tmp_path.name}.part" / "c").write_text("left by a kill")
     write_folder(tmp_path, write)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
+
+
+@pytest.mark.parametrize("below", ["", "inside"])
+def test_a_file_where_a_folder_is_wanted_is_named(below: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(InvalidRequest, match=f"{file} is a file, where a folder is wanted: name another one"):
+        TrainFolder(file / below).claim({"settings": {}}, force=False)
+    assert file.read_text() == "mine"

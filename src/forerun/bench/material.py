@@ -15,6 +15,7 @@ from pathlib import Path
 
 from forerun.bench.plan import GENERATED, SHIPPED
 from forerun.errors import InvalidRequest
+from forerun.limits import shown_as_json
 from forerun.prove.prompts import read_prompts
 from forerun.text.tokenizer import Tokenizer
 
@@ -114,7 +115,7 @@ def replay_line(line: bytes, place: str) -> Passage:
     except ValueError as error:
         raise InvalidRequest("replay", f"{place}: not JSON in UTF-8 ({error}): write one object a line") from error
     if not isinstance(entry, dict):
-        message = f'{place}: a {type(entry).__name__}, not an object: write {{"prompt": ..., "answer": ...}}'
+        message = f'{place}: {shown_as_json(entry)} is not an object: write {{"prompt": ..., "answer": ...}}'
         raise InvalidRequest("replay", message)
     for name in ("prompt", "answer"):
         words = entry.get(name)

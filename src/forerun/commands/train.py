@@ -107,7 +107,7 @@ class StudentOptions:
 
     TITLE: ClassVar[str] = "Drafter"
 
-    exit: Annotated[int | None, typer.Option(help="early-exit: the target's layers that guess.")] = None
+    exit: Annotated[int | None, typer.Option(help="early-exit: layers that guess; default: a quarter.")] = None
     layers: Annotated[int | None, typer.Option(help="Layers; default: 1, block: 2, draft: a quarter.")] = None
     hidden: Annotated[int | None, typer.Option(help="draft: width; default: half of the target's.")] = None
     heads: Annotated[int | None, typer.Option(help="draft: heads; medusa: heads, and guesses; default: 4.")] = None
@@ -224,6 +224,7 @@ def train(
         from forerun.progress import LoadingBar
         from forerun.train.kinds import KINDS, StudentSizes
         from forerun.train.settings import TrainSettings, check_choice
+        from forerun.train.state import TrainFolder
         from forerun.train.train import TrainTask
         from forerun.train.train import train as run
     check_choice("kind", kind, tuple(KINDS))
@@ -244,7 +245,9 @@ def train(
             report = run(task, settings, bar)
         except KeyboardInterrupt:
             bar.stop()
-            show_note("Interrupted. The same command goes on from the last checkpoint.")
+            goes_on = TrainFolder(options.out).has_checkpoint
+            where = "goes on from the last checkpoint" if goes_on else "starts anew, as there is no checkpoint yet"
+            show_note(f"Interrupted. The same command {where}.")
             raise
     if report is None:  # another process of the team tells
         return

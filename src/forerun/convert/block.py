@@ -58,6 +58,7 @@ AUTHORS = (INSIDE, AUTHOR_IDS, MASK_ID, "causal", "is_causal", "num_target_layer
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 AROUND = (LAYER_CONFIG, SPECULATORS, VERSION_KEY, IDS, MASK_ID, "sliding_window_non_causal", "tie_word_embeddings")
+PORTABLE = "`forerun train block --portable`, with --taps below the last layer, writes what speculators reads"
 LAST = "its state is read before the target's final norm in speculators, and behind it in the authors' layout"
 NUMBERS = "the last of the target's layers means another state in this format"
 
@@ -237,7 +238,7 @@ def check_written(fields: Fields, config: BlockConfig, of: TargetFacts) -> None:
     }
     for key, (is_refused, why) in refused.items():
         if is_refused:
-            raise fields.refuse(key, f"{why}: convert it to another format")
+            raise fields.refuse(key, f"{why}: convert it to another format, or train another one: {PORTABLE}")
 
 
 def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str, Tensor]:

@@ -123,7 +123,7 @@ def write_package_module(files: DraftFiles, target: TargetFacts | None) -> Draft
     }
     for key, (is_refused, why) in refused.items():
         if is_refused:
-            raise fields.refuse(key, f"{why}: use another drafter")
+            raise fields.refuse(key, f"{why}: use another drafter, such as `forerun train mtp --portable` writes")
     strange = (*FORMAT_KEYS, *COUNT_KEYS, "use_sliding_window")
     layer = {key: value for key, value in files.config.items() if key not in strange}
     num_layers = 1 if target is None else target.config.layers  # by which the package finds the state that it reads

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import InvalidRequest
+from forerun.limits import shown_as_json
 from forerun.request import Request
 
 FIELDS = ("prompt", "text", "turns")
@@ -62,7 +63,7 @@ def prompt_of(line: str, place: str) -> str:
     except (ValueError, RecursionError) as error:
         raise _invalid(place, f"not JSON ({error}): write one object a line") from error
     if not isinstance(entry, dict):
-        raise _invalid(place, f'a {type(entry).__name__}, not an object: write {{"prompt": ...}}')
+        raise _invalid(place, f'{shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
     name = next((name for name in FIELDS if name in entry), None)
     if name is None:
         raise _invalid(place, f'no field {", ".join(FIELDS)} (it has {", ".join(entry) or "none"}): add "prompt"')

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import InvalidRequest, TokenizerError, UnusableData
-from forerun.limits import shown
+from forerun.limits import shown, shown_as_json
 from forerun.messages import ChatOptions
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.settings import TrainSettings
@@ -68,7 +68,7 @@ class PromptReader:
         except (ValueError, RecursionError) as error:
             raise BadLine(f"not JSON ({error}): write one object a line") from error
         if not isinstance(entry, dict):
-            raise BadLine(f'a {type(entry).__name__}, not an object: write {{"prompt": ...}}')
+            raise BadLine(f'{shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
         name = next((name for name in FIELDS if entry.get(name) is not None), None)
         if name is None:
             raise BadLine(f'no field {", ".join(FIELDS)} (it has {", ".join(map(str, entry)) or "none"}): add "prompt"')

@@ -8,6 +8,7 @@ the same cores only make times longer.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
@@ -49,6 +50,15 @@ class RoundTimes:
         rates = [t * self.plain_s / max(NO_TIME_S, s) for t, s in zip(tokens_per_round, self.drafted_s, strict=False)]
         depth = max(range(len(rates)), key=rates.__getitem__)
         return depth + 1, rates[depth]
+
+    @classmethod
+    def read(cls, path: Path) -> RoundTimes | None:
+        """As they were written; None where that cannot be read."""
+        try:
+            values = json.loads(path.read_text("utf-8"))
+            return cls(float(values["plain_s"]), [float(each_s) for each_s in values["drafted_s"]])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from forerun.draft.record import RECORD
 from forerun.errors import FolderTaken
+from forerun.limits import shown
 from forerun.train.files import writable, write_whole
 
 FORM = 1  # of the files
 STATE = "state"  # the folder below that of the drafter
-HEAD, CHECKPOINT, LOG = "run.json", "checkpoint.pt", "train.jsonl"
+HEAD, CHECKPOINT, LOG, ROUND_TIMES = "run.json", "checkpoint.pt", "train.jsonl", "round-times.json"
 LENGTHS = ("settings.steps", "settings.hours")
 
 
@@ -60,6 +61,16 @@ class TrainFolder:
     def state_folder(self) -> Path:
         """Where the state is."""
         return self.folder / STATE
+
+    @property
+    def round_times(self) -> Path:
+        """The file with what rounds took when the training was over."""
+        return self.state_folder / ROUND_TIMES
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a training can go on from what it holds."""
+        return (self.state_folder / CHECKPOINT).exists()
 
     def claim(self, about: Mapping[str, Any], force: bool) -> None:
         """Make it this training's. With `force` another training there is forgotten, and files of the same names as
@@ -108,10 +119,9 @@ class TrainFolder:
             self.check_over(differing[0], float(before[differing[0]]))
             return True
         if differing:
-            name = differing[0]
+            told = "; ".join(dict.fromkeys(change(name, before.get(name), now.get(name)) for name in differing))
             raise FolderTaken(
-                f"{self.folder} is of a training with other settings ({', '.join(differing)}; {name} was "
-                f"{before.get(name)!r} and is {now.get(name)!r}): name another folder with --out, or start over with "
+                f"{self.folder} is of another training ({told}): name another folder with --out, or start over with "
                 "--force"
             )
         return False
@@ -150,6 +160,15 @@ class TrainFolder:
             return TrainState(**torch.load(path, map_location="cpu", weights_only=True))
         except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError) as error:
             raise FolderTaken(f"{path} is damaged ({str(error)[:100]}): start over with --force") from error
+
+
+def change(name: str, before: object, now: object) -> str:
+    """In what two trainings differ, for a reader: of weights and texts only that they are others."""
+    part, _, word = name.rpartition(".")
+    if part in ("target", "data"):
+        return "another target" if part == "target" else "other data"
+    option = f"--{word.replace('_', '-')}" if part == "settings" else word
+    return f"{option} was {shown(before)} and is {shown(now)}"
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -28,7 +28,7 @@ from forerun.train.kinds import StudentSizes, make_student
 from forerun.train.objective import Objective
 from forerun.train.report import TrainReport, TunedTarget
 from forerun.train.settings import MOST_SEQUENCES, TrainSettings
-from forerun.train.speed import round_times
+from forerun.train.speed import RoundTimes, round_times
 from forerun.train.state import TrainFolder, TrainState
 from forerun.train.static_tree import NUM_NODES, TREE, shares_right, worthiest
 from forerun.train.team import Team
@@ -91,7 +91,10 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
             sizes = replace(task.sizes, draft_vocab=ids)
             student = make_student(task.kind, target, sizes, settings.seed)
         prompt, params, depth = data.held_out[0], settings.sampling(0), settings.draft_depth
-        times = round_times(llm, target, student, prompt, params, depth, report) if team.is_first else None
+        is_over = DrafterRecord.read(task.out) is not None  # what rounds took then counts
+        times = RoundTimes.read(folder.round_times) if is_over else None
+        if times is None and team.is_first:
+            times = round_times(llm, target, student, prompt, params, depth, report)
         objective = objective_of(llm, settings)
         held_out = source.held_out(report) if team.is_first else ()
         state = Trainer(student, source, objective, settings, folder, held_out, times, report, team).run()
@@ -102,7 +105,10 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     if task.sizes.tune_target is not None and team.is_first:
         target, tuned = settle_target(task, task.sizes.tune_target, target, data, settings, state, report)
         found = replace(found, tuned=tuned)
-    if DrafterRecord.read(task.out) is None:  # else it was over before, and what rounds took then counts
+    if not is_over:
+        if times is not None and team.is_first:
+            kept = json.dumps(times.as_object()) + "\n"
+            write_whole(folder.round_times, lambda part: part.write_text(kept, "utf-8"))
         record = found.record(target.weights_digest(), settings.temperature)
         write_whole(task.out / RECORD, lambda part: part.write_text(record.text(), "utf-8"))
     return found
