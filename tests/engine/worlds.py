@@ -25,7 +25,8 @@ class World:
     """Members that guess right by `chances`, depth by depth the same; what their levels and the passes take.
 
     `told`: whether a member says beforehand what it expects. `merged` is the chance of a merged tree. A lone member is
-    no mix. `noise` is how far times are off, to either side.
+    no mix. `noise` is how far times are off, to either side. `alone_s` is what passes without merged trees take, where
+    that is something else.
     """
 
     chances: Sequence[float]
@@ -34,6 +35,7 @@ class World:
     merged: float = 0.0
     told: Sequence[bool] = field(default_factory=lambda: [False] * len(NAMES))
     noise: float = 0.05
+    alone_s: Callable[[int], float] | None = None
 
     @property
     def is_mix(self) -> bool:
@@ -72,7 +74,9 @@ class World:
             for member in self.members(budget.arm) if budget.depth else ():
                 levels[member] = max(levels[member], budget.depth)
         num_tokens = sum(1 + budget.nodes for budget in budgets)
-        return self.pass_s(num_tokens), [level * each for level, each in zip(levels, self.level_s, strict=True)]
+        merges = any(budget.depth and budget.arm == len(self.chances) for budget in budgets)
+        pass_s = self.pass_s if merges or self.alone_s is None else self.alone_s
+        return pass_s(num_tokens), [level * each for level, each in zip(levels, self.level_s, strict=True)]
 
     def tokens(self, budget: Budget) -> float:
         """What a row gives on average."""

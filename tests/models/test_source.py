@@ -158,7 +158,7 @@ def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle", "early-exit", "medusa", "mtp"])
-def test_heads_of_another_kind_are_told_their_own(kind: str) -> None:
+def test_heads_of_another_kind_are_told_their_own(kind: str, tmp_path: Path) -> None:
     """Unless nothing in config.json shows the kind, where what is missing is named when it is looked for."""
     for name, folder in BUNDLED_HEADS.items():
         own = folder.name
@@ -167,6 +167,12 @@ def test_heads_of_another_kind_are_told_their_own(kind: str) -> None:
             continue
         with pytest.raises(ModelNotFound, match=f"{name} holds a drafter of another kind: write {own}:(2:)?{name}"):
             find_heads(name, kind)
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": null, "exit_layer": null, "dflash_config": null}')
+    if kind in ("medusa", "early-exit"):
+        with pytest.raises(ModelNotFound, match=r"its config\.json has no "):
+            find_heads(str(tmp_path), kind)
+    else:
+        assert find_heads(str(tmp_path), kind) == tmp_path
     with pytest.raises(ModelNotFound, match="stdlib-draft is a model, which drafts as model:stdlib-draft; for heads"):
         find_heads("stdlib-draft", kind)
 

@@ -245,9 +245,8 @@ def train(
             report = run(task, settings, bar)
         except KeyboardInterrupt:
             bar.stop()
-            goes_on = TrainFolder(options.out).has_checkpoint
-            where = "goes on from the last checkpoint" if goes_on else "starts anew, as there is no checkpoint yet"
-            show_note(f"Interrupted. The same command {where}.")
+            command = "The same command, without --force," if options.force else "The same command"
+            show_note(f"Interrupted. {command} {TrainFolder(options.out).next_start()}.")
             raise
     if report is None:  # another process of the team tells
         return

@@ -164,6 +164,7 @@ class Arm:
     promised: float = 0.0
     accepted: float = 0.0
     rest: Rest = field(default_factory=Rest)
+    unseen: int = 0  # rounds since guesses of it were last judged, its own or those in merged trees
     drafts: dict[int, LinearCost] = field(default_factory=dict)  # seconds by depth, for so many rows
     level: Level = field(default_factory=Level)
     reading_s: float = 0.0  # for a token of unread text
@@ -186,9 +187,6 @@ class Arm:
 
     def count(self, rows: Sequence[tuple[RowOutcome, Way, int]]) -> None:
         """Learn from the rows that it drafted in a round, and how far they should have been drafted."""
-        if self.rest.rested > RETRY:
-            for counted in (self.acceptance, *self.by_row.values()):
-                counted.limit(LONG_AGO)
         runs = [(way.judged(row, depth), row.accepted) for row, way, depth in rows]
         self.count_runs([row.seq_id for row, _, _ in rows], runs)
         promised = sum(sum(way.promised[: depth if way.made else row.num_drafted]) for row, way, depth in rows)
@@ -199,6 +197,10 @@ class Arm:
 
     def count_runs(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Learn from how many guesses of each of these sequences were judged, and how many of them were right."""
+        if self.unseen > RETRY:
+            for counted in (self.acceptance, *self.by_row.values()):
+                counted.limit(LONG_AGO)
+        self.unseen = 0
         self.acceptance.count(runs)
         for seq_id, run in zip(seq_ids, runs, strict=True):
             self.by_row.setdefault(seq_id, Acceptance()).count([run])
@@ -242,16 +244,19 @@ class Arms:
         """Whether there are several."""
         return len(self.arms) > 1
 
-    def meet(self, outlook: Outlook) -> None:
-        """Begin to know the arms that an outlook has, if they are new."""
+    def meet(self, outlook: Outlook, judged: Sequence[int] = ()) -> None:
+        """Begin to know the arms that an outlook has, if they are new, and learn what it tells of the last round's
+        merged trees, whose sequences were `judged`."""
         if not self.arms:
             self.names = [*outlook.arms, MERGED] if outlook.arms else [""]
             self.arms = [Arm() for _ in self.names]
+        self.learn_merged(outlook, judged)
 
     def learn_merged(self, outlook: Outlook, seq_ids: Sequence[int]) -> None:
-        """Learn of members what came of their own guesses where the last round merged them: no trial shows more.
+        """Learn of members what came of their own guesses where the last round merged them.
 
-        What a member tells itself is judged by what it promised, which is not known here.
+        What a member tells itself is judged by what it promised, which is not known here. Trials go on, since what
+        passes over a member's guesses alone take is seen in no other way.
         """
         for learned, own in zip(self.arms, outlook.arms.values(), strict=False):
             told = own.expected or [None] * len(seq_ids)
@@ -259,7 +264,6 @@ class Arms:
             found = [(seq_id, run) for seq_id, run, expected in rows if run[0] and expected is None]
             if found:
                 learned.count_runs([seq_id for seq_id, _ in found], [run for _, run in found])
-                learned.rest.count(len(found), None)
 
     def ways(self, i: int, seq_id: int, wish: Speculation, room: int, outlook: Outlook) -> dict[int, Way]:
         """All ways to draft the i-th row of an outlook, by arm; the merged one where there is more than one member's.
@@ -332,7 +336,7 @@ class Arms:
         """Something has changed: what is known of arms that are not in use may be wrong, so they are tried soon."""
         for arm in self.arms:
             arm.rest.wake()
-            if arm.rest.rested:
+            if arm.unseen > 1:
                 arm.acceptance.limit(CHANGED_GUESSES)
 
     def begin(self) -> None:

@@ -57,6 +57,7 @@ class MeasuredDepth:
     awake: int = AWAKE  # rounds since something changed
     patience: int = 0  # rounds that the next trial of it has to wait
     pending: bool = False  # whether that round's outcome is still to come
+    came_true: bool = False  # whether the next outlook tells what came of that round's merged trees
     wanted: Sequence[Sequence[Budget]] = ()
     wishes: Sequence[Speculation] = ()
     held: int = HOLD  # rounds for which that plan was held
@@ -83,8 +84,8 @@ class MeasuredDepth:
             self.taken, self.pending, self.num_context, self.worth = {}, False, load.num_context, 0.0
             return FixedDepth().budgets(load, outlook, spare)
         self.num_context = load.num_context
-        self.arms.meet(outlook)
-        self.arms.learn_merged(outlook, load.seq_ids)
+        self.arms.meet(outlook, load.seq_ids if self.came_true else ())
+        self.came_true = False
         if self.holds(load) and self.lasts(load, outlook):
             self.held, self.pending = self.held + 1, True
             return fitting(load.seq_ids, self.wanted, spare)
@@ -341,7 +342,7 @@ class MeasuredDepth:
 
     def accepted(self, outcome: Outcome, cheap: bool = False) -> Taken:
         """Learn what was accepted in the round of the last choice; how rows were drafted."""
-        self.pending = False
+        self.pending, self.came_true = False, True
         found = [(row, self.drafted(row)) for row in outcome.rows]
         self.count([(row, *way) for row, way in found if way is not None], cheap)
         self.arms.forget_others(list(self.taken))
@@ -356,6 +357,7 @@ class MeasuredDepth:
         """Learn how many guesses were accepted, and who was in use; `cheap`: the pass took less than was thought."""
         for arm in self.possible:
             learned, own = self.arms.arms[arm], [each for each in taken if each[1].budget.arm == arm]
+            learned.unseen += 1
             expected = sum(sum(way.survival[: depth if way.made else row.num_drafted]) for row, way, depth in own)
             accepted = sum(row.accepted for row, _, _ in own)
             if own:

@@ -66,7 +66,8 @@ def find_heads(name: str, kind: str | None = None, files: Sequence[str] = HUB_FI
     else:
         folder = find_folder(name, None, files, "config.json")
     if kind is not None:
-        values = read_fields(folder / "config.json").values
+        read = read_fields(folder / "config.json").values
+        values = {key: value for key, value in read.items() if value is not None}
         found = next((each for each, key, part in SHOWING if key in values and part in str(values[key])), None)
         if found not in (None, kind):
             own = f"{found}:{values['exit_layer']}" if found == "early-exit" else found

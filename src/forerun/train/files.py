@@ -20,8 +20,8 @@ def writable(folder: Path, option: str = "out") -> Iterator[None]:
         yield
     except OSError as error:
         if isinstance(error, NotADirectoryError | FileExistsError):
-            file = next((path for path in (folder, *folder.parents) if path.is_file()), folder)
-            raise InvalidRequest(option, f"{file} is a file, where a folder is wanted: name another one.") from error
+            file = next((path for path in (folder, *folder.parents) if path.is_file()), error.filename or folder)
+            raise InvalidRequest(option, f"{file} is no folder, where one is wanted: name another one.") from error
         problem = error.strerror or error
         raise InvalidRequest(option, f"{folder} cannot be written ({problem}): name another folder.") from error
 

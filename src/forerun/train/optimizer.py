@@ -1,18 +1,56 @@
 """What moves the weights: Muon for the matrices of layers, AdamW for embeddings, gains and biases.
 
-Each suits the shapes that it is given. Gradients are clipped to norm 1.
+Each suits the shapes that it is given. Gradients are clipped to norm 1. torch's Muon multiplies in bfloat16, which takes
+processors without instructions for it hundreds of times as long as float32: there Muon multiplies in float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forerun.annotations import Float
+from forerun.models.choice import has_bfloat16_linears
+
 MUON_RATE = 20 / 3  # times AdamW's
 TABLES = ("embed", "lm_head", "markov_w", "codebook")  # matrices whose rows are tokens
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon (Jordan et al., 2024), with all its options and states, that multiplies in float32."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One move of the weights that have gradients."""
+        assert closure is None, "gradients are there already"
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                mean = state.setdefault("momentum_buffer", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - group["momentum"])
+                found = weight.grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+                update = orthogonal(found, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, len(weight) / weight.shape[1])))
+
+
+def orthogonal(
+    matrix: Float[Tensor, "rows columns"], coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> Float[Tensor, "rows columns"]:
+    """A matrix with the same singular vectors, and all singular values near 1: by steps of Newton and Schulz."""
+    a, b, c = coefficients
+    wide = matrix.T if len(matrix) > matrix.shape[1] else matrix
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        square = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(square, square, square, beta=b, alpha=c), wide, beta=a)
+    return wide.T if len(matrix) > matrix.shape[1] else wide
 
 
 def build_optimizers(
@@ -25,7 +63,9 @@ def build_optimizers(
     others = [tensor for tensor in weights.values() if id(tensor) not in chosen]
     built: list[torch.optim.Optimizer] = []
     if matrices:
-        built.append(torch.optim.Muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=0.01))
+        on_host = matrices[0].device.type == "cpu"
+        muon = Float32Muon if on_host and not has_bfloat16_linears() else torch.optim.Muon
+        built.append(muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=0.01))
     if others:
         built.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
     for optimizer in built:

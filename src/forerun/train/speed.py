@@ -56,9 +56,10 @@ class RoundTimes:
         """As they were written; None where that cannot be read."""
         try:
             values = json.loads(path.read_text("utf-8"))
-            return cls(float(values["plain_s"]), [float(each_s) for each_s in values["drafted_s"]])
-        except (OSError, ValueError, KeyError, TypeError):
+            found = cls(float(values["plain_s"]), [float(each_s) for each_s in values["drafted_s"]])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        return found if found.drafted_s and min(found.plain_s, *found.drafted_s) > 0 else None
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""

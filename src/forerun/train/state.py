@@ -67,10 +67,13 @@ class TrainFolder:
         """The file with what rounds took when the training was over."""
         return self.state_folder / ROUND_TIMES
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether a training can go on from what it holds."""
-        return (self.state_folder / CHECKPOINT).exists()
+    def next_start(self) -> str:
+        """What a command that goes on with what it holds does, for a reader."""
+        try:
+            state = self.load()
+        except FolderTaken:
+            state = None
+        return "starts anew, as nothing was kept yet" if state is None else f"goes on from step {state.step}"
 
     def claim(self, about: Mapping[str, Any], force: bool) -> None:
         """Make it this training's. With `force` another training there is forgotten, and files of the same names as
@@ -166,7 +169,7 @@ def change(name: str, before: object, now: object) -> str:
     """In what two trainings differ, for a reader: of weights and texts only that they are others."""
     part, _, word = name.rpartition(".")
     if part in ("target", "data"):
-        return "another target" if part == "target" else "other data"
+        return "another target, or other programs or kernels" if part == "target" else "other data"
     option = f"--{word.replace('_', '-')}" if part == "settings" else word
     return f"{option} was {shown(before)} and is {shown(now)}"
 
