@@ -263,9 +263,9 @@ def test_members_are_known_while_their_trees_are_merged() -> None:
     controller = calibrated(world, 1)
     for _ in range(8):
         controller.arms.arms[1].acceptance.count([(4, 0)])
-    taken = [budget.arm if budget.depth else -1 for (budget,) in rounds(controller, world, 160, 1, seed=3)]
-    assert taken.index(2) < taken.index(1), "the merged one comes first here, or this shows nothing"
-    assert taken[60:].count(1) >= 0.8 * len(taken[60:])
+    taken = [budget.arm if budget.depth else -1 for (budget,) in rounds(controller, world, 300, 1)]
+    assert set(taken[:40]) == {2}, "the merged one comes first here, or this shows nothing"
+    assert taken.count(1) > 100
 
 
 def test_passes_of_members_alone_are_tried_while_trees_are_merged() -> None:
@@ -278,7 +278,7 @@ def test_passes_of_members_alone_are_tried_while_trees_are_merged() -> None:
     list(rounds(controller, before, 60, 1))
     then = list(rounds(controller, after, 1500, 1, seed=50))
     assert 2 in {budget.arm for (budget,) in then[:100]}, "merged trees come first here, or this shows nothing"
-    assert share_of_best(after, then[-500:]) >= 0.97
+    assert share_of_best(after, then[-500:]) >= 0.97, "by the end it has been tried"
 
 
 def test_what_came_true_in_a_round_counts_once() -> None:

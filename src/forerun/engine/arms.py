@@ -255,8 +255,8 @@ class Arms:
     def learn_merged(self, outlook: Outlook, seq_ids: Sequence[int]) -> None:
         """Learn of members what came of their own guesses where the last round merged them.
 
-        What a member tells itself is judged by what it promised, which is not known here. Trials go on, since what
-        passes over a member's guesses alone take is seen in no other way.
+        What a member tells itself is judged by what it promised, which is not known here. Trials become rare: all that
+        they show beside is what passes over a member's guesses alone take.
         """
         for learned, own in zip(self.arms, outlook.arms.values(), strict=False):
             told = own.expected or [None] * len(seq_ids)
@@ -264,6 +264,7 @@ class Arms:
             found = [(seq_id, run) for seq_id, run, expected in rows if run[0] and expected is None]
             if found:
                 learned.count_runs([seq_id for seq_id, _ in found], [run for _, run in found])
+                learned.rest.patience, learned.rest.hopeful = LONGEST, False
 
     def ways(self, i: int, seq_id: int, wish: Speculation, room: int, outlook: Outlook) -> dict[int, Way]:
         """All ways to draft the i-th row of an outlook, by arm; the merged one where there is more than one member's.

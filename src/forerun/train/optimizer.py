@@ -1,7 +1,7 @@
 """What moves the weights: Muon for the matrices of layers, AdamW for embeddings, gains and biases.
 
-Each suits the shapes that it is given. Gradients are clipped to norm 1. torch's Muon multiplies in bfloat16, which takes
-processors without instructions for it hundreds of times as long as float32: there Muon multiplies in float32.
+Each suits the shapes that it is given. Gradients are clipped to norm 1. torch's Muon multiplies in bfloat16, for which
+processors without its instructions need hundreds of times as long as for float32: there Muon multiplies in float32.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class Float32Muon(torch.optim.Muon):
     """torch's Muon (Jordan et al., 2024), with all its options and states, that multiplies in float32."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # of gradients that are there already
         """One move of the weights that have gradients."""
-        assert closure is None, "gradients are there already"
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
