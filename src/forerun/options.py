@@ -26,7 +26,7 @@ from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
 DRAFTERS = (
-    "auto, ngram, suffix, model:DIR, early-exit:LAYERS, medusa:DIR, eagle:DIR, block:DIR, mtp, mtp:DIR, "
+    "auto, ngram, suffix, model:DIR, early-exit:LAYERS[:DIR], medusa:DIR, eagle:DIR, block:DIR, mtp, mtp:DIR, "
     "cascade[A,B] or mix[A,B]"
 )
 DRAFTER_BEGINNINGS = (

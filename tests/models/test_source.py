@@ -18,8 +18,11 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
-from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
-from forerun.models.bundled import BUNDLED, BUNDLED_HEADS
+from forerun.draft.build import plan_drafter
+from forerun.draft.plan import DraftContext
+from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound, UnknownDrafter
+from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS
+from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint, find_heads, find_tokenizer
 
 
@@ -175,6 +178,20 @@ def test_heads_of_another_kind_are_told_their_own(kind: str, tmp_path: Path) -> 
         assert find_heads(str(tmp_path), kind) == tmp_path
     with pytest.raises(ModelNotFound, match="stdlib-draft is a model, which drafts as model:stdlib-draft; for heads"):
         find_heads("stdlib-draft", kind)
+
+
+@pytest.mark.usefixtures("unreached")
+@pytest.mark.parametrize("name", BUNDLED_HEADS)
+def test_heads_in_the_place_of_a_model_or_a_drafter_are_told_how_they_draft(name: str) -> None:
+    """And what they are told is a drafter of the bundled target."""
+    own = BUNDLED_DRAFTS[name]
+    with pytest.raises(ModelNotFound, match=f"{name} is no model, but a drafter for stdlib: write {own} as a drafter"):
+        find_checkpoint(name)
+    target = Blueprint.of("stdlib")
+    context = DraftContext(target, target.tokenizer())
+    with pytest.raises(UnknownDrafter, match=f"there is no drafter '{name}': did you mean {own}[?] Otherwise choose"):
+        plan_drafter(name, context)
+    assert plan_drafter(own, context).num_members == 1
 
 
 @pytest.mark.usefixtures("unreached")

@@ -22,6 +22,7 @@ from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.draft.suffix import plan_suffix
 from forerun.draft.translate import plan_model
 from forerun.errors import UnknownDrafter
+from forerun.models.bundled import BUNDLED_DRAFTS
 from forerun.near import nearest
 
 
@@ -40,6 +41,10 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     if planner is None:
         near = nearest(spec.name, PLANNERS)
         meant = f"did you mean {near}? Otherwise " if near else ""
+        if spec.name in BUNDLED_DRAFTS:
+            meant = f"did you mean {BUNDLED_DRAFTS[spec.name]}? Otherwise "
+        elif spec.name in ("none", "off"):
+            meant = "plain decoding is to name none; "
         raise UnknownDrafter(f"there is no drafter {spec.name!r}: {meant}choose one of {', '.join(sorted(PLANNERS))}")
     return planner(spec, context)
 

@@ -22,6 +22,11 @@ BUNDLED_HEADS = {  # by what --draft takes in the place of a folder
     "stdlib-eagle": FOLDER / "stdlib" / "eagle",
     "stdlib-mtp": FOLDER / "stdlib" / "mtp",
 }
+BUNDLED_DRAFTS = {  # how each drafts
+    **{name: f"model:{name}" for name in BUNDLED},
+    **{name: f"{name.removeprefix('stdlib-')}:{name}" for name in BUNDLED_HEADS},
+    "stdlib-early-exit": "early-exit:2:stdlib-early-exit",
+}
 TARGET, DRAFT = "stdlib", "stdlib-draft"  # the pair that commands run unless told otherwise
 BUNDLED_NAMES = ", ".join(BUNDLED)
 BUNDLED_HEAD_NAMES = ", ".join(BUNDLED_HEADS)

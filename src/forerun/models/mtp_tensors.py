@@ -15,6 +15,7 @@ import torch
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields, read_fields
+from forerun.models.bundled import BUNDLED, TARGET
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import FINAL_NORM, Blueprint
 from forerun.models.mtp_names import MtpNaming, find_modules
@@ -150,7 +151,8 @@ def no_modules(fields: Fields, model: str | None) -> str:
             "them; download the original, or name trained modules, as in mtp:DIR"
         )
     if model is None:
-        return f"{folder} ships no MTP modules: name a folder of trained ones, as in mtp:DIR (`forerun train mtp`)"
+        own = "mtp:stdlib-mtp" if folder == BUNDLED[TARGET] else "mtp:DIR"
+        return f"{folder} ships no MTP modules: name a folder of trained ones, as in {own} (`forerun train mtp`)"
     return f"{folder} has no tensors of MTP modules: name a folder that `forerun train mtp` wrote, or another drafter"
 
 

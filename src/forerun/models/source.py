@@ -15,7 +15,7 @@ from pathlib import Path
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.fields import read_fields
-from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS, BUNDLED_NAMES
+from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEAD_NAMES, BUNDLED_HEADS, BUNDLED_NAMES
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
@@ -114,6 +114,8 @@ def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
 
     A name without an owner that is nearly that of something here is taken for a mistake, and nothing is fetched.
     """
+    if name in BUNDLED_HEADS:
+        raise ModelNotFound(f"{name} is no model, but a drafter for stdlib: write {BUNDLED_DRAFTS[name]} as a drafter")
     near, others = similar(name), f"bundled are {BUNDLED_NAMES}"
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     if not HUB_ID.fullmatch(name):

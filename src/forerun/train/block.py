@@ -254,6 +254,10 @@ def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
     check_most("block", block, MOST_DEPTH)
     usual = 0 if shape.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
     rank = usual if shape.markov_rank is None else shape.markov_rank
+    if shape.markov_rank and shape.selector_rank:
+        raise InvalidRequest(
+            "selector_rank", f"{shape.selector_rank} stands in the place of a --markov-rank: leave out one."
+        )
     confident = not (shape.portable and shape.selector_rank) if shape.confidence is None else shape.confidence
     if shape.portable and shape.selector_rank and confident:
         raise InvalidRequest("confidence", "speculators has no confidence head beside a selector: leave it out.")

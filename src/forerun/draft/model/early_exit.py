@@ -172,7 +172,7 @@ def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         refuse(
             spec,
             f"the argument is the number of layers that guess: at least 1 and at most {layers - 1}, as the target has "
-            f"{layers}, for instance early-exit:{max(1, layers // 4)}",
+            f"{layers}, for instance early-exit:{max(1, layers // 4)}, or early-exit:LAYERS:DIR with an adapter",
         )
     layer = int(exit_layer)
     if not colon:
