@@ -305,6 +305,27 @@ class Beside:
         return max(least_s, self.passes.expect_between(num_tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Seconds of rounds that read no prompts. Larger passes than were seen cost what a line through those says, and
+    `token_s` at least for every token more: at some size passes become limited by arithmetic, as those of prompts are.
+    """
+
+    passes: PassCost
+    token_s: float
+
+    def expect(self, num_tokens: int) -> float:
+        """Seconds with so many tokens."""
+        return self.expect_between(num_tokens)
+
+    def expect_between(self, num_tokens: float | int) -> float:
+        """The same for a number that is expected on average."""
+        expected_s, largest = self.passes.expect_between(num_tokens), max(self.passes.sizes, default=0)
+        if num_tokens <= largest:
+            return expected_s
+        return max(expected_s, self.passes.expect(largest) + self.token_s * (num_tokens - largest))
+
+
 class Kind(NamedTuple):
     """Rounds that are priced together: about as many rows, texts about as long together, merged trees or not."""
 
@@ -352,6 +373,10 @@ class PassCosts:
         more_s = (taken_s - self.of(kind).expect(num_rows)) / self.level.factor
         each_s = max(0.0, more_s) / (num_tokens - num_rows)
         self.prompt_s += (damped(each_s, self.prompt_s) - self.prompt_s) / (8 if self.prompt_s else 1)
+
+    def alone(self, kind: Kind) -> Alone:
+        """The same where no prompts are read."""
+        return Alone(self.of(kind), self.level.factor * self.prompt_s)
 
     def beside_prompts(self, kind: Kind, num_rows: int) -> Beside:
         """What rounds of this kind are taken to cost where prompts are read in the same pass, without the prompts."""

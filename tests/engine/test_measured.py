@@ -113,6 +113,33 @@ def test_guesses_beside_prompts_take_as_long_as_tokens_of_prompts(batch: int) ->
     assert world.speed(planned(controller, world, batch, 0)) >= 0.98 * world.speed(alone)
 
 
+@pytest.mark.parametrize("token_s", [0.0, 0.001, 0.01])
+def test_passes_larger_than_any_seen_take_what_tokens_of_prompts_take_at_least(token_s: float) -> None:
+    """What was seen counts as it was, whatever prompts take."""
+    costs = PassCosts()
+    kind = Kind.of(8, 0)
+    for _ in range(20):
+        for num_tokens in (8, 9, 12):
+            costs.record(kind, num_tokens, 0.06 + 0.002 * (num_tokens - 8))
+        costs.record_reading(kind, 8, 8 + 500, 0.06 + token_s * 500)
+    for num_tokens in (1, 8, 8.5, 9, 12):
+        assert costs.alone(kind).expect_between(num_tokens) == costs.of(kind).expect_between(num_tokens)
+    assert costs.alone(kind).expect(40) == pytest.approx(0.068 + max(token_s, 0.002) * 28, rel=0.02)
+
+
+def test_rows_are_not_drafted_deep_where_that_is_cheap_by_small_passes_alone() -> None:
+    """Passes are limited by arithmetic from 12 tokens on, and none so large was seen: a trial of one row went well."""
+    controller = MeasuredDepth(arms=Arms([Arm(rest=used())], [""]), plain=used())
+    for _ in range(20):
+        for num_tokens in (8, 9, 12):
+            controller.costs.record(Kind.of(8, 0), num_tokens, 0.06 + 0.001 * (num_tokens - 8))
+        controller.costs.record_reading(Kind.of(8, 0), 8, 8 + 500, 0.06 + 0.008 * 500)
+    controller.arms.arms[0].time(4, [0] * 8, 0.01)
+    controller.arms.arms[0].acceptance.count([(4, 4)] * 6)
+    found = budgets(controller, [AUTO_WISH] * 8, outlook_of([[16] * 8], [[None] * 8]))
+    assert 8 + sum(budget.nodes for budget in found) <= 16
+
+
 def test_trials_wait_for_rounds_that_read_nothing_unless_there_are_none() -> None:
     world = World([0.75], [0.002], noise=0.0)
     controller = calibrated(world, 2)
@@ -414,7 +441,7 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
 def test_drafts_add_up() -> None:
     controller = priced(0.1, [0.01, 0.02])
     way = controller.arms.ways(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[2.0], [2.0]]))
-    drafts = Drafts.none(controller.arms, controller.costs.of(Kind.of(1, 0)), 2)
+    drafts = Drafts.none(controller.arms, controller.costs.alone(Kind.of(1, 0)), 2)
     for depth in (1, 2, 3):
         drafts.deepen(0, way[0], depth, 0.5)
     drafts.deepen(1, way[2], 2, 0.7)

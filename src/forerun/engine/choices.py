@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.draft.base import NO_DRAFT, Budget
-from forerun.economy import NO_TIME_S, Beside, PassCost
+from forerun.economy import NO_TIME_S, Alone, Beside
 from forerun.engine.arms import SPREAD, Arms, Way
 
 FAVOR = 1.02  # as many times as good drafting must be as plain decoding to be chosen
@@ -38,7 +38,7 @@ class Drafts:
     """The drafts of a round that is being planned: how deep each row is, what they give and what they take."""
 
     arms: Arms
-    passes: PassCost | Beside  # what the target's pass takes
+    passes: Alone | Beside  # what the target's pass takes
     depths: list[int]
     num_tokens: float | int  # in that pass
     gain: float
@@ -47,7 +47,7 @@ class Drafts:
     num_unread: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def none(cls, arms: Arms, passes: PassCost | Beside, num_rows: int) -> Drafts:
+    def none(cls, arms: Arms, passes: Alone | Beside, num_rows: int) -> Drafts:
         """Of a round in which nothing is drafted."""
         return cls(arms, passes, [0] * num_rows, num_tokens=num_rows, gain=float(num_rows))
 

@@ -18,7 +18,7 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Draft, Outlook
-from forerun.economy import Beside, Kind, PassCost, PassCosts, damped
+from forerun.economy import Alone, Beside, Kind, PassCosts, damped
 from forerun.engine.advice import Advice
 from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
 from forerun.engine.choices import Choice, Drafts, Planned, Ways, best_of, fallbacks, favoring_plain, sets, tokens_of
@@ -251,10 +251,10 @@ class MeasuredDepth:
         """What a round of this choice would give."""
         return self.drafts_of(choice).tokens_per_s()
 
-    def passes(self, num_rows: int, taken: Sequence[Way]) -> PassCost | Beside:
+    def passes(self, num_rows: int, taken: Sequence[Way]) -> Alone | Beside:
         """What passes of the round to come take in which these ways are taken, without what prompts take there."""
         kind = self.kind(num_rows, taken)
-        return self.costs.beside_prompts(kind, num_rows) if self.reads else self.costs.of(kind)
+        return self.costs.beside_prompts(kind, num_rows) if self.reads else self.costs.alone(kind)
 
     def drafts_of(self, choice: Choice) -> Drafts:
         """The drafts of a choice."""
