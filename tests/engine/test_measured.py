@@ -12,11 +12,11 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import MERGED, Budget, Outlook
-from forerun.economy import Kind, PassCosts
 from forerun.engine.arms import LONGEST, RETRY, TRIES, Arm, Arms, Rest
 from forerun.engine.choices import Drafts
 from forerun.engine.controller import Load, slots_of
 from forerun.engine.measured import ALWAYS_READING, HOLD, MeasuredDepth
+from forerun.engine.pass_costs import Kind, PassCosts
 
 
 def used() -> Rest:

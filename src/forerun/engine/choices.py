@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.draft.base import NO_DRAFT, Budget
-from forerun.economy import NO_TIME_S, Alone, Beside
+from forerun.economy import NO_TIME_S
 from forerun.engine.arms import SPREAD, Arms, Way
+from forerun.engine.pass_costs import Alone, Beside
 
 FAVOR = 1.02  # as many times as good drafting must be as plain decoding to be chosen
 MANY = 5  # members, above which sets of some of them are not looked at

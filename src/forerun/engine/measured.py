@@ -18,12 +18,13 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Draft, Outlook
-from forerun.economy import Alone, Beside, Kind, PassCosts, damped
+from forerun.economy import damped
 from forerun.engine.advice import Advice
 from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
 from forerun.engine.choices import Choice, Drafts, Planned, Ways, best_of, fallbacks, favoring_plain, sets, tokens_of
 from forerun.engine.controller import FixedDepth, Load, fitting
 from forerun.engine.forecast import forecast
+from forerun.engine.pass_costs import Alone, Beside, Kind, PassCosts
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
