@@ -384,7 +384,7 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
 BAD = {
     "another width": ({"hidden_size": 32}, UnsupportedModel, r"hidden_size is 32; .*has 64: name an adapter"),
     "another exit": ({"exit_layer": 3}, UnsupportedModel, r"exit_layer is 3; .* write early-exit:3:.*/a, or name"),
-    "no exit": ({"exit_layer": None}, UnsupportedModel, r"exit_layer is None; it must be a whole number"),
+    "no exit": ({"exit_layer": None}, ModelNotFound, r"its config\.json has no exit_layer: name the folder"),
     "a layer more": ({"num_hidden_layers": 2}, MissingWeights, r"no tensor model\.layers\.1\.input_layernorm\.weight"),
     "other heads": ({"num_attention_heads": 4}, WrongShape, r"q_proj\.weight has shape \[96, 64\], .* \[64, 64\]"),
     "no family": ({"architectures": ["T5Model"]}, UnsupportedModel, r"architectures is \['T5Model'\]; supported are"),

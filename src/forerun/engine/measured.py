@@ -195,11 +195,7 @@ class MeasuredDepth:
         return draft.tree
 
     def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways]) -> Planned:
-        """The choice for these rows.
-
-        Prompts in the same pass have to be read in any case: what they take does not count, but guesses beside them
-        take more.
-        """
+        """The choice for these rows. Prompts in the same pass count only in that guesses beside them take more."""
         best = max(self.plans(rows), key=favoring_plain)
         self.tried = self.trial(rows, best.choice)
         if self.tried is not None:
