@@ -1,7 +1,7 @@
 """What moves the weights: Muon for the matrices of layers, AdamW for embeddings, gains and biases.
 
 Each suits the shapes that it is given. Gradients are clipped to norm 1. torch's Muon multiplies in bfloat16, for which
-processors without its instructions need hundreds of times as long as for float32: there Muon multiplies in float32.
+processors without its instructions need dozens of times as long as for float32: there Muon multiplies in float32.
 """
 
 from __future__ import annotations
