@@ -111,10 +111,12 @@ class MixDrafter:
             member.observe(replace(news, features=features))
         runs: dict[int, list[tuple[int, int]]] = {}
         for seq_id, tokens, root in news.rows() if self.guessed or self.came_true else ():
-            guessed, said = self.guessed.pop(seq_id, ()), [*tokens, root][1:]
-            self.came_true[seq_id] = {grown.member: came_true(grown.tree, said) for grown in guessed}
-            for member_arm, run in self.came_true[seq_id].items():
-                runs.setdefault(member_arm, []).append(run)
+            self.came_true.pop(seq_id, None)
+            if guessed := self.guessed.pop(seq_id, ()):
+                found = {grown.member: came_true(grown.tree, [*tokens, root][1:]) for grown in guessed}
+                self.came_true[seq_id] = found
+                for member_arm, run in found.items():
+                    runs.setdefault(member_arm, []).append(run)
         for member_arm, own_runs in runs.items():
             self.accepted[member_arm].count(own_runs)
 
