@@ -18,6 +18,7 @@ def run(*arguments: str) -> str:
     return subprocess.run(program, capture_output=True, text=True, env=env, check=True).stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would be measured")
 def test_without_a_gpu_it_says_so() -> None:
     assert run().startswith("skipped: torch sees no GPU")

@@ -52,6 +52,7 @@ def test_bandwidth_is_the_bytes_over_the_best_time(monkeypatch: pytest.MonkeyPat
     assert bandwidth_bytes_per_s(1000) == 4 * 1000 / 2.0
 
 
+@pytest.mark.full
 def test_the_peak_forgets_what_is_given_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     block = mmap.mmap(-1, 200_000_000)  # memory of its own: a tensor may take what the process had and would keep
     for page in range(0, len(block), mmap.PAGESIZE):

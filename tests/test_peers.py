@@ -183,6 +183,7 @@ def test_a_race_without_time_goes_on_where_it_stopped(tmp_path: Path, said: list
     assert len([line for line in said if line.startswith("warm-up")]) == len(cells) + 1  # each in a new worker
 
 
+@pytest.mark.full
 def test_an_engine_that_says_something_else_is_a_wrong_export(tmp_path: Path, said: list[str]) -> None:
     commands = {"forerun": command(tmp_path, "forerun"), "other": command(tmp_path, "other", target="other")}
     with race(commands, said) as running:

@@ -99,6 +99,7 @@ def test_proofs_resume_where_they_failed_or_stopped(project: Path) -> None:
     assert "12 passed now, 0 before" in third.stdout
 
 
+@pytest.mark.full
 def test_a_project_without_proofs_is_no_success(project: Path) -> None:
     (project / "tests/test_proofs.py").write_text("def test_short(): pass\n")
     nothing = prove(project)

@@ -101,6 +101,7 @@ main()
         assert (run.returncode, run.stdout, run.stderr) == (130, "", ""), module
 
 
+@pytest.mark.full
 def test_control_c_before_the_first_round_is_quiet(tmp_path: Path) -> None:
     """While the model is loaded, at any place where Python looks for signals."""
     code = """

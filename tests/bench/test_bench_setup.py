@@ -109,6 +109,7 @@ def wide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tup
     return lambda draft: material.widened_pair("stdlib", draft, None)
 
 
+@pytest.mark.full
 def test_a_drafter_is_widened_with_the_target(wide: Callable[[str], tuple[str, str]]) -> None:
     target, draft = wide("model:stdlib-draft")
     assert Blueprint.of(target).config.widened
@@ -132,6 +133,7 @@ def test_a_drafter_is_widened_with_the_target(wide: Callable[[str], tuple[str, s
     assert rounds[0] == pytest.approx(rounds[1], rel=0.3)
 
 
+@pytest.mark.full
 def test_a_drafter_is_widened_once_however_its_folder_is_spelled(
     wide: Callable[[str], tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

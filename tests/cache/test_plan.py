@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.cache.paged import PagedCache
@@ -167,6 +167,14 @@ def test_a_drafter_has_its_row_wherever_one_fits_beside_a_sequence(asked):
 
 @settings(max_examples=150, deadline=None)
 @given(UNASKED)
+@example(  # two sequences may be drafted, and there is room for a row of one of them
+    {
+        "target": ModelMemory(0, 1, 0, 40_960),
+        "drafters": {"a": ModelMemory(0, 1, 0, 20_000)},
+        "budget_bytes": 60_976,
+        "max_num_seqs": 2,
+    }
+)
 def test_a_context_that_nobody_set_is_shortened_for_drafters_but_not_below_what_is_usual(asked):
     limit = asked["target"].max_positions
     lengths = [limit // 2**i for i in range(6) if i == 0 or limit // 2 ** (i - 1) >= 2 * LEAST_LEN]

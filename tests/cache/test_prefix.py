@@ -209,6 +209,7 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -
     ]
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(0, 2**16))
 def test_nothing_is_given_up_while_there_is_room(lengths: list[int], seed: int) -> None:
     """A row grows and shrinks; what is kept stays, exactly as many blocks as are free."""

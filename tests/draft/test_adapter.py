@@ -309,6 +309,7 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) 
         assert drafter.outlook([0]).limit == [left]
 
 
+@pytest.mark.full
 def test_passes_of_fixed_shape_read_states_too(bench_of: Benches, tmp_path: Path) -> None:
     """The same tokens, and the same guesses, as passes of any shape."""
     folder, found = adapter_of(STORIES, tmp_path / "a", 2, range(3, 5)), []

@@ -125,6 +125,7 @@ def reference_guesses(
     return guesses, chances
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, made: Callable[[str], Path]) -> None:
@@ -154,6 +155,7 @@ def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, 
     assert sum(right) == sum(found[1]) > 25
 
 
+@pytest.mark.full
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])

@@ -62,6 +62,7 @@ def test_a_row_does_not_depend_on_the_others(folder: Path, rows: int) -> None:
         assert torch.equal(heads.logits(2, some[i : i + 1], tokens[i : i + 1])[0], together[i])
 
 
+@pytest.mark.full
 def test_an_engines_acceptance_is_that_of_the_heads_at_its_roots(folder: Path) -> None:
     """Guess by guess: the heads' first choices, computed anew from whole texts, at the places where rounds began."""
     llm = LLM(str(TARGET), f"medusa:{folder}", dtype="float32", speculation=Speculation(NUM_HEADS))

@@ -275,6 +275,7 @@ def test_members_of_a_merged_tree_are_told_what_they_would_have_given_alone(seed
 EXITS = ("ngram", "early-exit:1", "early-exit:3")
 
 
+@pytest.mark.full
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("verification", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("token", 0.0), ("block", 0.0)]

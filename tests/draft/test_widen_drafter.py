@@ -92,6 +92,7 @@ def test_the_guesses_are_those_of_the_source(
     shutil.rmtree(wide / spec.name)
 
 
+@pytest.mark.full
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", "block", "mtp"])
 def test_a_wrong_widening_guesses_otherwise(

@@ -60,6 +60,7 @@ def test_the_same_tokens_as_on_the_cpu(
     fixed.engine.runner.cache.check()
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rejection_modes_draw_from_declared_laws(target_dir: Path, draft_dir: Path, rule: str) -> None:
@@ -84,6 +85,7 @@ def test_requests_with_processors_are_drafted_level_by_level(target_dir: Path, d
     assert fixed.stats.num_accepted > 0
 
 
+@pytest.mark.full
 def test_under_want_of_memory_the_tokens_stay(target_dir: Path, draft_dir: Path) -> None:
     plain = make(target_dir, None, CPU)
     fixed = make(target_dir, f"model:{draft_dir}", speculation=4)
@@ -191,6 +193,7 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape(target_d
     assert tokens_of(liar.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))
 
 
+@pytest.mark.full
 def test_answers_of_other_lengths_capture_nothing_new(target_dir: Path, draft_dir: Path) -> None:
     """Near its end an answer is drafted ever less far, and a batch empties: what was captured serves those rounds."""
     llm = make(target_dir, f"model:{draft_dir}", speculation=8)

@@ -23,6 +23,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("name", WORLDS)

@@ -36,30 +36,32 @@ COPIES = TemporaryDirectory()
 HEADS = {"markov_rank": 32, "enable_confidence_head": True, "causal": True, "sample_from_anchor": True}
 copied = partial(byte_level_copy, SMALL)
 
-DRAFTERS = {
+DRAFTERS: Mapping[str, str | Callable[[], str]] = {  # those that have files write them when they are first asked for
     "ngram": "ngram",
     "ngram:2": "ngram:2",
     "suffix": "suffix",
     "model:stories280k": f"model:{SMALL}",
-    "model:experts": f"model:{write_sparse(Path(COPIES.name) / 'experts', 'qwen2_moe')}",
+    "model:experts": lambda: f"model:{write_sparse(Path(COPIES.name) / 'experts', 'qwen2_moe')}",
     "model:itself": f"model:{TARGET}",
-    "model:shared": f"model:{copied(Path(COPIES.name) / 'in bytes')}",  # nearly all tokens, under other ids
-    "model:encoded-again": f"model:{copied(Path(COPIES.name) / 'in pieces', dropped=('Ġt', 'he', 'Ġa'))}",  # too few
+    "model:shared": lambda: f"model:{copied(Path(COPIES.name) / 'in bytes')}",  # nearly all tokens, under other ids
+    "model:encoded-again": lambda: (
+        f"model:{copied(Path(COPIES.name) / 'in pieces', dropped=('Ġt', 'he', 'Ġa'))}"
+    ),  # too few
     "early-exit:1": "early-exit:1",
     "early-exit:4": "early-exit:4",
-    "early-exit:adapted": f"early-exit:2:{adapter_of(TARGET, Path(COPIES.name) / 'adapter', 2, range(3, 5))}",
-    "medusa": f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'medusa', 4)}",
-    "hydra": f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'hydra', 3, hydra=True)}",
-    "eagle": f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'eagle')}",
-    "eagle-1": f"eagle:{first_eagle_of(TARGET, Path(COPIES.name) / 'eagle-1')}",
-    "p-eagle": f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'p-eagle', num_hidden_layers=2, mask_token_id=7)}",
-    "block": f"block:{block_of(TARGET, Path(COPIES.name) / 'block', 400)}",
-    "block:heads": f"block:{block_of(TARGET, Path(COPIES.name) / 'heads', **HEADS)}",
-    "mtp": f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp', 1, 'qwen')}",
-    "mtp-of-3": f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp of 3', 3, 'deepseek')}",
+    "early-exit:adapted": lambda: f"early-exit:2:{adapter_of(TARGET, Path(COPIES.name) / 'adapter', 2, range(3, 5))}",
+    "medusa": lambda: f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'medusa', 4)}",
+    "hydra": lambda: f"medusa:{heads_of(TARGET, Path(COPIES.name) / 'hydra', 3, hydra=True)}",
+    "eagle": lambda: f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'eagle')}",
+    "eagle-1": lambda: f"eagle:{first_eagle_of(TARGET, Path(COPIES.name) / 'eagle-1')}",
+    "p-eagle": lambda: f"eagle:{eagle_of(TARGET, Path(COPIES.name) / 'p-eagle', num_hidden_layers=2, mask_token_id=7)}",
+    "block": lambda: f"block:{block_of(TARGET, Path(COPIES.name) / 'block', 400)}",
+    "block:heads": lambda: f"block:{block_of(TARGET, Path(COPIES.name) / 'heads', **HEADS)}",
+    "mtp": lambda: f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp', 1, 'qwen')}",
+    "mtp-of-3": lambda: f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp of 3', 3, 'deepseek')}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
-    "cascade-of-heads": f"cascade[medusa:{heads_of(TARGET, Path(COPIES.name) / 'medusa', 4)},model:{SMALL}]",
+    "cascade-of-heads": lambda: f"cascade[{spelled('medusa')},model:{SMALL}]",
     "cascade-of-exit": f"cascade[early-exit:1,model:{SMALL}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",
     "mix-of-3": f"mix[suffix,early-exit:1,model:{SMALL}]",
@@ -94,16 +96,23 @@ def phrases() -> Drafter:
 DOCUMENTED: Mapping[str, Callable[[], Drafter]] = {"documented": phrases, "documented:taps": similar_place_drafter}
 
 
+@cache
+def spelled(name: str) -> str:
+    """The drafter as `--draft` takes it."""
+    found = DRAFTERS[name]
+    return found if isinstance(found, str) else found()
+
+
 def as_draft(name: str) -> str | Drafter:
     """What LLM is given for a drafter of this name."""
-    return DOCUMENTED[name]() if name in DOCUMENTED else DRAFTERS[name]
+    return DOCUMENTED[name]() if name in DOCUMENTED else spelled(name)
 
 
 def built(name: str, target: Runner, dtype: str = "float32", num_tokens: int = 2048) -> Drafter:
     """A fresh drafter beside a loaded target, `num_tokens` in each cache of its own."""
     if name in DOCUMENTED:
         return DOCUMENTED[name]()
-    plan = plan_drafter(DRAFTERS[name], context(dtype))
+    plan = plan_drafter(spelled(name), context(dtype))
     drafter = plan.build(dict.fromkeys(plan.models, num_tokens), None, target)
     assert drafter is not None, f"{name} builds no drafter"
     return settled(drafter)

@@ -216,6 +216,7 @@ def test_lengths_that_change() -> None:
         check(drafts, family)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chosen", [FAMILIES[:3], pytest.param(FAMILIES[3:], marks=pytest.mark.full)], ids=len)
 def test_a_lower_member_that_chooses(chosen: list[Family]) -> None:
     """Without a law its guesses are judged by `follow`, and what is emitted has the judge's law all the same."""
@@ -244,6 +245,7 @@ def test_a_judge_that_runs_out_of_room() -> None:
         check(drafts, family)
 
 
+@pytest.mark.full
 def test_a_judge_without_room_leaves_it_to_the_lower_member() -> None:
     """Its guesses come with its own laws, or with none; room may depend on the text, and at two levels."""
     for family in FAMILIES[:4]:

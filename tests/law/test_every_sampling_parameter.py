@@ -255,6 +255,7 @@ def check_drafted(
 DRAFTS = ("ngram", "model:stories280k", "oracle")
 
 
+@pytest.mark.full
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [d if d == "bfloat16" else pytest.param(d, marks=pytest.mark.full) for d in DTYPES])
 @pytest.mark.parametrize("draft", DRAFTERS)

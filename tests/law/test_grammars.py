@@ -139,6 +139,7 @@ CROWD = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["suffix", "model:stories280k"])
 def test_chunks_and_preemption_change_nothing(name: str) -> None:

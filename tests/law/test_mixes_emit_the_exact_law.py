@@ -154,6 +154,7 @@ class Declaring(MixDrafter):
         return MixedRow(grown.tree, 0, [own.get(path, -1) for path in paths])
 
 
+@pytest.mark.full
 def test_a_law_on_a_merged_row_is_noticed() -> None:
     def worst(kind: type[MixDrafter]) -> float:
         found = []

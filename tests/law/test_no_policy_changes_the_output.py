@@ -189,6 +189,7 @@ SHORT = (
 LONG = [(n, r, w) for n in NAMES for r in ("token", "block") for w in (CHAIN, TREE) if (n, r, w) not in SHORT]
 
 
+@pytest.mark.full
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "rule", "wish"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.full) for case in LONG)]

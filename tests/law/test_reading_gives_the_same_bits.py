@@ -209,6 +209,7 @@ def test_a_tree_grown_level_by_level_is_the_tree_read_at_once(decoders: list[Dec
             assert torch.equal(grown.read([read]).logits, expected[level])
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
     """Small blocks and a nearly full cache: rows grow into each other and move."""

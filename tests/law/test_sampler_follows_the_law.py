@@ -105,6 +105,7 @@ def worst_position(text: Tensor) -> float:
     return min(chi_square(counts, counts.sum(1, keepdim=True) * p) for counts in seen)
 
 
+@pytest.mark.full
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("budget", GROWN)
 @pytest.mark.parametrize("rule", ["coupled", "token"])
@@ -112,6 +113,7 @@ def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str)
     assert worst_position(grown(rule, GROWN[budget])) > 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mutant", ["the likeliest of what was drawn", "a law where something is missing"])
 def test_trees_whose_law_is_not_their_own_are_biased(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +202,7 @@ def test_noise_of_a_position_that_is_drafted_again_is_fresh(rule: Verification) 
     assert chi_square(two_rounds(Draws, rule).view(1, -1), expected) > 1e-4
 
 
+@pytest.mark.full
 def test_block_with_noise_keyed_by_position_alone_is_biased() -> None:
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     expected = ROUNDS * (p[:, None] * p).view(1, -1)

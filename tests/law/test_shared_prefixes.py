@@ -146,6 +146,7 @@ def test_answers_are_those_of_texts_read_alone(bench_of: Callable[[str], Bench],
     assert not crowd.engine.strikes, "no drafter raised an error"
 
 
+@pytest.mark.full
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("format_", FORMATS)
 def test_in_every_number_format(bench_of: Callable[[str], Bench], format_: str) -> None:

@@ -317,6 +317,7 @@ def distinct(runner: Runner, num_tokens: int, seed: int) -> int:
     return runner.decoder.num_experts_read - before
 
 
+@pytest.mark.full
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("choice", ["native", "torch"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16])

@@ -157,6 +157,7 @@ def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, Grap
             ]
 
 
+@pytest.mark.full
 def test_rounds_are_captured_in_few_sizes_however_many_rows_they_have(pair: tuple[Runner, GraphRunner]) -> None:
     """16 sequences at depth 8 are captured, and as they end and are drafted less far what was captured serves them."""
     _, fixed = fresh(pair, num_tokens=4096)

@@ -154,6 +154,7 @@ print(status("VmHWM") - before, sum(w.nbytes for w in weights), checkpoint.num_b
 """
 
 
+@pytest.mark.full
 @pytest.mark.sampled(4)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory counter")
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)

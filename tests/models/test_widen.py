@@ -245,6 +245,7 @@ def answers(model: str, draft: str | None = None) -> list[tuple[int, ...]]:
     return [result.outputs[0].token_ids for result in llm.generate([PROMPT] * 2, asked)]
 
 
+@pytest.mark.full
 def test_texts_are_the_sources_even_with_a_padded_vocabulary(tmp_path: Path, target_dir: Path, draft_dir: Path) -> None:
     """Padding ids would often win the draw, were they not kept from it."""
     wide = widen(str(target_dir), tmp_path / "target", Wider(256, 7, vocab_size=4096))
@@ -417,6 +418,7 @@ widen.widen(sys.argv[1], Path(sys.argv[2]), Wider(128, 6))
 """
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["write_config", "agreement"])
 def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, draft_dir: Path, moment: str) -> None:

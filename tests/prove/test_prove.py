@@ -83,6 +83,7 @@ def test_the_report_is_json_and_names_what_it_holds_for(llm: LLM, report: ProofR
     assert told["workload"]["seed"] == 0
 
 
+@pytest.mark.full
 def test_a_seed_settles_the_whole_report(llm: LLM, report: ProofReport) -> None:
     with unchecked():
         assert prove(llm, PROMPTS, WORKLOAD).as_object() == report.as_object()
@@ -94,6 +95,7 @@ def test_the_engine_is_left_as_it_was(llm: LLM, report: ProofReport) -> None:
     assert llm.engine.runner.cache.num_rows == 0
 
 
+@pytest.mark.full
 def test_progress_is_told(llm: LLM) -> None:
     told: list[tuple[str, float]] = []
     small = ProofWorkload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=200)
@@ -124,6 +126,7 @@ def test_thorough_is_more_of_all() -> None:
     assert more.num_texts * more.num_openings == 12 * ProofWorkload().num_texts
 
 
+@pytest.mark.full
 def test_many_texts_are_drawn_by_several_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, report: ProofReport
 ) -> None:

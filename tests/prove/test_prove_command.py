@@ -59,6 +59,7 @@ def test_a_planted_fault_is_found_at_its_place(
         assert (d["drift_from"], d["explained"]) == (None, False)
 
 
+@pytest.mark.full
 def test_the_card_says_what_kind_of_fault_it_is(
     target_dir: Path, draft_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

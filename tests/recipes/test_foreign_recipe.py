@@ -92,6 +92,7 @@ def test_it_makes_a_drafter_that_is_translated(source: Path, target: Path, tmp_p
     assert drafted.stats.num_drafted > 0
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_to_the_very_same_weights(
     source: Path, target: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def weights(folder: Path) -> dict[str, str]:
     return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.full
 def test_the_split_depends_on_the_path_alone_and_takes_about_one_file_in_fifty(tmp_path: Path) -> None:
     library = read_corpus(standard_library())
     share = sum(file.held_out for file in library) / len(library)
@@ -137,6 +138,7 @@ def test_the_whole_recipe_makes_checkpoints_that_draft_for_each_other(cooked: Pa
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_students_are_taught_again_by_a_target_that_is_there(
     source: Path, cooked: Path, tmp_path: Path, quiet: Progress
 ) -> None:
@@ -168,6 +170,7 @@ def test_what_is_no_target_of_the_recipe_is_refused_and_nothing_is_touched(
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_to_the_very_same_weights(
     source: Path, cooked: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_perfect_drafter_is_always_right(specs: list[dict[str, Any]], seed: in
     assert torch.equal(draws.children(logits, at, 3).tokens[:, 0], draws.draw(logits, at))
 
 
+@pytest.mark.full
 @settings(max_examples=50, deadline=None)
 @given(st.lists(sequences(), min_size=2, max_size=5), st.integers(0, 2**31), st.booleans(), st.sampled_from([23, 64]))
 def test_rows_have_the_bits_they_would_have_alone(

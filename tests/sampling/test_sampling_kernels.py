@@ -164,6 +164,7 @@ def test_offers_beyond_plain_coupled_draws_are_torchs(kernels: SamplingKernels) 
                 assert torch.equal(found.law, torch.cat([e.law for e in expected if e.law is not None]))
 
 
+@pytest.mark.full
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_they_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:

@@ -109,6 +109,7 @@ def chains(rows: list[RowSampling], guesses: list[list[int]]) -> DraftTree:
     return DraftTree.chains(torch.tensor([row.tokens[-1] for row in rows]), torch.tensor(guesses))
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(st.lists(sequences(), min_size=1, max_size=4), st.integers(0, 2**31), st.sampled_from([VOCAB, VOCAB - 2]))
 def test_mixed_batches_against_the_oracle(specs: list[dict[str, Any]], seed: int, num_ids: int) -> None:

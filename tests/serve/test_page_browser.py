@@ -165,6 +165,7 @@ def test_at_the_same_time_with_a_chosen_drafter_and_tree_by_keyboard_alone(page:
     assert f"by {DRAFTER}, " in page.inner_text("#said")
 
 
+@pytest.mark.full
 def test_a_run_can_be_stopped_and_leaves_the_server(page: Any, server: Running) -> None:
     asked(page, **{"f-max_tokens": "400", "f-other": '{"ignore_eos": true}'})
     page.wait_for_selector("#lane-drafted .tok")
@@ -236,6 +237,7 @@ def test_a_mistake_is_told_where_it_was_made(page: Any, field: str, value: str, 
     assert page.is_enabled("#run")
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_narrow_screens_and_both_themes(browser: Any, server: Running, scheme: str) -> None:
@@ -256,6 +258,7 @@ def test_narrow_screens_and_both_themes(browser: Any, server: Running, scheme: s
         assert page.evaluate(unnamed) == []
 
 
+@pytest.mark.full
 def test_a_server_with_keys_asks_for_one(browser: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("me secret\n")

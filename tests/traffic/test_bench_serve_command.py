@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from forerun.cli import app
@@ -16,6 +17,7 @@ def told(*arguments: str) -> tuple[int, str, str]:
     return run.exit_code, run.stdout, run.stderr
 
 
+@pytest.mark.full
 def test_modes_of_a_server_are_compared(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text(
         '{"prompt": "Once upon a time", "category": "tale"}\n{"prompt": "Lily saw", "category": "deed"}\n'

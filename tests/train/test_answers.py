@@ -112,6 +112,7 @@ def test_every_prompt_is_answered_before_any_is_answered_again(source: AnswerSou
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.full
 def test_a_sequence_that_is_sent_back_is_recorded_from_its_start(source: AnswerSource, adapter: AdapterStudent) -> None:
     """In a cache that most of another sequence fills, so that not all have room."""
     small = source_of(source.data, SETTINGS, adapter)

@@ -19,6 +19,7 @@ class Stop(Exception):
     """What ends a training in its middle."""
 
 
+@pytest.mark.full
 def test_a_training_that_is_interrupted_ends_with_the_same_weights(tmp_path: Path) -> None:
     settings = TrainSettings(steps=8, max_tokens=16, look_every=4, checkpoint_every=3, held_out=4, batch=4, rate=0.01)
     data, target = read_prompts([write_prompts(tmp_path)], settings), Blueprint.of(str(STORIES))

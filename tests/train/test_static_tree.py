@@ -35,6 +35,7 @@ def test_the_nodes_are_the_worthiest_of_all_that_there_could_be(seed: int) -> No
         assert len(tree.paths) == min(num_nodes, len(every))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape(
     temperature: float, tmp_path: Path

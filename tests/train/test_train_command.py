@@ -214,6 +214,7 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.full
 def test_a_training_that_is_over_goes_on_with_more_steps(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +325,7 @@ def test_mistakes_are_one_line_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_a_cache_changes_no_weight_and_spares_the_writing(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

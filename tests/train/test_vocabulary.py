@@ -60,6 +60,7 @@ def test_tokens_that_no_answer_has_follow_by_the_prompts_and_then_by_their_ids(
     assert set(ids) == said | read | set(others[:5])
 
 
+@pytest.mark.full
 def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     out, prompts = tmp_path / "out", write_prompts(tmp_path)
     arguments = ["eagle", "--draft-vocab", "90", "--mlp", "32", "--steps", "2", "--batch", "2", *QUICK]

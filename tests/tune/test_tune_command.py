@@ -250,6 +250,7 @@ def made_report(tuned_report: TuneReport, *speeds: float) -> TuneReport:
     return replace(tuned_report, studied=tuple(studied))
 
 
+@pytest.mark.full
 def test_the_pick_has_the_highest_measured_speed(
     tuned: tuple[Path, Result, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +287,7 @@ def test_other_engines_are_told_in_their_words_and_only_of_methods_they_have() -
         assert all(not each.options and "it has no" in each.note for each in translations(draft, 4))
 
 
+@pytest.mark.full
 def test_chosen_depths_are_chosen_by_what_was_measured_at_every_batch_size(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +312,7 @@ def test_settings_are_checked() -> None:
     assert TuneSettings(batches=(1, 8), temperatures=(0.0, 1.0)).batches == (1, 8)
 
 
+@pytest.mark.full
 def test_where_the_calibration_has_no_time_for_anything_drafters_are_tried_all_the_same(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, mo
             assert found.num_decoded == tape.num_decoded
 
 
+@pytest.mark.full
 @pytest.mark.sampled(3)
 def test_a_text_recorded_in_a_batch_is_recorded_as_it_is_alone(llm: LLM) -> None:
     if llm.arms == ("suffix",):

@@ -185,9 +185,11 @@ class Shares:
         return self.caches_bytes(self.blocks_of(length), 0, length) <= self.left(length)
 
     def drafts(self, length: int) -> bool:
-        """Whether one sequence of this length fits, and a row of the same length in every drafter's cache."""
-        blocks = self.blocks_of(length)
-        return self.serves(length) and self.caches_bytes(blocks, blocks, length) <= self.caches_left(length)
+        """Whether one sequence of this length fits, and as much of it in every drafter's cache as the drafter reads."""
+        cached = [model for model in self.drafters.values() if model.bytes_per_token]
+        read = max((min(length, model.max_positions) for model in cached), default=0)
+        needed = self.caches_bytes(self.blocks_of(length), self.blocks_of(read), length)
+        return self.serves(length) and needed <= self.caches_left(length)
 
     def plan(self, length: int) -> MemoryPlan:
         """The plan for texts of this length, of which one sequence fits."""
