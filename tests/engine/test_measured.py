@@ -12,10 +12,10 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.draft.base import MERGED, Budget, Outlook
-from forerun.engine.arms import LONGEST, RETRY, TRIES, Arm, Arms, Rest
+from forerun.engine.arms import BEHIND, LONGEST, RETRY, TRIES, Arm, Arms, Rest
 from forerun.engine.choices import Drafts
 from forerun.engine.controller import Load, slots_of
-from forerun.engine.measured import ALWAYS_READING, HOLD, MeasuredDepth
+from forerun.engine.measured import ALWAYS_READING, HOLD, LONGER, OTHER_DEPTH, MeasuredDepth
 from forerun.engine.pass_costs import Kind, PassCosts
 
 
@@ -86,7 +86,7 @@ def planned(controller: MeasuredDepth, world: World, batch: int, num_prompt_toke
 @pytest.mark.parametrize("batch", [1, 4])
 def test_what_prompts_take_does_not_count(batch: int) -> None:
     """They have to be read in any case; a guess is worth its own time, not its share in a round with a prompt."""
-    world = World([0.75], [0.002], lambda num_tokens: 0.02 + 0.01 * num_tokens, noise=0.0)
+    world = World([0.85], [0.002], lambda num_tokens: 0.02 + 0.01 * num_tokens, noise=0.0)
     controller = calibrated(world, batch)
     list(rounds(controller, world, 40, batch))
     before = planned(controller, world, batch, 0)
@@ -178,6 +178,32 @@ def test_a_trial_is_of_as_many_rows_as_make_the_round_little_longer(
     assert tried == [batch - 1] or taken_s < 1.3 * world.pass_s(batch)
     if token_s == reading_s == 0:
         assert len(tried) == batch
+
+
+@pytest.mark.parametrize("token_s", [0.0, 0.002, 0.02])
+def test_another_depth_is_tried_by_rows_that_are_drafted_already_in_a_round_little_longer(token_s: float) -> None:
+    world, batch = World([0.8], [0.0], lambda num_tokens: 0.1 + token_s * num_tokens, noise=0.0), 8
+    controller, wish = calibrated(world, batch), Speculation(8, auto=True)
+    list(rounds(controller, world, 60, batch))
+    controller.other_depth, controller.plain, controller.arms.arms[0].rest = Rest(), used(), used()
+
+    def found(unread: int) -> Sequence[Budget]:
+        controller.held, controller.deeper = HOLD, False
+        return budgets(controller, [wish] * batch, Outlook([unread] * batch, [AMPLE] * batch, [None] * batch))
+
+    for unread in (BEHIND + 1, 100):
+        found(unread)
+        assert controller.tried is None
+    usual, other = found(BEHIND + 1), found(1)
+    assert controller.tried == OTHER_DEPTH
+    deeper = [row for row in range(batch) if other[row].depth > usual[row].depth]
+    assert deeper == list(range(len(deeper)))
+    longest_s = LONGER * world.pass_s(batch + sum(budget.nodes for budget in usual))
+    assert len(deeper) <= 1 or world.pass_s(batch + sum(budget.nodes for budget in other)) < 1.05 * longest_s
+    if token_s == 0.0:
+        assert usual == other  # as deep as was asked for
+    elif token_s == 0.002:
+        assert 0 < len(deeper) < batch
 
 
 def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -> None:

@@ -82,6 +82,10 @@ class Way:
         """The same without a price that cuts anything."""
         return replace(self, budget=replace(self.budget, price=NO_PRICE), made=()) if self.made else self
 
+    def at_most(self, depth: int) -> tuple[Way, int]:
+        """This way and a depth: this one, where the row may be drafted so far and is free to."""
+        return self, min(depth, self.budget.depth) if self.free else self.budget.depth
+
     def steps(self, row: RowOutcome, depth: int) -> int:
         """How many guesses were drawn, one that was not made for its price among them."""
         return min(depth, row.num_drafted + 1) if self.made else depth

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
-from forerun.engine.arms import SPREAD, Arms, Way
+from forerun.engine.arms import BEHIND, SPREAD, Arms, Way
 from forerun.engine.pass_costs import Alone, Beside
 
 FAVOR = 1.02  # as many times as good drafting must be as plain decoding to be chosen
@@ -27,6 +27,12 @@ class Planned:
 
     choice: Choice
     tokens_per_s: float
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something is drafted, and nobody has much to read for it first."""
+        taken = [way for way, _ in filter(None, self.choice)]
+        return bool(taken) and all(num <= BEHIND for way in taken for num in way.num_unread.values())
 
 
 def favoring_plain(planned: Planned) -> float:

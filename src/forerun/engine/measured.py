@@ -197,7 +197,7 @@ class MeasuredDepth:
     def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways]) -> Planned:
         """The choice for these rows. Prompts in the same pass count only in that guesses beside them take more."""
         best = max(self.plans(rows), key=favoring_plain)
-        self.tried = self.trial(rows, best.choice)
+        self.tried = self.trial(rows, best)
         if self.tried is not None:
             choice = self.on_trial(best.choice, rows, self.tried)
             lost = best.tokens_per_s * self.drafts_of(choice).whole_s() - tokens_of(choice)
@@ -280,7 +280,7 @@ class MeasuredDepth:
                 return None
         return Planned(choice, self.tokens_per_s(choice))
 
-    def trial(self, rows: Sequence[Ways], best: Choice) -> int | None:
+    def trial(self, rows: Sequence[Ways], best: Planned) -> int | None:
         """An arm that is due for a trial; -1 for drafting nothing, where some row is free to; or OTHER_DEPTH.
 
         A round that reads prompts does not say what passes cost, and guesses are dear there: trials wait for others.
@@ -291,31 +291,32 @@ class MeasuredDepth:
         if costs and self.plain.due and any(way.free for own in rows for way in own.values()):
             return -1
         due = next((arm for arm in sorted(self.possible) if self.arms.arms[arm].rest.due), None)
-        return OTHER_DEPTH if costs and due is None and self.other_depth.due and any(best) else due
+        return OTHER_DEPTH if costs and due is None and self.other_depth.due and best.under_way else due
 
     def on_trial(self, best: Choice, rows: Sequence[Ways], arm: int) -> Choice:
         """The best choice, but for the rows that try the arm: the one with least to read, and at first as many more as
-        make the round little longer."""
-        choice = list(best)
-        if arm == OTHER_DEPTH:
-            self.deeper = not self.deeper
-            return [each and self.otherwise(each[0].whole(), each[1]) for each in choice]
+        make the round little longer. Another depth is tried by as many rows as that, or half of it by all."""
         if arm == -1:
             return [None if all(way.free for way in own.values()) else best[i] for i, own in enumerate(rows)]
-        new, longest_s = self.arms.arms[arm].rest.new, LONGER * self.drafts_of(best).whole_s()
+        if arm == OTHER_DEPTH:
+            self.deeper = not self.deeper
+            taken = [(row, *each) for row, each in enumerate(best) if each]
+            depths = {row: 2 * depth if self.deeper else max(1, depth // 2) for row, _, depth in taken}
+            return self.in_time(best, {row: way.whole().at_most(depths[row]) for row, way, _ in taken})
+        new = self.arms.arms[arm].rest.new
         ways = {row: own[arm].whole() for row, own in enumerate(rows) if arm in own}
-        for number, (row, way) in enumerate(sorted(ways.items(), key=lambda each: sum(each[1].num_unread.values()))):
-            before, depth = choice[row], FIRST_DEPTH if new else TRIAL_DEPTH
-            choice[row] = (way, min(depth, way.budget.depth) if way.free else way.budget.depth)
-            if number and (not new or self.drafts_of(choice).whole_s() > longest_s):
+        first = sorted(ways, key=lambda row: sum(ways[row].num_unread.values()))[: None if new else 1]
+        return self.in_time(best, {row: ways[row].at_most(FIRST_DEPTH if new else TRIAL_DEPTH) for row in first})
+
+    def in_time(self, best: Choice, others: Mapping[int, tuple[Way, int]]) -> Choice:
+        """The best choice with the first of these, by row, and as many more as make its round little longer."""
+        choice, longest_s = list(best), LONGER * self.drafts_of(best).whole_s()
+        for number, (row, other) in enumerate(others.items()):
+            before, choice[row] = choice[row], other
+            if number and self.drafts_of(choice).whole_s() > longest_s:
                 choice[row] = before
                 break
         return choice
-
-    def otherwise(self, way: Way, depth: int) -> tuple[Way, int]:
-        """The same way, twice or half as deep where the row is free to."""
-        other = min(2 * depth, way.budget.depth) if self.deeper else max(1, depth // 2)
-        return (way, other) if way.free else (way, depth)
 
     def record(self, outcome: Outcome) -> None:
         """Learn from the round of the last choice."""
