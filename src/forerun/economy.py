@@ -19,6 +19,7 @@ LEAST_LIKE, MOST_LIKE = 4.0, 1000.0  # guesses that what is known of all sequenc
 LARGEST_UNIT = 1e12
 OUTLIER = 4.0  # times what was expected: a busy machine, not a price
 LEVEL_SHARE = 0.05  # of a round's surprise that the level takes; less than sizes take, whose errors it would hide
+SCATTER_SHARE = 0.05  # the same of how far it was off
 NO_TIME_S = 1e-9
 CLEAR, CHANGED = 3, 1.5  # so many rounds in a row that take so many times more, or less, are a change
 
@@ -159,9 +160,13 @@ def likeness(apart: Sequence[Acceptance], unknown: float) -> float:
 
 @dataclass(slots=True)
 class Level:
-    """How much longer everything takes now than was expected: slowly, or at once where it is clear."""
+    """How much longer everything takes now than was expected: slowly, or at once where it is clear.
+
+    `scatter` is by how much single rounds are off: 0.1 where most take a tenth more or less than is usual.
+    """
 
     factor: float = 1.0
+    scatter: float = 0.0
     recent: list[float] = field(default_factory=list)
     num_jumps: int = 0  # times that it changed at once
 
@@ -174,6 +179,7 @@ class Level:
             self.num_jumps += 1
         elif 1 / CHANGED <= surprise <= CHANGED:
             self.factor *= surprise**LEVEL_SHARE
+            self.scatter += SCATTER_SHARE * (abs(surprise - 1) - self.scatter)
         return 1 / CHANGED <= self.recent[-1] / self.factor <= CHANGED
 
 

@@ -206,6 +206,19 @@ def test_another_depth_is_tried_by_rows_that_are_drafted_already_in_a_round_litt
         assert 0 < len(deeper) < batch
 
 
+@pytest.mark.parametrize(("gain", "noise", "drafts"), [("little", 0.02, 1), ("little", 0.4, 0), ("much", 0.4, 1)])
+def test_where_rounds_scatter_drafting_must_be_better_by_as_much(gain: str, noise: float, drafts: int) -> None:
+    """What is gained beyond doubt is gained in any case."""
+    chance, token_s = {"little": (0.6, 0.0105), "much": (0.8, 0.002)}[gain]
+    world = World([chance], [0.0], lambda num_tokens: 0.1 + token_s * num_tokens, noise=noise)
+    plain = World([0.0], [0.0], world.pass_s).best_speed(8)
+    assert (world.best_speed(8) > 1.1 * plain) == (gain == "much")
+    assert world.best_speed(8) > 1.03 * plain
+    played = rounds(calibrated(world, 8), world, 1200, 8)
+    drafted = [any(budget.depth for budget in budgets) for budgets in played]
+    assert abs(sum(drafted[300:]) / 900 - drafts) < 0.35
+
+
 def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -> None:
     """Plain passes were seen in a busy moment, others in a quiet one: guesses that are always wrong do not pay."""
     controller = priced(0.1, [0.0])

@@ -14,7 +14,7 @@ from forerun.economy import NO_TIME_S
 from forerun.engine.arms import BEHIND, SPREAD, Arms, Way
 from forerun.engine.pass_costs import Alone, Beside
 
-FAVOR = 1.02  # as many times as good drafting must be as plain decoding to be chosen
+FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 MANY = 5  # members, above which sets of some of them are not looked at
 
 Ways = Mapping[int, Way]
@@ -35,9 +35,12 @@ class Planned:
         return bool(taken) and all(num <= BEHIND for way in taken for num in way.num_unread.values())
 
 
-def favoring_plain(planned: Planned) -> float:
-    """What a plan is worth beside others. The best of many noisy estimates is too high; that of plain is not."""
-    return planned.tokens_per_s * (1 if any(planned.choice) else FAVOR)
+def favoring_plain(planned: Planned, scatter: float) -> float:
+    """What a plan is worth beside others, where rounds are off by `scatter`.
+
+    The best of many noisy estimates is too high; that of plain is not.
+    """
+    return planned.tokens_per_s * (1 if any(planned.choice) else 1 + max(FAVOR, scatter))
 
 
 @dataclass(slots=True)

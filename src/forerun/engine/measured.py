@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
@@ -196,7 +197,8 @@ class MeasuredDepth:
 
     def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways]) -> Planned:
         """The choice for these rows. Prompts in the same pass count only in that guesses beside them take more."""
-        best = max(self.plans(rows), key=favoring_plain)
+        value = partial(favoring_plain, scatter=self.costs.level.scatter)
+        best = max(self.plans(rows), key=value)
         self.tried = self.trial(rows, best)
         if self.tried is not None:
             choice = self.on_trial(best.choice, rows, self.tried)
@@ -205,7 +207,7 @@ class MeasuredDepth:
             self.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
         last = self.last(seq_ids, rows)
-        best = last if last and best.tokens_per_s < HYSTERESIS * last.tokens_per_s else best
+        best = last if last and value(best) < HYSTERESIS * value(last) else best
         self.set_price(best)
         return best
 
