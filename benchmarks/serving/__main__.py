@@ -175,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
         found = about | {"rows": [asdict(each) for each in table], "cells": [asdict(cell) for cell in cells.values()]}
         options.output.write_text(json.dumps(jsonable(found)), encoding="utf-8")
     if options.picture is not None and table:
-        options.picture.write_bytes(picture(table, f"{material.target.name}, {options.load.answer_tokens} tokens"))
+        options.picture.write_bytes(picture(table, f"The widened pair, answers of {options.load.answer_tokens} tokens"))
     if left:
         print(f"\n{left} cells are left: give the same command again")
         return CELLS_LEFT
