@@ -4,14 +4,15 @@
                                 [--tokens 32] [--answer-tokens 96] [--prompt-tokens 64]
                                 [--num-prompts 8] [--repeats 3] [--temperature 0] [--wrong]
 
-The widened pair, `edits` by n-grams unless `--draft` names something else. Prompts are cut to their last tokens, but
-for those of edits, which are quoted. Every text that ends is followed by another one, and only rounds count that read
-no prompt and draw for the whole batch, until `--tokens` times the batch have come out of them: so all depths answer
-about the same texts. Half of the prompts choose the best of the fixed depths, plain decoding among them; the other half
-judge it against `auto`. In a repetition all depths go on side by side, a round of each by turns, so that a machine
-whose speed changes from second to second changes all of them alike. The controller goes on from the first half to the
-second. With `--wrong` the draft model's last norm is shuffled and half of its signs are changed, so that nearly
-every guess is wrong.
+The widened pair, `edits` by n-grams unless `--draft` names something else. Prompts are cut to their last tokens, and so
+are the answers that quote them. Every text that ends is followed by another one, and only rounds count that read no
+prompt and draw for the whole batch, until `--tokens` times the batch have come out of them: so all depths answer about
+the same texts. Most of the time goes into reading prompts; stderr says which half is under way.
+
+Half of the prompts choose the best of the fixed depths, plain decoding among them; the other half judge it against
+`auto`. In a repetition all depths go on side by side, a round of each by turns, so that a machine whose speed changes
+from second to second changes all of them alike. The controller goes on from the first half to the second. With
+`--wrong` the draft model's last norm is shuffled and half of its signs are changed: nearly every guess is wrong.
 
 Printed are tokens per second over those of plain decoding on the second half, medians of the ratios within the
 repetitions, and in the last columns `auto` over the depth that the first half chose: the median and the least and most.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +60,7 @@ class Queue:
 
     def speeds(self, group: Group, depths: Sequence[int], half: str, turn: int) -> Mapping[int, float]:
         """Tokens per second of full rounds, by depth: a round of each by turns."""
+        print(f"{self.name}, batch {group.batch}: {half}, repetition {turn + 1}", file=sys.stderr, flush=True)
         lanes = {depth: self.lane(group, depth, half, f"{group} {half} {turn} {depth}") for depth in depths}
         paces = {depth: Pace() for depth in depths}
         try:
@@ -78,9 +81,6 @@ class Queue:
         for number in range(4 * group.batch):
             item = items[number % len(items)]
             params = self.stage.params(item, group, number, None)
-            if number < group.batch:  # so that not all of the first ones end in the same round
-                most = params.max_tokens or self.stage.num_tokens
-                params = replace(params, max_tokens=max(2, most * (number + 1) // group.batch))
             (sequence,) = self.stage.llm.requests.sequences(
                 Request.of(item.prompt, params, self.stage.wish(depth), tenant)
             )
@@ -157,8 +157,9 @@ def main() -> None:
 
 
 def last_of(item: Item, num_tokens: int) -> Item:
-    """The last tokens of a prompt, which are read sooner; all of it where an answer is replayed that quotes it."""
-    return item if item.answer is not None else replace(item, prompt=item.prompt[-num_tokens:])
+    """The last tokens of a prompt, which are read sooner, and of the answer that quotes it."""
+    answer = None if item.answer is None else item.answer[-num_tokens:]
+    return replace(item, prompt=item.prompt[-num_tokens:], answer=answer)
 
 
 def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, places: int) -> Queue:
