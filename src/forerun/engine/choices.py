@@ -15,6 +15,7 @@ from forerun.engine.arms import BEHIND, SPREAD, Arms, Way
 from forerun.engine.pass_costs import Alone, Beside
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
+SCATTER_PART = 0.25  # by this part of how far rounds are off, where they are not: estimates are of several rounds
 MANY = 5  # members, above which sets of some of them are not looked at
 
 Ways = Mapping[int, Way]
@@ -40,7 +41,7 @@ def favoring_plain(planned: Planned, scatter: float) -> float:
 
     The best of many noisy estimates is too high; that of plain is not.
     """
-    return planned.tokens_per_s * (1 if any(planned.choice) else 1 + max(FAVOR, scatter))
+    return planned.tokens_per_s * (1 if any(planned.choice) else 1 + max(FAVOR, SCATTER_PART * scatter))
 
 
 @dataclass(slots=True)
