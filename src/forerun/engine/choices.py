@@ -15,7 +15,7 @@ from forerun.engine.arms import BEHIND, SPREAD, Arms, Way
 from forerun.engine.pass_costs import Alone, Beside
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
-SCATTER_PART = 0.25  # by this part of how far rounds are off, where they are not: estimates are of several rounds
+ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
 MANY = 5  # members, above which sets of some of them are not looked at
 
 Ways = Mapping[int, Way]
@@ -41,7 +41,9 @@ def favoring_plain(planned: Planned, scatter: float) -> float:
 
     The best of many noisy estimates is too high; that of plain is not.
     """
-    return planned.tokens_per_s * (1 if any(planned.choice) else 1 + max(FAVOR, SCATTER_PART * scatter))
+    if any(planned.choice):
+        return planned.tokens_per_s
+    return planned.tokens_per_s * (1 + max(FAVOR, scatter if len(planned.choice) > 1 else ALONE * scatter))
 
 
 @dataclass(slots=True)
