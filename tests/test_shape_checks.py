@@ -1,4 +1,4 @@
-"""Wrong shapes are noticed at the first calls of every test, and among many calls before long."""
+"""Wrong shapes are noticed at the first call of every test, and among many calls before long."""
 
 import random
 from collections.abc import Sequence
