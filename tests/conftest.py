@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup() -> None:
-    """Shapes are checked in the first call of every test."""
+    """Shapes are checked in the first calls of every test."""
     shape_checks.next_test()
 
 

@@ -1,4 +1,4 @@
-"""Wrong shapes are noticed at the first call of every test, and among many calls before long."""
+"""Wrong shapes are noticed at the first calls of every test, and among many calls before long."""
 
 import random
 from collections.abc import Sequence
@@ -48,7 +48,6 @@ def test_the_package_is_checked() -> None:
 
 def test_dataclasses_are_checked_where_they_are_made() -> None:
     Pair(FLAT[0], FLAT[1])
-    next_test()
     with pytest.raises(TypeCheckError):
         Pair(FLAT[0], SQUARE[0])
 
@@ -60,7 +59,6 @@ def test_types_without_shapes_are_checked_and_the_random_state_stays() -> None:
     assert [longer("ab", count) for count in (1, 2)] == ["ab", "abab"]
     assert random.getstate() == before
     for wrong in (lambda: total(["a"], FLAT), lambda: longer("ab", "c"), lambda: longer(3, 2)):  # type: ignore[arg-type,list-item]
-        next_test()
         with pytest.raises((TypeCheckError, BeartypeCallHintViolation)):
             wrong()
 
