@@ -13,6 +13,12 @@ constexpr int64_t STRETCH_BLOCKS = 28;  // of a panel that several eights of row
 constexpr int EIGHT = 8;                // rows whose sums are kept while a panel's weights go by
 constexpr int AT_ONCE = REGISTER_BYTES == 32 ? 6 : PARTS == 1 ? EIGHT : 4;  // rows whose group sums fit the registers
 
+// How far ahead a panel is fetched. For a few rows, a processor with AVX-512 fetches it best by itself; one without has to
+// be told, a little before.
+constexpr int64_t panel_ahead_bytes(int num_rows) {
+  return num_rows > UNFETCHED_ROWS ? AHEAD_BYTES : REGISTER_BYTES == 32 ? 2048 : 0;
+}
+
 // The first or the last four of the eight inputs in a line, of some of its outputs: a byte each, 8 added to them.
 inline IntRegister halves(const char* line, int part, bool high) {
   const IntRegister bytes = *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
@@ -99,7 +105,7 @@ __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, R
   const char* x = rows.data + row * stride + first * WIDTH;
   const char* start = rows.data + row * stride + l.depth + first * BLOCK_GROUPS * 4;
   for (int64_t b = first; b < end; b++, block += BLOCK_BYTES, x += WIDTH, start += BLOCK_GROUPS * 4) {
-    for (int i = 0; i < BLOCK_LINES && R > UNFETCHED_ROWS; i++) fetch(block + AHEAD_BYTES + i * 64);
+    for (int i = 0; i < BLOCK_LINES && panel_ahead_bytes(R); i++) fetch(block + panel_ahead_bytes(R) + i * 64);
     for (int g = 0; g < BLOCK_GROUPS; g++) {
       const char *scales = block + g * LANES * 2, *line = block + 64 + g * GROUP * 8, *inputs = x + g * GROUP;
       add_group<FIRST>(scales, line, inputs, start + 4 * g, stride, sums);
