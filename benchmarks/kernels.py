@@ -1,27 +1,36 @@
 """What the compiled kernels bring: layers and passes against torch's operators and the memory limit, attention.
 
     python benchmarks/kernels.py [--isa avx2|avx512|amx] [--quantize int8|int4] [--only layers|passes|attention]
+        [--alone]
 
 Layers: three shapes in four formats, 1 to 512 rows, beside torch's packed operators in float32 and, where it has them,
 bfloat16. Many copies of a layer are multiplied in turn, so that weights come from memory. Passes over 1 to 512 tokens
 behind 300 of the widened pair and of the bundled draft model, both ways in one process by turns; medians. The limit is
-the weights over the bandwidth of a sum over 1 GB, the best of several. Attention: a stack of layers that is little
-else, over 4,000 tokens, against torch's attention on dense tensors.
+the weights over the bandwidth of a sum over 1 GB, the best of several. With AVX2 there is another, since few rows are
+enough for arithmetic to count there: the products over what the processor multiplies in registers (peaks.cpp). Both are
+measured again by turns with the passes, medians too; no kernel beats the longer of them. --alone leaves torch's
+operators out, which take minutes in 4 bits. Attention: a stack of layers that is little else, over 4,000 tokens,
+against torch's attention on dense tensors.
 """
 
 import argparse
+import ctypes
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from isa import add_isa, pin  # type: ignore[import-not-found]  # beside this file, which is run as a script
 from torch.nn import functional
 
-from forerun.config import QUANTIZATIONS
+from forerun.config import QUANTIZATIONS, KernelChoice
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
+from forerun.kernels.build import compiler
 from forerun.machine import Machine, bandwidth_bytes_per_s
 from forerun.models.bundled import DRAFT, TARGET
 from forerun.models.choice import has_bfloat16_linears
@@ -36,6 +45,8 @@ CONTEXT, REPEATS, FEW_REPEATS, MANY = 300, 21, 5, 64
 LONG, LAYERS = 4000, 8
 LAYER_ROWS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 512)
 SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))
+LOOPS = {None: 0, "int8": 1, "int4": 2}  # of peaks.cpp
+GIGABYTE = 1_000_000_000
 COLD_BYTES = 192 << 20  # of copies of a layer: more than caches hold
 
 
@@ -101,24 +112,46 @@ def read(runner: Runner, num_tokens: int) -> Callable[[], None]:
     return call
 
 
-def passes(name: str, title: str, bandwidth: float, quantize: str | None) -> None:
+def multiplier(quantize: str | None) -> Callable[[], float]:
+    """A loop of a few milliseconds that multiplies in registers, with AVX2, and returns how many products it made."""
+    with tempfile.TemporaryDirectory() as folder:
+        library, source = Path(folder) / "peaks.so", Path(__file__).with_name("peaks.cpp")
+        flags = ["-O2", "-march=x86-64-v3", "-fopenmp", "-fPIC", "-shared"]
+        subprocess.run([compiler(), *flags, str(source), "-o", str(library)], check=True)
+        multiply = ctypes.CDLL(str(library)).multiply
+    multiply.restype = ctypes.c_double
+    return partial(multiply, LOOPS[quantize], torch.get_num_threads())
+
+
+def passes(name: str, title: str, bandwidth: float, quantize: str | None, choices: tuple[KernelChoice, ...]) -> None:
     """One model's table, in the format that `--dtype auto` takes."""
     dtype = Blueprint.of(name, quantize=quantize).dtype
-    by_torch = Blueprint.of(name, quantize=quantize, kernels="torch")
-    plans = {"native": Blueprint.of(name, quantize=quantize, dtype=dtype, kernels="native"), "torch": by_torch}
+    plans = {
+        choice: Blueprint.of(name, quantize=quantize, dtype=None if choice == "torch" else dtype, kernels=choice)
+        for choice in choices
+    }
     runners = {choice: plan.load(1024) for choice, plan in plans.items()}
     for runner in runners.values():
         runner.read([Read(0, range(CONTEXT))])
         runner.keep([0], [range(CONTEXT)])
-    found: dict[str, float] = {}
+    limits: dict[str, Callable[[], object]] = {"read": torch.ones(GIGABYTE // 4).sum}
+    num_products = 0.0
+    if kernels_name("native", torch.bfloat16).startswith("AVX2"):
+        limits["multiply"] = multiply = multiplier(quantize)
+        num_products = multiply()
+    num_weights = Blueprint.of(name, dtype=torch.bfloat16).pass_bytes / 2
+    pass_bytes, first_s = plans["native"].pass_bytes, 0.0
     for n in ROWS:
-        calls = {f"{choice} {n}": read(runner, n) for choice, runner in runners.items()}
-        found |= alternating(calls, REPEATS if n < MANY else FEW_REPEATS)
-    limit_s = plans["native"].pass_bytes / bandwidth
-    for n in ROWS:
-        native, torch_s = found[f"native {n}"], found[f"torch {n}"]
-        ratios = torch_s / native, native / limit_s, native / found["native 1"]
-        print(f"| {title} | {n} | {native * 1e3:.2f} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+        calls = limits | {choice: read(runner, n) for choice, runner in runners.items()}
+        found = alternating(calls, REPEATS if n < MANY else FEW_REPEATS)
+        native, by_torch = found["native"], found.get("torch", float("nan"))
+        least_s = found["read"] * pass_bytes / GIGABYTE
+        if num_products:
+            least_s = max(least_s, found["multiply"] * n * num_weights / num_products)
+        first_s = first_s or native
+        ratios = by_torch / native, native * bandwidth / pass_bytes, native / least_s, native / first_s
+        cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"| {title} | {n} | {native * 1e3:.2f} | {cells} |", flush=True)
 
 
 def attention() -> None:
@@ -172,7 +205,7 @@ def read_few(runner: Runner, num_tokens: int) -> Callable[[], None]:
 
 
 @torch.inference_mode()
-def main(only: str | None, quantize: str | None) -> None:
+def main(only: str | None, quantize: str | None, alone: bool) -> None:
     here = Machine.here()
     bandwidth = max(bandwidth_bytes_per_s() for _ in range(3))
     name = kernels_name("native", torch.bfloat16)
@@ -180,13 +213,15 @@ def main(only: str | None, quantize: str | None) -> None:
     if only in (None, "layers"):
         layers(bandwidth)
     if only in (None, "passes"):
-        print("\n| model | tokens | ms | torch / kernels | over the memory limit | over 1 token |")
-        print("|---" * 6 + "|")
+        print(
+            "\n| model | tokens | ms | torch / kernels | over the memory limit | over the longer limit | over 1 token |"
+        )
+        print("|---" * 7 + "|")
         sizes = ((TARGET, TARGET_PARAMETERS, "0.51 B"), (DRAFT, DRAFT_PARAMETERS, "21 M"))
         wide = [(widen(name, num_parameters, None), title) for name, num_parameters, title in sizes]
         for model, title in (*wide, (DRAFT, "0.93 M")):
             bandwidth = max(bandwidth, bandwidth_bytes_per_s())
-            passes(model, title, bandwidth, quantize)
+            passes(model, title, bandwidth, quantize, ("native",) if alone else ("native", "torch"))
     if only in (None, "attention"):
         print(f"\n| queries, {LONG} tokens | µs per layer | over SDPA on dense tensors |\n|---|---|---|")
         attention()
@@ -197,6 +232,7 @@ if __name__ == "__main__":
     add_isa(parser)
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="of the passes (default: what the model is in)")
     parser.add_argument("--only", choices=["layers", "passes", "attention"], help="one table (default: all)")
+    parser.add_argument("--alone", action="store_true", help="passes: without torch's operators")
     given = parser.parse_args()
     pin(given.isa)
-    main(given.only, given.quantize)
+    main(given.only, given.quantize, given.alone)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
+from unittest.mock import patch
 
 import jaxtyping
-from beartype import beartype
+
+with patch.object(random, "getrandbits", random.Random(0).getrandbits):  # with this it chooses an item of a collection
+    from beartype import beartype
 
 FIRST = 4  # calls of a function in each test that are all checked
 EVERY = 61  # of the later calls one in so many: a prime, so that no pattern of calls hides one of its kinds for long
 
-check_all = jaxtyping.jaxtyped
+by_jaxtyping = jaxtyping.jaxtyped
 
 
 class Current:
@@ -30,7 +33,7 @@ class Current:
 
 def install(package: str) -> None:
     """Have the functions and dataclasses of a package that is not imported yet checked."""
-    assert jaxtyping.jaxtyped is check_all, "the checks are installed twice"
+    assert jaxtyping.jaxtyped is by_jaxtyping, "the checks are installed twice"
     jaxtyping.jaxtyped = lambda *, typechecker: checked_now_and_then
     jaxtyping.install_import_hook(package, "beartype.beartype")
 
@@ -75,31 +78,24 @@ def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_always(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, checked in every call; with jaxtyping, which takes longer, only where there are shapes."""
+    """The function, checked in every call. Where there are shapes, a letter stands for the same number in all of them.
+
+    A call is then a context of jaxtyping's. Its decorator does the same in twice the time, and is left what is hard.
+    """
     parts = [part for hint in function.__annotations__.values() for part in parts_of(hint)]
-    shaped = any(inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray) for part in parts)
-    unknown = any(isinstance(part, str) for part in parts) or inspect.isgeneratorfunction(function)
-    check = check_all(function, typechecker=beartype) if shaped or unknown else beartype(function)
-    return without_dice(check) if unknown or any(map(is_collection, parts)) else check
-
-
-def without_dice(check: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and the random state stays: of a collection one item is checked, which is chosen at random."""
+    shapes = [part.dim_str for part in parts if inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray)]
+    unknown = any(isinstance(part, str) for part in parts)
+    if unknown or inspect.isgeneratorfunction(function) or any("{" in shape for shape in shapes):
+        return by_jaxtyping(function, typechecker=beartype)
+    check = beartype(function)
+    if not shapes:
+        return check
 
     def call(*arguments: Any, **named: Any) -> Any:
-        state = random.getstate()
-        try:
+        with by_jaxtyping("context"):
             return check(*arguments, **named)
-        finally:
-            random.setstate(state)
 
     return call
-
-
-def is_collection(hint: Any) -> bool:
-    """Whether an annotation says what items are."""
-    origin = get_origin(hint)
-    return inspect.isclass(origin) and issubclass(origin, Collection)
 
 
 def parts_of(hint: Any) -> Iterator[Any]:

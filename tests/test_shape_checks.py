@@ -39,8 +39,20 @@ def longer(text: str, count: int) -> str:
     return text * count
 
 
+@checked_now_and_then
+def first(row: Float[Tensor, " n"], count: int) -> Float[Tensor, " {count}"]:
+    return row[:count]
+
+
+@checked_now_and_then
+def doubled(row: Float[Tensor, " n"], times: int, wrong: int = 0) -> Float[Tensor, " n"]:
+    """Twice as many numbers in every inner call."""
+    inner = doubled(torch.cat([row, row]), times - 1, wrong) if times else row
+    return inner[: len(row) + (wrong if times == 1 else 0)]
+
+
 def test_the_package_is_checked() -> None:
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         uniform(torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
     with unchecked(), pytest.raises(RuntimeError):
         uniform(torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
@@ -48,8 +60,21 @@ def test_the_package_is_checked() -> None:
 
 def test_dataclasses_are_checked_where_they_are_made() -> None:
     Pair(FLAT[0], FLAT[1])
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         Pair(FLAT[0], SQUARE[0])
+
+
+def test_a_letter_is_one_number_in_a_call_and_another_in_the_next() -> None:
+    assert len(doubled(FLAT[0], 2)) == 3
+    next_test()
+    with pytest.raises(BeartypeCallHintViolation, match="return"):
+        doubled(FLAT[0], 2, wrong=1)
+
+
+def test_a_number_may_be_an_argument() -> None:
+    assert first(FLAT[0], 2).shape == (2,)
+    with pytest.raises(TypeCheckError):
+        first(FLAT[0], 4)
 
 
 def test_types_without_shapes_are_checked_and_the_random_state_stays() -> None:
@@ -59,7 +84,7 @@ def test_types_without_shapes_are_checked_and_the_random_state_stays() -> None:
     assert [longer("ab", count) for count in (1, 2)] == ["ab", "abab"]
     assert random.getstate() == before
     for wrong in (lambda: total(["a"], FLAT), lambda: longer("ab", "c"), lambda: longer(3, 2)):  # type: ignore[arg-type,list-item]
-        with pytest.raises((TypeCheckError, BeartypeCallHintViolation)):
+        with pytest.raises(BeartypeCallHintViolation):
             wrong()
 
 
@@ -74,6 +99,6 @@ def noticed(matrix: Tensor) -> bool:
     """Whether the next call of `square` with this is checked."""
     try:
         square(matrix)
-    except TypeCheckError:
+    except BeartypeCallHintViolation:
         return True
     return False

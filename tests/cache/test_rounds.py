@@ -12,7 +12,6 @@ import torch
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache
 
-NUM_ROUNDS = 1000
 MAX_LEN = 120
 
 
@@ -124,12 +123,12 @@ class Rounds:
             assert torch.equal(self.cache.values[:, :, mine], fresh.values[:, :, : len(text)])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("seed", "num_tokens"), [(0, 320), (1, 1000)], ids=["short of memory", "roomy"])
-def test_a_thousand_ragged_rounds_equal_a_fresh_prefill(seed: int, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_rounds", [200, pytest.param(1000, marks=pytest.mark.full)])
+def test_ragged_rounds_equal_a_fresh_prefill(seed: int, num_tokens: int, num_rounds: int) -> None:
     rounds = Rounds(seed, num_tokens)
     memory = rounds.cache.keys.data_ptr(), rounds.cache.values.data_ptr(), rounds.cache.num_bytes
-    for number in range(NUM_ROUNDS):
+    for number in range(num_rounds):
         while len(rounds.texts) < 3 or (len(rounds.texts) < 6 and rounds.rng.random() < 0.3):
             known = rounds.next_id
             rounds.admit()
