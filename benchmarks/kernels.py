@@ -8,7 +8,7 @@ bfloat16. Many copies of a layer are multiplied in turn, so that weights come fr
 behind 300 of the widened pair and of the bundled draft model, both ways in one process by turns; medians. The limit is
 the weights over the bandwidth of a sum over 1 GB, the best of several. With AVX2 there is another, since few rows are
 enough for arithmetic to count there: the products over what the processor multiplies in registers (peaks.cpp). Both are
-measured again by turns with the passes, medians too; no kernel beats the longer of them. --alone leaves torch's
+measured again by turns with the passes, medians too; "both" is the longer of them. --alone leaves torch's
 operators out, which take minutes in 4 bits. Attention: a stack of layers that is little else, over 4,000 tokens,
 against torch's attention on dense tensors.
 """
@@ -16,7 +16,6 @@ against torch's attention on dense tensors.
 import argparse
 import ctypes
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from torch.nn import functional
 
 from forerun.config import QUANTIZATIONS, KernelChoice
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
-from forerun.kernels.build import compiler
+from forerun.kernels.build import NoKernels, attempt, compiler
 from forerun.machine import Machine, bandwidth_bytes_per_s
 from forerun.models.bundled import DRAFT, TARGET
 from forerun.models.choice import has_bfloat16_linears
@@ -113,11 +112,14 @@ def read(runner: Runner, num_tokens: int) -> Callable[[], None]:
 
 
 def multiplier(quantize: str | None) -> Callable[[], float]:
-    """A loop of a few milliseconds that multiplies in registers, with AVX2, and returns how many products it made."""
+    """A loop of a few milliseconds that multiplies in registers, with AVX2, and returns how many products it made.
+
+    Raises NoKernels where no compiler makes it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         library, source = Path(folder) / "peaks.so", Path(__file__).with_name("peaks.cpp")
         flags = ["-O2", "-march=x86-64-v3", "-fopenmp", "-fPIC", "-shared"]
-        subprocess.run([compiler(), *flags, str(source), "-o", str(library)], check=True)
+        attempt([compiler(), *flags, str(source), "-o", str(library)], library)
         multiply = ctypes.CDLL(str(library)).multiply
     multiply.restype = ctypes.c_double
     return partial(multiply, LOOPS[quantize], torch.get_num_threads())
@@ -137,21 +139,27 @@ def passes(name: str, title: str, bandwidth: float, quantize: str | None, choice
     limits: dict[str, Callable[[], object]] = {"read": torch.ones(GIGABYTE // 4).sum}
     num_products = 0.0
     if kernels_name("native", torch.bfloat16).startswith("AVX2"):
-        limits["multiply"] = multiply = multiplier(quantize)
-        num_products = multiply()
-    num_weights = Blueprint.of(name, dtype=torch.bfloat16).pass_bytes / 2
+        try:
+            limits["multiply"] = multiply = multiplier(quantize)
+            num_products = multiply()
+        except NoKernels as missing:
+            print(f"Without the limit of arithmetic: {missing}")
+    config = plans["native"].config
+    num_weights, num_head = Blueprint.of(name, dtype=torch.bfloat16).pass_bytes / 2, config.vocab_size * config.hidden
     pass_bytes, first_s = plans["native"].pass_bytes, 0.0
+    format_name = quantize or str(dtype).removeprefix("torch.")
     for n in ROWS:
         calls = limits | {choice: read(runner, n) for choice, runner in runners.items()}
         found = alternating(calls, REPEATS if n < MANY else FEW_REPEATS)
         native, by_torch = found["native"], found.get("torch", float("nan"))
         least_s = found["read"] * pass_bytes / GIGABYTE
         if num_products:
-            least_s = max(least_s, found["multiply"] * n * num_weights / num_products)
+            products = n * (num_weights - num_head) + min(n, MANY) * num_head
+            least_s = max(least_s, found["multiply"] * products / num_products)
         first_s = first_s or native
         ratios = by_torch / native, native * bandwidth / pass_bytes, native / least_s, native / first_s
         cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"| {title} | {n} | {native * 1e3:.2f} | {cells} |", flush=True)
+        print(f"| {title}, {format_name} | {n} | {native * 1e3:.2f} | {cells} |", flush=True)
 
 
 def attention() -> None:

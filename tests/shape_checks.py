@@ -22,6 +22,8 @@ with patch.object(random, "getrandbits", random.Random(0).getrandbits):  # with 
 FIRST = 4  # calls of a function in each test that are all checked
 EVERY = 61  # of the later calls one in so many: a prime, so that no pattern of calls hides one of its kinds for long
 
+ENDS_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+
 by_jaxtyping = jaxtyping.jaxtyped
 
 
@@ -84,8 +86,8 @@ def checked_always(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     parts = [part for hint in function.__annotations__.values() for part in parts_of(hint)]
     shapes = [part.dim_str for part in parts if inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray)]
-    unknown = any(isinstance(part, str) for part in parts)
-    if unknown or inspect.isgeneratorfunction(function) or any("{" in shape for shape in shapes):
+    unknown = any(isinstance(part, str) for part in parts) or any("{" in shape for shape in shapes)
+    if unknown or any(ends_later(function) for ends_later in ENDS_LATER):
         return by_jaxtyping(function, typechecker=beartype)
     check = beartype(function)
     if not shapes:

@@ -1,4 +1,4 @@
-"""After a thousand rounds of ragged acceptance the cache equals one rebuilt from the committed tokens.
+"""After hundreds of rounds of ragged acceptance the cache equals one rebuilt from the committed tokens.
 
 A toy layer stands in for a model: what it writes into a token's slot depends on all tokens before it, read back from
 the cache. One wrong slot, once, and everything behind it differs to the end.

@@ -85,7 +85,7 @@ def ran(llm: LLM, batch: int, temperature: float, depth: int) -> RowsTape:
     return tape
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm: LLM, temperature: float) -> None:
     texts = piloted(llm, 1, temperature)
@@ -99,7 +99,7 @@ def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm
         assert found.num_decoded == tape.num_decoded
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("chunk_tokens", [512, 5])
 def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if llm.arms == ("suffix",):

@@ -32,7 +32,7 @@ constexpr int BLOCK_LINES = 1 + WIDTH / 8;  // of int4: scales of two groups, th
 constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: rows a power of two apart would share places in a cache
 constexpr int64_t HUGE_PAGE = 2 << 20;
 constexpr int64_t AHEAD_BYTES = 8192;  // of weights that are fetched before a product comes to them
-constexpr int UNFETCHED_ROWS = 3;  // at most, memory is all that counts: fetching then only delays what the processor does
+constexpr int UNFETCHED_ROWS = 3;  // at most, memory is all that counts: fetching so early delays what the processor does
 
 inline bool has_amx() {  // the system must grant the tiles' registers to a process
 #if defined(FORERUN_AMX)
