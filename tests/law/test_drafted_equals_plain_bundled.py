@@ -105,10 +105,11 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
     ],
 )
 def test_a_sample(dtype: str, wish: Speculation) -> None:
-    chosen, bench = [part_of(0)[i] for i in (4, 8, 9)], bench_of(dtype)  # two of them end before borders
+    slow = "by torch" in dtype  # one for each border among them, or for the second
+    chosen, bench = part_of(0)[8 if slow else 4 : 10], bench_of(dtype)
     got = decode(bench, chosen, wish, drafter_of(DRAFT, dtype), max_num_seqs=5, chunk_tokens=77)
     assert got.answers == decode_plain(bench, chosen)
-    assert 15 < got.stats.num_accepted < got.stats.num_drafted
+    assert 30 < got.stats.num_accepted < got.stats.num_drafted
 
 
 @pytest.mark.full
