@@ -31,8 +31,13 @@ SYNONYMS = {  # names that spelling alone does not lead to ours
 }
 
 
+LONGEST = 64  # of a name that may be a misspelt one; comparing takes time that grows with its length
+
+
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that was probably meant by another one; None where nothing is near."""
     if SYNONYMS.get(name) in known:
         return SYNONYMS[name]
+    if len(name) > LONGEST:
+        return None
     return next(iter(difflib.get_close_matches(name, known, 1)), None)

@@ -50,7 +50,7 @@ def test_refusals(prompt: str | list[int], params: dict[str, object], wish: obje
 def test_prompts_end_before_the_context_does() -> None:
     assert maker().sequences(Request.of([1] * 5, SamplingParams(max_tokens=None)))[0].room == 1
     for length in (6, 7):
-        with pytest.raises(PromptTooLong, match=f"{length} tokens leave no room in a context of 6"):
+        with pytest.raises(PromptTooLong, match=f"context length is 6 tokens, and {length} of the prompt"):
             maker().sequences(Request.of([1] * length, SamplingParams()))
 
 

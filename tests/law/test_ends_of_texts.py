@@ -263,7 +263,7 @@ def test_the_context_limit(draft: str, temperature: float) -> None:
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     for length in (CONTEXT, CONTEXT + 1, 3000):
-        with pytest.raises(PromptTooLong, match=f"prompt: {length} tokens leave no room in a context of 512"):
+        with pytest.raises(PromptTooLong, match=f"maximum context length is 512 tokens, and {length} of"):
             plain().generate([(long_text() * 6)[:length]])
 
 

@@ -295,7 +295,7 @@ def test_nothing_of_a_prompt_is_in_the_log_unless_asked(
         with server.http() as http:
             http.post("/v1/completions", content=b'{"zebrafish', headers={"content-type": "application/json"})
         with monkeypatch.context() as patch:
-            patch.setattr("forerun.serve.service.asked_of", lambda body, *_: int(body["prompt"]))
+            patch.setattr("forerun.serve.service.prepared", lambda body, *_: int(body["prompt"]))
             assert server.post("/v1/completions", prompt="zebrafish").json()["error"]["code"] == "internal_error"
 
     with caplog.at_level(logging.DEBUG), drafting() as llm:

@@ -10,6 +10,8 @@ import pytest
 
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
+from forerun.serve import schema, structured
+from forerun.serve.body import served_fields
 from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningTags
 from forerun.serve.structured import constraining, form_of
@@ -37,6 +39,8 @@ def server() -> Iterator[Running]:
         ({"response_format": FORMAT}, Grammar.json(SCHEMA)),
         ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
         ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Grammar.json(SCHEMA)),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, Grammar.json(SCHEMA)),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}, Grammar.json(SCHEMA)),
         ({"text": {"verbosity": "medium"}}, None),
         ({"text": {}}, None),
@@ -64,7 +68,16 @@ def test_fields_stand_for_grammars(given: dict[str, Any], grammar: Grammar | Non
 @pytest.mark.parametrize(
     ("given", "field", "why"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "there is no schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "there is no schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema", "no schema"),
+        (
+            {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {}}},
+            "response_format.json_schema",
+            "another schema",
+        ),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "nothing about a text"),
+        ({"response_format": {"type": "json_object", "schma": {}}}, "response_format.schma", "did you mean 'schema'"),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema", "no object"),
         ({"response_format": {"type": "xml"}}, "response_format", "not served here"),
         ({"response_format": "json"}, "response_format", "not served here"),
         (
@@ -74,10 +87,15 @@ def test_fields_stand_for_grammars(given: dict[str, Any], grammar: Grammar | Non
         ),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "there is no schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "in the prompt"),
-        ({"text": {"other": 1}}, "text", "not an object with a format"),
+        ({"text": {"other": 1}}, "text.other", "text has no field"),
+        ({"text": 1}, "text", "not an object with a format"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not served here"),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "is not served here: use one of json, regex",
+        ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "list of strings"),
         ({"guided_regex": 3}, "guided_regex", "must be a string"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "leave out one"),
@@ -85,8 +103,12 @@ def test_fields_stand_for_grammars(given: dict[str, Any], grammar: Grammar | Non
 )
 def test_mistakes_name_their_field(given: dict[str, Any], field: str, why: str) -> None:
     with pytest.raises(ApiError, match=why) as refusal:
-        form_of(given)
+        form_of(served_fields(given, "responses" if "text" in given else "chat"))
     assert refusal.value.param == field
+
+
+def test_the_table_of_names_has_every_form() -> None:
+    assert tuple(structured.FORMS) == schema.FORMS
 
 
 def test_what_cannot_be_compiled_names_its_field_and_reasoning_comes_first() -> None:

@@ -157,5 +157,7 @@ class Requests:
         """Raise PromptTooLong where a prompt of so many tokens leaves no room for a single new one."""
         if num_tokens >= self.max_length:
             raise PromptTooLong(
-                "prompt", f"{num_tokens} tokens leave no room in a context of {self.max_length}: shorten it."
+                "prompt",
+                f"this model's maximum context length is {self.max_length} tokens, and {num_tokens} of the prompt "
+                "leave no room for an answer: shorten it.",
             )

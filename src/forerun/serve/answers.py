@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +22,7 @@ from forerun.output import Answers, CompletionOutput, RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.serve.asking import Asked
 from forerun.serve.drafts import draft_object
+from forerun.serve.echo import PromptEcho
 from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningSplitter, TokenCounter
 from forerun.serve.spelled import OffsetCounter, TokenTexts, chat_entries, completion_lists, prompt_entries
@@ -71,6 +73,7 @@ class AnswerWriter:
     callers: dict[int, CallSplitter] = field(default_factory=dict)  # by choice
     named = False
     num_rounds: Counter[int] = field(default_factory=Counter)  # told so far, by choice
+    echoes: dict[int, PromptEcho] = field(default_factory=dict)  # by prompt
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -120,7 +123,37 @@ class AnswerWriter:
                 choice["message"]["reasoning_content"] = parts["reasoning"] or None
         else:
             choice |= {"text": sample.text, **self.of_prompt(result)}
-        return choice | self.details(index, sample.logprobs, sample.token_ids)
+        if self.asked.only_prompt:
+            choice |= {"text": "", "finish_reason": "length", "stop_reason": None}
+            details = self.details(index, (), ())
+        else:
+            details = self.details(index, sample.logprobs, sample.token_ids)
+        if self.asked.echo:
+            choice["text"] = self.echo_of(index).text + choice["text"]
+            if details["logprobs"] is not None:
+                details["logprobs"] = self.with_prompt(index, result.prompt_logprobs, details["logprobs"])
+        return choice | details
+
+    def echo_of(self, index: int) -> PromptEcho:
+        """The prompt of a choice, as the beginning of its text."""
+        number = index // self.asked.n
+        if number not in self.echoes:
+            request, samples = self.answers.requests[number]
+            ids, skip = samples[0].tokens[: samples[0].num_prompt], samples[0].params.skip_special_tokens
+            self.echoes[number] = PromptEcho.of(request.prompt, ids, self.texts.tokenizer, skip)
+        return self.echoes[number]
+
+    def with_prompt(self, index: int, prompt: Seq[TokenLogprobs], lists: Mapping[str, Any]) -> dict[str, Any]:
+        """The log-probabilities of a completion, behind those of its prompt, whose first token has none."""
+        echo, (_, samples) = self.echo_of(index), self.answers.requests[index // self.asked.n]
+        own = completion_lists(prompt, self.texts, OffsetCounter())
+        first = self.texts.text_of(samples[0].tokens[0])
+        return {
+            "tokens": [first, *own["tokens"], *lists["tokens"]],
+            "token_logprobs": [None, *own["token_logprobs"], *lists["token_logprobs"]],
+            "top_logprobs": [None, *own["top_logprobs"], *lists["top_logprobs"]],
+            "text_offset": [*echo.offsets, *lists["text_offset"]],
+        }
 
     def details(self, index: int, logprobs: Seq[TokenLogprobs], tokens: Seq[int]) -> dict[str, Any]:
         """Log-probabilities, null where they were not asked for, and token ids where they were."""
@@ -130,7 +163,8 @@ class AnswerWriter:
             if self.chat:
                 own["logprobs"] = {"content": chat_entries(logprobs, self.texts), "refusal": None}
             else:
-                offsets = self.offsets.setdefault(index, OffsetCounter())
+                first = len(self.echo_of(index).text) if self.asked.echo else 0
+                offsets = self.offsets.setdefault(index, OffsetCounter(first))
                 own["logprobs"] = completion_lists(logprobs, self.texts, offsets)
         if self.asked.return_token_ids:
             own["token_ids"] = list(tokens)
@@ -155,7 +189,8 @@ class AnswerWriter:
             self.begun.add(index)
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             found.append(self.chunk([first | {"logprobs": None}]))
-        details = self.details(index, delta.logprobs, delta.token_ids)
+        nothing = self.asked.only_prompt
+        details = self.details(index, () if nothing else delta.logprobs, () if nothing else delta.token_ids)
         if delta.draft is not None:
             self.num_rounds[index] += 1
             details["draft"] = draft_object(delta, self.num_rounds[index], self.asked.arms, self.texts)
@@ -163,16 +198,21 @@ class AnswerWriter:
         if not (any(shown.values()) or delta.finish_reason or told):
             return found
         called = self.chat and delta.finish_reason == "stop" and self.callers[index].num_calls
-        choice: dict[str, Any] = {"index": index, "finish_reason": CALLS if called else delta.finish_reason}
+        reason = "length" if nothing and delta.finish_reason else delta.finish_reason
+        choice: dict[str, Any] = {"index": index, "finish_reason": CALLS if called else reason}
         choice |= {"delta": shown} if self.chat else shown
         if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
+            choice["stop_reason"] = None if nothing else delta.stop_reason
         return [*found, self.chunk([choice | details])]
 
     def shown(self, index: int, delta: Delta) -> dict[str, Any]:
         """The text and the calls that a delta adds to a choice, by the fields that they belong to."""
         if not self.chat:
-            return {"text": delta.text}
+            text = "" if self.asked.only_prompt else delta.text
+            if self.asked.echo and index not in self.begun:
+                self.begun.add(index)
+                text = self.echo_of(index).text + text
+            return {"text": text}
         splitter = self.splitters.setdefault(index, ReasoningSplitter(self.asked.reasoning))
         parts = splitter.feed(delta.text) + (splitter.close() if delta.finish_reason else [])
         texts = {kind: "".join(text for each, text in parts if each == kind) for kind, _ in parts}
@@ -193,6 +233,8 @@ class AnswerWriter:
     def chunk(self, choices: Seq[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """One chunk; it has a usage, or null for it, where a usage was asked for."""
         own = self.head(chunk=True) | {"choices": list(choices)}
+        if self.asked.continuous_usage and usage is None:
+            usage = self.token_counts()
         return own | {"usage": usage} if self.asked.include_usage else own
 
     def last_chunks(self) -> list[dict[str, Any]]:
@@ -210,18 +252,24 @@ class AnswerWriter:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all answers; and what became of the guesses."""
-        num_prompt = sum(samples[0].num_prompt for _, samples in self.answers.requests)
-        num_output = sum(sequence.num_output for sequence in self.answers.sequences)
         own = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
+            **self.token_counts(),
             "prompt_tokens_details": {"cached_tokens": num_cached(self.answers)},
             "speculation": speculation_object(counts_of(self.answers)),
         }
         if self.asked.reasoning is not None:
             own["completion_tokens_details"] = {"reasoning_tokens": num_reasoning(self.asked, self.answers, self.texts)}
         return own
+
+    def token_counts(self) -> dict[str, Any]:
+        """Tokens of the prompts, each counted once, and of all answers so far."""
+        num_prompt = sum(samples[0].num_prompt for _, samples in self.answers.requests)
+        num_output = 0 if self.asked.only_prompt else sum(sequence.num_output for sequence in self.answers.sequences)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
 
 
 def num_cached(answers: Answers) -> int:

@@ -6,25 +6,26 @@ values themselves.
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun.config import Speculation
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown, whole
 from forerun.llm import LLM
 from forerun.messages import ChatOptions
-from forerun.near import nearest
+from forerun.output import Answers
 from forerun.request import Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
-from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, ApiError, refused
-from forerun.serve.reasoning import ReasoningTags, reasoning_tags
+from forerun.serve.body import NameCheck, served_fields, served_members
+from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, refused
+from forerun.serve.reasoning import ReasoningTags, reasoning_tags, reasons
 from forerun.serve.response_input import input_messages, input_tools, response_logprobs
-from forerun.serve.schema import SAMPLING, TEMPLATE, Endpoint, served_fields
+from forerun.serve.schema import MESSAGE, SAMPLING, SERVED, TEMPLATE, Endpoint
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE
 from forerun.serve.structured import constraining, form_of
 from forerun.serve.tools import ToolUse, tool_list, tools_of, with_objects
@@ -33,8 +34,9 @@ from forerun.shape import StaticTree
 MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
 SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number exactly
 LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
-STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the latter hides sizes of chunks, not the text
+PROMPTS = ("prompt", "messages", "input")  # the fields that a prompt comes from
 MOST_CHAT_LOGPROBS = 128
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Asked:
 
     `limit_field` is the field that says how many tokens an answer may have, if one does. `reasoning` are the tags of
     its reasoning, which is told if `include_reasoning` says so; `tools` are the functions that it may call. `body`
-    is what was sent, for answers that repeat it, and `arms` are the names of what drafts.
+    is what was sent, for answers that repeat it, and `arms` are the names of what drafts. With `echo` a completion
+    begins with its prompt; with `only_prompt` it is the prompt alone, and the one token behind it is not told.
     """
 
     endpoint: Endpoint
@@ -56,7 +59,10 @@ class Asked:
     include_reasoning: bool = True
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     return_token_ids: bool = False
+    echo: bool = False
+    only_prompt: bool = False
     arms: Seq[str] = ()
     body: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,29 +72,25 @@ class Asked:
         return self.n * len(self.requests)
 
 
-def parsed_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises the ApiError for 400 for anything else."""
+def prepared(
+    body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, lenient: bool = False
+) -> tuple[Asked, Answers]:
+    """What a body asks for, and its sequences; nothing runs yet. Raises InvalidRequest or ApiError, naming a field."""
+    with prompt_named(body):
+        asked = asked_of(body, endpoint, llm, tenant, lenient)
+        answers = llm.ask(asked.requests)
+    require_room(asked, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
+    return asked, answers
 
-    def no_number(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise ValueError(f"{shown(name)} is there twice")
-        return found
-
+@contextmanager
+def prompt_named(body: Mapping[str, Any]) -> Iterator[None]:
+    """Within it a prompt that is too long is answered with 400 and the name of the body's own field."""
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=no_number, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-        if isinstance(error, UnicodeDecodeError):
-            why = f"byte {error.start} is not UTF-8"
-        raise ApiError(400, f"the body is not JSON in UTF-8 ({why}).", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
-    return body
+        yield
+    except PromptTooLong as error:
+        name = next((name for name in PROMPTS if body.get(name) is not None), error.field)
+        raise refused(name, str(error).replace(error.field, name, 1), TOO_MANY_TOKENS) from error
 
 
 def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, lenient: bool = False) -> Asked:
@@ -96,19 +98,21 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     given = served_fields(body, endpoint, lenient)
     if endpoint == "responses":
         given = {**given, "messages": input_messages(given), **input_tools(given)}
-    stream = switch(given, "stream")
+    stream, options = stream_of(given)
     params = params_of(given, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
-        raise refused("prompt_logprobs", "prompt_logprobs: a stream has none; leave out one of both.")
+        name = "prompt_logprobs" if "prompt_logprobs" in given else "echo"
+        raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of both.")
     wish = wish_of(given.get("speculation"))
     tools = None if endpoint == "completions" else tools_of(given, template_of(given).source(llm.tokenizer))
     if tools is not None and endpoint == "responses" and params.logprobs is not None:
         field = "top_logprobs" if "top_logprobs" in given else "include"
         problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
         raise refused(field, f"{field}: {problem}.", "unsupported_parameter")
-    requests, reasoning = (completion_requests if endpoint == "completions" else chat_requests)(
-        given, params, wish, tenant, llm
-    )
+    if endpoint == "completions":
+        requests, reasoning = completion_requests(given, params, wish, tenant, llm), None
+    else:
+        requests, reasoning = chat_requests(given, params, wish, tenant, llm, lenient)
     if switch(given, "draft_details"):
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")
@@ -124,8 +128,11 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         tools=tools,
         include_reasoning=switch(given, "include_reasoning", True),
         stream=stream,
-        include_usage=usage_wanted(given.get("stream_options"), stream),
+        include_usage=switch(options, "include_usage") or switch(options, "continuous_usage_stats"),
+        continuous_usage=switch(options, "continuous_usage_stats"),
         return_token_ids=switch(given, "return_token_ids"),
+        echo=switch(given, "echo"),
+        only_prompt=asks_for_nothing(given, endpoint),
         arms=llm.arms,
         body=body,
     )
@@ -167,8 +174,8 @@ def require_room(asked: Asked, prompt_lengths: Seq[int], room: int) -> None:
     if longest + params.max_tokens > room:
         raise refused(
             asked.limit_field,
-            f"{asked.limit_field}: {longest} tokens of the prompt and {params.max_tokens} of the answer are more than "
-            f"the {room} of the context: ask for at most {room - longest}, or leave it out.",
+            f"{asked.limit_field}: this model's maximum context length is {room} tokens, and {longest} of the prompt "
+            f"with {params.max_tokens} of the answer are more: ask for at most {room - longest}, or leave it out.",
             TOO_MANY_TOKENS,
         )
 
@@ -186,23 +193,42 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
         raise refused("max_tokens", "max_tokens: max_completion_tokens says otherwise; use that one alone.")
     own = llm.generation_defaults.max_tokens
     values["max_tokens"] = limits[0] if limits else own or (MAX_TOKENS if endpoint == "completions" else None)
+    if asks_for_nothing(given, endpoint):
+        values["max_tokens"] = 1  # no round gives less; it is not told
     if "logit_bias" in given:
         values["logit_bias"] = biases(given["logit_bias"])
     values["logprobs"] = LOGPROBS[endpoint](given)
+    echoed = values["logprobs"] if switch(given, "echo") else None
+    if echoed is not None and values.setdefault("prompt_logprobs", echoed) != echoed:
+        raise refused("prompt_logprobs", "prompt_logprobs: logprobs with echo say otherwise; use one of both.")
+    best = given.get("best_of")
+    if best is not None and (isinstance(best, bool) or best != given.get("n", 1)):
+        problem = f"best_of: {shown(best)} is not served here: use n and choose by log-probability."
+        raise refused("best_of", problem, "unsupported_parameter")
     try:
         return replace(defaults, **values)
     except InvalidRequest as error:
         renamed = {"max_tokens": LIMITS[:2], "logprobs": ("top_logprobs",)}.get(error.field, ())
         for name in renamed:
             if name in given:
-                raise refused(name, f"{name} as {error}") from error
+                raise refused(name, str(error).replace(error.field, name, 1)) from error
         raise
+
+
+def asks_for_nothing(given: Mapping[str, Any], endpoint: Endpoint) -> bool:
+    """Whether a completion is to have no token but those of the prompt that it repeats."""
+    limit = given.get("max_tokens")
+    if endpoint != "completions" or isinstance(limit, bool) or limit != 0:
+        return False
+    if not switch(given, "echo"):
+        raise refused("max_tokens", "max_tokens: 0 leaves no answer: ask for 1 or more, or for the prompt with echo.")
+    return True
 
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
     """How many alternatives are wanted; None for no log-probabilities."""
     wanted, top = switch(given, "logprobs"), given.get("top_logprobs")
-    if top is not None and not wanted:
+    if top and not wanted:
         raise refused("top_logprobs", "top_logprobs: it needs logprobs: true.")
     if top is not None:
         top = whole("top_logprobs", top, f"use a number up to {MOST_CHAT_LOGPROBS}", 0, MOST_CHAT_LOGPROBS)
@@ -221,7 +247,7 @@ def biases(value: object) -> dict[int, Any]:
     if not isinstance(value, dict):
         raise refused("logit_bias", f"logit_bias: {shown(value)} is no object from token ids to numbers.")
     for key in value:
-        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+        if not (key.isascii() and key.isdecimal() and len(key) < 20 and (key == "0" or key[0] != "0")):
             raise refused("logit_bias", f"logit_bias: {shown(key)} is not a token id.")
     return {int(key): bias for key, bias in value.items()}
 
@@ -232,12 +258,6 @@ def wish_of(value: object) -> Wish:
         if value is not None and not isinstance(value, bool | int | str):
             raise refused("speculation", f"speculation: {shown(value)} is no depth, true, false, or an object.")
         return value
-    names = [each.name for each in fields(Speculation)]
-    for name in value:
-        if name not in names:
-            near = nearest(name, names)
-            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(names)}."
-            raise refused(f"speculation.{name}", f"speculation has no field {shown(name)}: {hint}", "unknown_parameter")
     if not isinstance(value.get("auto", False), bool):
         raise refused("speculation.auto", "speculation.auto: use true or false.")
     tree = value.get("tree")
@@ -246,8 +266,8 @@ def wish_of(value: object) -> Wish:
 
 def completion_requests(
     given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM
-) -> tuple[Seq[Request], None]:
-    """One request for each prompt: text, or token ids, or a list of either. None of it is taken for reasoning."""
+) -> Seq[Request]:
+    """One request for each prompt: text, or token ids, or a list of either."""
     prompt = given.get("prompt")
     if prompt is None:
         raise refused("prompt", "prompt: there is none: give text or token ids.", MISSING)
@@ -262,7 +282,7 @@ def completion_requests(
             raise refused("prompt", f"prompt: {shown(each)} is no text and no list of token ids.")
     requests = requests_of(prompts, params, wish, tenant)
     special = switch(given, "add_special_tokens", True)
-    return requests if special else [without_special(each, llm) for each in requests], None
+    return requests if special else [without_special(each, llm) for each in requests]
 
 
 def without_special(request: Request, llm: LLM) -> Request:
@@ -274,10 +294,11 @@ def without_special(request: Request, llm: LLM) -> Request:
 
 
 def chat_requests(
-    given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM
+    given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM, lenient: bool
 ) -> tuple[Seq[Request], ReasoningTags | None]:
     """The request for a conversation, and the tags of its answer's reasoning."""
-    messages, options = messages_of(given), template_of(given)
+    options = with_effort(template_of(given), given, llm)
+    messages = messages_of(given, options.source(llm.tokenizer), lenient)
     try:
         prompt = llm.chat_prompt(messages, options)
     except InvalidRequest as error:
@@ -292,8 +313,33 @@ def chat_requests(
     return [request], tags
 
 
-def messages_of(given: Mapping[str, Any]) -> list[Any]:
-    """The messages of a body, of which there must be some."""
+def with_effort(options: ChatOptions, given: Mapping[str, Any], llm: LLM) -> ChatOptions:
+    """The options of a template with how much its model is to reason, where the body says so and the template can."""
+    reasoning = given.get("reasoning", {})
+    if not isinstance(reasoning, dict):
+        raise refused("reasoning", f"reasoning: {shown(reasoning)} is no object with an effort.")
+    name = "reasoning.effort" if reasoning else "reasoning_effort"
+    effort = reasoning.get("effort", given.get("reasoning_effort"))
+    if effort is None:
+        return options
+    if effort not in EFFORTS:
+        raise refused(name, f"{name}: {shown(effort)} is none of {', '.join(EFFORTS)}.")
+    source, extra = options.source(llm.tokenizer), dict[str, Any]()
+    if "reasoning_effort" in source:
+        extra = {"reasoning_effort": effort}
+    elif effort == "none" and "enable_thinking" in source:
+        extra = {"enable_thinking": False}
+    elif effort != "none" or reasons(source):
+        problem = f"{name}: the chat template has no efforts, so {shown(effort)} is not served"
+        raise refused(name, f"{problem}: leave it out, or say it in chat_template_kwargs.", "unsupported_parameter")
+    return replace(options, chat_template_kwargs=extra | dict(options.chat_template_kwargs))
+
+
+def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[Any]:
+    """The messages of a body, of which there must be some, with the fields that are served or that the template reads.
+
+    Raises the ApiError for 400 for a message with another field; with `lenient` the field is left out.
+    """
     messages = given.get("messages")
     if messages is None:
         raise refused("messages", "messages: there are none: give a list of them.", MISSING)
@@ -302,7 +348,12 @@ def messages_of(given: Mapping[str, Any]) -> list[Any]:
     for message in messages:
         if not isinstance(message, dict):
             raise refused("messages", f"messages: {shown(message)} is no object with a role and a content.")
-    return with_objects(messages)
+    names = {name for message in messages for name in message}
+    idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
+    known, check = {**MESSAGE, **{name: SERVED for name in idle if name in template}}, NameCheck(lenient)
+    kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
+    check.tell()
+    return with_objects(kept)
 
 
 def template_of(given: Mapping[str, Any]) -> ChatOptions:
@@ -323,18 +374,12 @@ def template_of(given: Mapping[str, Any]) -> ChatOptions:
     )
 
 
-def usage_wanted(options: object, stream: bool) -> bool:
-    """Whether a stream ends with a chunk of its usage."""
-    if options is None:
-        return False
-    if not stream or not isinstance(options, dict):
+def stream_of(given: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
+    """Whether the answer is a stream, and the options of one."""
+    stream, options = switch(given, "stream"), given.get("stream_options", {})
+    if not isinstance(options, dict) or (options and not stream):
         raise refused("stream_options", "stream_options: it is an object, and goes with stream: true alone.")
-    for name in options:
-        if name not in STREAM_OPTIONS:
-            raise refused(
-                f"stream_options.{name}", f"stream_options has no field {shown(name)} here.", "unknown_parameter"
-            )
-    return switch(options, "include_usage")
+    return stream, options
 
 
 def switch(given: Mapping[str, Any], name: str, default: bool = False) -> bool:

@@ -19,6 +19,7 @@ from forerun.errors import (
     TokenizerError,
     UnknownKeyword,
 )
+from forerun.fields import short
 
 MISTAKE_OF_CALLER, FAULT_OF_SERVER = "invalid_request_error", "server_error"
 INTERNAL = "the server met an error that it was not prepared for; its log says which. Other requests go on."
@@ -54,7 +55,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.code = code
-        self.param = param
+        self.param = None if param is None else short(param)
         self.kind = kind
         self.retry_s = retry_s
         self.allow = allow

@@ -33,6 +33,11 @@ class ReasoningTags:
 TAGS = (ReasoningTags("<think>", "</think>"),)  # of Qwen, DeepSeek and most others
 
 
+def reasons(template: str) -> bool:
+    """Whether answers to this template's prompts may begin with reasoning."""
+    return any(tags.closing in template for tags in TAGS)
+
+
 def reasoning_tags(template: str, prompt: str, continued: str | None = None) -> ReasoningTags | None:
     """The tags of an answer to `prompt`, as this template wrote it; None where the answer has no reasoning.
 

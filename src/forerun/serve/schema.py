@@ -1,38 +1,36 @@
 """The fields of request bodies: one table of all names that OpenAI's specification and vLLM's server have.
 
-Each name is in one of three classes. SERVED has its effect. IDLE is accepted without effect, because it cannot change
-the text. UNSERVED would change the text, or ask for something else that is not built: it is refused, unless its value
-asks for what is done anyway. Any other name is unknown, and refused too.
+`body.py` reads bodies by this table. Each name is in one of three classes. SERVED has its effect. IDLE is accepted
+without effect, because it cannot change the text. UNSERVED would change the text, or ask for something else that is
+not built: it is refused, unless its value asks for what is done anyway. Any other name is unknown, and refused too.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
-from forerun.limits import shown
-from forerun.near import nearest
-from forerun.serve.problems import refused
+from forerun.config import Speculation
 
 Endpoint = Literal["completions", "chat", "responses", "tokenize", "detokenize"]
 FieldClass = Literal["served", "idle", "unserved"]
 TEXT_ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat", "responses")
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class BodyField:
     """A field of a body. `harmless` are the values of an UNSERVED one that ask for what is done anyway; null always is.
 
-    `answer` says what to do instead.
+    `answer` says what to do instead. `members` are the fields that an object under this name may have, or each object
+    of a list; None where the names are the caller's own.
     """
 
     kind: FieldClass
     harmless: tuple[object, ...] = ()
     answer: str = "leave it out"
     endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS
+    members: Mapping[str, BodyField] | None = None
 
     def accepts(self, value: object) -> bool:
         """Whether the value asks for nothing that is not done here."""
@@ -56,6 +54,55 @@ def _not(*harmless: object, answer: str = "leave it out", only: tuple[Endpoint, 
     return BodyField("unserved", harmless, answer, only)
 
 
+def _object(members: Mapping[str, BodyField], endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS) -> BodyField:
+    """A served field whose objects have these members."""
+    return BodyField("served", endpoints=endpoints, members=members)
+
+
+SERVED, IDLE = BodyField("served"), BodyField("idle")
+SCHEMA = {"name": IDLE, "description": IDLE, "schema": SERVED, "strict": IDLE}  # it always holds
+FORMAT = _object({"type": SERVED, **SCHEMA, "json_schema": _object(SCHEMA)})
+FORMS = ("json", "regex", "choice", "grammar", "json_object")  # vLLM's names
+FORM = "use one of " + ", ".join(FORMS)
+STRUCTURED = {
+    **_each("served", *FORMS, "disable_any_whitespace"),
+    "structural_tag": _not(answer=FORM),
+    "whitespace_pattern": _not(answer="use disable_any_whitespace"),
+    "disable_fallback": IDLE,  # there is one engine for grammars
+    "disable_additional_properties": _not(False, answer="say it in the schema"),
+}
+STREAM_OPTIONS = {
+    **_each("served", "include_usage", "continuous_usage_stats"),
+    "include_obfuscation": IDLE,  # it hides sizes of chunks, not the text
+}
+VERBOSITY = _not("medium", answer="say it in the prompt")
+REASONING = {
+    "effort": SERVED,
+    **dict.fromkeys(("summary", "generate_summary", "context"), _not("auto")),
+    "mode": _not(),
+}
+NO_TEXT = _not(answer="forerun reads text only")
+PART = {  # of the content of a message
+    **_each("served", "type", "text", "refusal"),
+    **_each("idle", "annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"),
+    **dict.fromkeys(("image_url", "input_audio", "file", "video_url", "audio_url"), NO_TEXT),
+}
+FUNCTION_CALL = {**_each("served", "name", "arguments"), "parsed_arguments": IDLE}
+CALL = {**_each("served", "id", "type"), "function": _object(FUNCTION_CALL), "index": IDLE}
+MESSAGE = {  # of a chat; the template may read others
+    **_each("served", "role", "name", "tool_call_id", "reasoning_content", "reasoning"),
+    "content": _object(PART),
+    "tool_calls": _object(CALL),
+    **_each("idle", "refusal", "annotations", "parsed", "id", "phase"),
+    "audio": NO_TEXT,
+    "function_call": _not(answer="use tool_calls"),
+}
+ITEM = {  # of the input of a response
+    **_each("served", "type", "role", "name", "arguments", "call_id"),
+    **dict.fromkeys(("content", "output"), _object(PART)),
+    **_each("idle", "id", "status", "phase", "summary", "encrypted_content"),
+    **_each("unserved", "namespace", "caller"),
+}
 SAMPLING = (  # fields that are parameters of the library, with the same names and meanings
     "temperature",
     "top_p",
@@ -80,12 +127,14 @@ SAMPLING = (  # fields that are parameters of the library, with the same names a
 NOT_OF_RESPONSES = ("max_tokens", "n", "prompt_logprobs")
 TEMPLATE = ("chat_template", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents")
 FIELDS: Mapping[str, BodyField] = {
-    **_each("served", *SAMPLING, "model", "logit_bias", "stream", "stream_options", "speculation"),
+    **_each("served", *SAMPLING, "model", "logit_bias", "stream"),
+    "speculation": _object(_each("served", *(option.name for option in fields(Speculation)))),
+    "stream_options": _object(STREAM_OPTIONS),
     **_each("served", *NOT_OF_RESPONSES, "logprobs", "return_token_ids", "draft_details", endpoints=OLDER),
-    **_each("served", "response_format", endpoints=OLDER),
-    **_each("served", "text", endpoints=RESPONSES),
-    **_each("served", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    **_each("served", "guided_json_object"),
+    "response_format": replace(FORMAT, endpoints=OLDER),
+    "text": _object({"format": FORMAT, "verbosity": VERBOSITY}, RESPONSES),
+    "structured_outputs": _object(STRUCTURED),
+    **_each("served", *(f"guided_{form}" for form in FORMS)),
     **_each("served", "prompt", endpoints=("completions", "tokenize")),
     **_each("served", "add_special_tokens", endpoints=("completions", "tokenize")),
     **_each("served", "messages", endpoints=("chat", "tokenize")),
@@ -93,7 +142,11 @@ FIELDS: Mapping[str, BodyField] = {
     **_each("served", "tools", "tool_choice", endpoints=("chat", "responses", "tokenize")),
     **_each("served", "max_completion_tokens", endpoints=CHAT),
     **_each("served", "top_logprobs", "include_reasoning", "parallel_tool_calls", endpoints=TALKS),
-    **_each("served", "input", "instructions", "max_output_tokens", "include", endpoints=RESPONSES),
+    **_each("served", "reasoning_effort", endpoints=CHAT),
+    **_each("served", "instructions", "max_output_tokens", "include", endpoints=RESPONSES),
+    "input": _object(ITEM, RESPONSES),
+    "reasoning": _object(REASONING, RESPONSES),
+    **_each("served", "best_of", "echo", endpoints=COMPLETIONS),
     **_each("served", "return_token_strs", endpoints=("tokenize",)),
     **_each("served", "tokens", endpoints=("detokenize",)),
     # OpenAI's
@@ -102,8 +155,6 @@ FIELDS: Mapping[str, BodyField] = {
     **_each("idle", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", endpoints=TALKS),
     **_each("idle", "prediction", endpoints=CHAT),
     **_each("idle", "max_tool_calls", endpoints=RESPONSES),  # of built-in tools, of which there are none
-    "best_of": _not(1, answer="use n and choose by log-probability", only=COMPLETIONS),
-    "echo": _not(False, answer="who sent the prompt knows it; prompt_logprobs has its log-probabilities", only=OLDER),
     "suffix": _not("", only=COMPLETIONS),
     "functions": _not([], answer="use tools", only=CHAT),
     "function_call": _not("none", "auto", answer="use tool_choice", only=CHAT),
@@ -114,11 +165,9 @@ FIELDS: Mapping[str, BodyField] = {
     "context_management": _not(answer="shorten the input", only=RESPONSES),
     "conversation": _not(answer="nothing is kept here: give the whole conversation as input", only=RESPONSES),
     "previous_response_id": _not(answer="nothing is kept here: give the whole conversation as input", only=RESPONSES),
-    "reasoning": _not({}, answer="say it to the template, in chat_template_kwargs", only=RESPONSES),
     "truncation": _not("disabled", answer="shorten the input", only=RESPONSES),
     "web_search_options": _not(only=CHAT),
-    "verbosity": _not("medium", answer="say it in the prompt", only=CHAT),
-    "reasoning_effort": _not(answer="say it to the template, in chat_template_kwargs", only=CHAT),
+    "verbosity": replace(VERBOSITY, endpoints=CHAT),
     # vLLM's
     "allowed_token_ids": _not(answer="give all others a logit_bias"),
     "kv_transfer_params": _not(),
@@ -136,7 +185,8 @@ FIELDS: Mapping[str, BodyField] = {
 
 
 OTHERWISE: Mapping[Endpoint, Mapping[str, BodyField]] = {  # names that mean something else here
-    "responses": {"prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES)}
+    "chat": {"echo": _not(False, answer="who sent the messages knows them", only=CHAT)},
+    "responses": {"prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES)},
 }
 
 
@@ -154,27 +204,3 @@ KNOWN: Mapping[Endpoint, Mapping[str, BodyField]] = {
     "detokenize": fields_of("detokenize"),
 }
 KNOWN = {name: {**fields, "model": FIELDS["model"]} for name, fields in KNOWN.items()}
-
-
-def served_fields(body: Mapping[str, Any], endpoint: Endpoint, lenient: bool = False) -> dict[str, Any]:
-    """The served fields of a body that are not null. Raises the ApiError for 400, naming the first field at fault.
-
-    With `lenient` unknown names are logged, and left out.
-    """
-    known, served = KNOWN[endpoint], {}
-    for name, value in body.items():
-        field = known.get(name)
-        if field is None:
-            near = nearest(name, known)
-            told = f"there is no field {shown(name)} here" + (f": did you mean {near!r}?" if near else ".")
-            if not lenient:
-                raise refused(name, told, "unknown_parameter")
-            log.warning("%s It was ignored.", told)
-        elif value is None or field.kind == "idle":
-            continue
-        elif field.kind == "served":
-            served[name] = value
-        elif not field.accepts(value):
-            message = f"{name}: {shown(value)} is not served here: {field.answer}."
-            raise refused(name, message, "unsupported_parameter")
-    return served

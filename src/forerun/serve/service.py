@@ -15,7 +15,8 @@ from forerun.limits import shown
 from forerun.llm import LLM
 from forerun.output import Answers
 from forerun.serve.answers import AnswerWriter, Writer, counts_of
-from forerun.serve.asking import Asked, asked_of, parsed_body, require_room
+from forerun.serve.asking import Asked, prepared
+from forerun.serve.body import parsed_body
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.logs import RequestLog
@@ -91,15 +92,13 @@ class Service:
 
         Reading and tokenizing a long body takes time, so it is done in another thread.
         """
-        return await asyncio.to_thread(self.prepared, visit, endpoint, raw)
+        return await asyncio.to_thread(self.read, visit, endpoint, raw)
 
-    def prepared(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Writer:
+    def read(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Writer:
         """The same in this thread."""
         body = parsed_body(raw)
         self.check_model(body.get("model"))
-        asked = asked_of(body, endpoint, self.llm, visit.tenant, self.settings.lenient)
-        answers = self.llm.ask(asked.requests)
-        require_room(asked, [samples[0].num_prompt for _, samples in answers.requests], self.llm.plan.max_model_len)
+        asked, answers = prepared(body, endpoint, self.llm, visit.tenant, self.settings.lenient)
         if self.settings.log_prompts:
             for request, _ in answers.requests:
                 shown = request.prompt if request.prompt is not None else request.prompt_token_ids

@@ -31,11 +31,14 @@ class TokenTexts:
 
 
 class OffsetCounter:
-    """Where each token of a growing text begins, in characters; one that has half a character begins with that one."""
+    """Where each token of a growing text begins, in characters, behind `num_characters` of other text.
 
-    def __init__(self) -> None:
+    A token that has half a character begins with that one.
+    """
+
+    def __init__(self, num_characters: int = 0) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.num_characters = 0
+        self.num_characters = num_characters
 
     def next(self, spelled: bytes) -> int:
         """The offset of the next token."""

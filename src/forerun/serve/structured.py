@@ -40,7 +40,7 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
     """What one field stands for."""
     try:
         if field == "response_format":
-            return format_grammar(field, value, nested=True)
+            return format_grammar(field, value)
         if field == "text":
             return text_format(value)
         if field == "structured_outputs":
@@ -52,44 +52,49 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
 
 def text_format(value: Any) -> Grammar | None:
     """The `text` of a response."""
-    if not isinstance(value, dict) or value.keys() - {"format", "verbosity"}:
+    if not isinstance(value, dict):
         raise refused("text", f"text: {shown(value)} is not an object with a format.")
-    if value.get("verbosity") not in (None, "medium"):
-        raise refused("text.verbosity", "text.verbosity: say it in the prompt.", "unsupported_parameter")
-    found = value.get("format")
-    return None if found is None else format_grammar("text.format", found, nested=False)
+    form = value.get("format")
+    return None if form is None else format_grammar("text.format", form)
 
 
-def format_grammar(field: str, value: Any, *, nested: bool) -> Grammar | None:
-    """A format; in chats its schema is `nested` in an object of its own."""
+def format_grammar(field: str, value: Any) -> Grammar | None:
+    """A format: any text, any JSON, or JSON by a schema, which stands in it or in its `json_schema`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
         raise refused(field, f"{field}: {shown(value)} is not served here: use {FORMATS}.")
-    if kind != "json_schema":
+    inner, schema = value.get("json_schema"), value.get("schema")
+    name = f"{field}.schema" if inner is None else f"{field}.json_schema.schema"
+    if inner is not None and (not isinstance(inner, dict) or schema is not None):
+        problem = (
+            f"{field}.json_schema: {shown(inner)} is no object with a schema, or there is another schema beside it."
+        )
+        raise refused(f"{field}.json_schema", problem)
+    schema = schema if inner is None else inner.get("schema")
+    if kind == "text" and (schema is not None or inner is not None):
+        raise refused(name, f'{name}: it says nothing about a text: use "type": "json_schema", or leave it out.')
+    if schema is None:
+        if kind == "json_schema" or inner is not None:
+            holder = name.removesuffix(".schema")
+            raise refused(holder, f"{holder}: there is no schema: give one, as an object.", MISSING)
         return Grammar.json_object() if kind == "json_object" else None
-    name = f"{field}.json_schema" if nested else field
-    holder = value.get("json_schema") if nested else value
-    if not isinstance(holder, dict) or holder.get("schema") is None:
-        raise refused(name, f'{name}: there is no schema: give {{"name": ..., "schema": {{...}}}}.', MISSING)
-    if not isinstance(holder["schema"], dict | bool):
-        raise refused(f"{name}.schema", f"{name}.schema: {shown(holder['schema'])} is no object.")
-    return Grammar.json(holder["schema"])
+    if not isinstance(schema, dict | bool):
+        raise refused(name, f"{name}: {shown(schema)} is no object.")
+    return Grammar.json(schema)
 
 
 def structured(value: Any) -> Grammar | None:
     """vLLM's `structured_outputs`: one form, and whether blanks are allowed."""
     if not isinstance(value, dict):
         raise refused("structured_outputs", f"structured_outputs: {shown(value)} is no object.")
-    asked = {name: own for name, own in value.items() if own is not None and own is not False}
-    blanks = asked.pop("disable_any_whitespace", False) is False
-    forms = [name for name in asked if name in FORMS]
-    for name in asked:
-        if name not in FORMS:
-            param = f"structured_outputs.{name}"
-            raise refused(param, f"{param} is not served here: use one of {', '.join(FORMS)}.", "unsupported_parameter")
+    forms = [name for name in FORMS if value.get(name) is not None and value[name] is not False]
+    blanks = value.get("disable_any_whitespace")
+    if not isinstance(blanks, bool | None):
+        name = "structured_outputs.disable_any_whitespace"
+        raise refused(name, f"{name}: {shown(blanks)} must be true or false.")
     if len(forms) != 1:
         raise refused("structured_outputs", f"structured_outputs: give exactly one of {', '.join(FORMS)}.")
-    return FORMS[forms[0]](asked[forms[0]], blanks)
+    return FORMS[forms[0]](value[forms[0]], not blanks)
 
 
 def constraining(field: str, grammar: Grammar, tags: ReasoningTags | None, llm: LLM) -> Grammar:

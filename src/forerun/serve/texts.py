@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.limits import shown
-from forerun.serve.asking import messages_of, parsed_body, switch, template_of
+from forerun.serve.asking import messages_of, prompt_named, switch, template_of
+from forerun.serve.body import parsed_body, served_fields
 from forerun.serve.problems import MISSING, refused
-from forerun.serve.schema import served_fields
 from forerun.serve.service import Service
 
 
@@ -21,10 +21,13 @@ def tokenized(service: Service, raw: bytes) -> dict[str, Any]:
         raise refused("prompt", "prompt: give either a prompt or messages.", MISSING)
     text, special = prompt, switch(given, "add_special_tokens", prompt is not None)
     if prompt is None:
-        text = template_of(given).render(llm.tokenizer, messages_of(given))
+        options = template_of(given)
+        messages = messages_of(given, options.source(llm.tokenizer), service.settings.lenient)
+        text = options.render(llm.tokenizer, messages)
     if not isinstance(text, str):
         raise refused("prompt", f"prompt: {shown(text)} is no text.")
-    tokens = llm.tokenizer.encode_within(text, llm.plan.max_model_len, special)
+    with prompt_named(body):
+        tokens = llm.tokenizer.encode_within(text, llm.plan.max_model_len, special)
     own = {"count": len(tokens), "max_model_len": llm.plan.max_model_len, "tokens": tokens}
     if switch(given, "return_token_strs"):
         own["token_strs"] = [service.texts.text_of(token) for token in tokens]

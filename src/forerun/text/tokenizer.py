@@ -133,8 +133,8 @@ class Tokenizer:
             if 2 * count >= 3 * limit:
                 raise PromptTooLong(
                     "prompt",
-                    f"{count} tokens, in its first {size} characters alone, leave no room in a context of {limit}: "
-                    "shorten it.",
+                    f"this model's maximum context length is {limit} tokens, and its first {size} characters alone "
+                    f"are {count} tokens: shorten it.",
                 )
             size *= 2
         return self.encode(text, add_special_tokens)

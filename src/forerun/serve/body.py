@@ -1,0 +1,126 @@
+"""Bodies: JSON as objects, and the names in them, read against the table of `schema.py`.
+
+This file decides what is no body, and what becomes of a name that is unknown or not served, at any depth. Its work is
+linear in the length of a body, and a message about one is short however long the body is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.limits import shown
+from forerun.near import nearest
+from forerun.serve.problems import ApiError, refused
+from forerun.serve.schema import KNOWN, BodyField, Endpoint
+
+MOST_TOLD = 5  # unknown names of one body that the log names
+log = logging.getLogger(__name__)
+
+
+def parsed_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises the ApiError for 400 for anything else."""
+
+    def no_number(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in members:
+                raise ValueError(f"{shown(name)} is there twice")
+            members[name] = value
+        return members
+
+    try:
+        body = json.loads(raw.decode("utf-8"), parse_constant=no_number, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start} is not UTF-8"
+        raise ApiError(400, f"the body is not JSON in UTF-8 ({why}).", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
+    return body
+
+
+@dataclass(slots=True)
+class NameCheck:
+    """What becomes of names that an object of one body should not have: with `lenient` they are left out and logged.
+
+    Otherwise the first of them is refused.
+    """
+
+    lenient: bool = False
+    unknown: list[str] = field(default_factory=list)
+    num_unknown: int = 0
+
+    def meet(self, path: str, name: str, known: Collection[str]) -> None:
+        """Note an unknown name of the object at `path`, or raise the ApiError for 400 that refuses it."""
+        self.num_unknown += 1
+        if self.num_unknown > MOST_TOLD:
+            return
+        near = nearest(name, known)
+        where = f"{path} has no field" if path else "there is no field"
+        problem = f"{where} {shown(name)} here" + (f": did you mean {near!r}?" if near else ".")
+        if not self.lenient:
+            raise refused(joined(path, name), problem, "unknown_parameter")
+        self.unknown.append(problem)
+
+    def tell(self) -> None:
+        """Log the names that were left out."""
+        if self.unknown:
+            more = self.num_unknown - len(self.unknown)
+            fate = "It was ignored." if self.num_unknown == 1 else f"They were ignored, and {more} more names."
+            log.warning("%s %s", " ".join(self.unknown), fate)
+
+
+def served_fields(body: Mapping[str, Any], endpoint: Endpoint, lenient: bool = False) -> dict[str, Any]:
+    """The served fields of a body that are not null, with the served members of the objects in them.
+
+    Raises the ApiError for 400, naming the first field at fault. With `lenient` unknown names are logged, and left out.
+    """
+    check = NameCheck(lenient)
+    kept = served_members(body, KNOWN[endpoint], "", check)
+    check.tell()
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def served_members(
+    members: Mapping[str, Any], known: Mapping[str, BodyField], path: str, check: NameCheck
+) -> dict[str, Any]:
+    """The served members of one object, at `path` of the body."""
+    kept: dict[str, Any] = {}
+    for name, value in members.items():
+        entry = known.get(name)
+        if entry is None:
+            check.meet(path, name, known)
+        elif entry.kind == "served":
+            kept[name] = (
+                value if entry.members is None else served_value(value, entry.members, joined(path, name), check)
+            )
+        elif entry.kind == "unserved" and value is not None and not entry.accepts(value):
+            param = joined(path, name)
+            message = f"{param}: {shown(value)} is not served here: {entry.answer}."
+            raise refused(param, message, "unsupported_parameter")
+    return kept
+
+
+def served_value(value: Any, known: Mapping[str, BodyField], path: str, check: NameCheck) -> Any:
+    """An object, or each object of a list, with its served members; any other value as it is."""
+    if isinstance(value, dict):
+        return served_members(value, known, path, check)
+    if isinstance(value, list):
+        return [
+            served_members(item, known, f"{path}[{place}]", check) if isinstance(item, dict) else item
+            for place, item in enumerate(value)
+        ]
+    return value
+
+
+def joined(path: str, name: str) -> str:
+    """The path of a member."""
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,144 @@
+"""Bodies are read in time that grows with their length and no faster, and what is said of them stays short."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from forerun.errors import InvalidRequest
+from forerun.serve.asking import prepared
+from forerun.serve.body import parsed_body
+from forerun.serve.problems import ApiError, problem_of
+from forerun.serve.schema import KNOWN, Endpoint
+from serve.servers import plain
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BASES: dict[Endpoint, dict[str, Any]] = {
+    "completions": {"prompt": "Once"},
+    "chat": {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}{{ tools }}<tool_call></tool_call>"},
+    "responses": {"input": "Hi", "chat_template": "{{ messages[0].content }}"},
+}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+SHAPES: Mapping[str, Callable[[int], Any]] = {  # values of about so many bytes
+    "text": lambda n: "x" * n,
+    "numbers": lambda n: list(range(n // 7)),
+    "texts": lambda n: [f"w{i}" for i in range(n // 9)],
+    "objects": lambda n: [{}] * (n // 3),
+    "lists": lambda n: [[[1]]] * (n // 8),
+    "members": lambda n: {f"k{i}": 1 for i in range(n // 11)},
+    "ids": lambda n: {str(i << 40): 1 for i in range(n // 20)},
+    "messages": lambda n: MESSAGES * (n // 32),
+    "parts": lambda n: [{"role": "user", "content": [{"type": "text", "text": "a"}] * (n // 32)}],
+    "calls": lambda n: [{"role": "assistant", "content": "", "tool_calls": [CALL] * (n // 70)}],
+    "arguments": lambda n: [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "[" * n}}]}
+    ],
+    "items": lambda n: [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}] * (n // 60),
+    "tools": lambda n: [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n // 50)],
+    "schema": lambda n: {"type": "json_object", "schema": {"enum": [f"k{i}" for i in range(n // 8)]}},
+    "choice": lambda n: {"choice": [f"k{i}" for i in range(n // 8)]},
+    "tree": lambda n: {"tree": [[i] for i in range(n // 6)]},
+}
+QUICK = ("text", "texts", "members", "messages")
+LIMIT_S = 1.0  # of processor time for 100 KB; what is quadratic takes several seconds
+
+
+def asked(body: dict[str, Any], endpoint: Endpoint, lenient: bool) -> tuple[float, str]:
+    """Seconds of this thread's processor time that a body takes before anything runs, and what is said of it."""
+    raw, began_s = json.dumps(body).encode(), time.thread_time()
+    try:
+        prepared(parsed_body(raw), endpoint, plain(), "", lenient)
+        problem = ""
+    except (InvalidRequest, ApiError) as error:
+        problem = json.dumps(problem_of(error).body)
+    return time.thread_time() - began_s, problem
+
+
+def assert_quick(endpoint: Endpoint, shapes: Mapping[str, Callable[[int], Any]], lenient: bool) -> None:
+    for name in [*KNOWN[endpoint], "a_name_that_is_not_there"]:
+        for kind, shape in shapes.items():
+            taken_s, problem = asked(BASES[endpoint] | {name: shape(100_000)}, endpoint, lenient)
+            if taken_s > LIMIT_S:  # a collection of garbage, or a machine that paused
+                taken_s, _ = asked(BASES[endpoint] | {name: shape(100_000)}, endpoint, lenient)
+            assert taken_s < LIMIT_S, (name, kind)
+            assert len(problem) < 1500, (name, kind)
+
+
+@pytest.mark.parametrize("endpoint", BASES)
+def test_no_field_takes_long_or_is_repeated_whole(endpoint: Endpoint) -> None:
+    assert_quick(endpoint, {kind: SHAPES[kind] for kind in QUICK}, lenient=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("endpoint", BASES)
+def test_no_field_takes_long_or_is_repeated_whole_in_any_shape(endpoint: Endpoint, kind: str, lenient: bool) -> None:
+    assert_quick(endpoint, {kind: SHAPES[kind]}, lenient)
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        ("{" + ",".join(f'"a{i}":0' for i in range(32_000)) + ',"a31999":1}', "invalid_json"),
+        ("{" + ",".join(f'"a{i}":0' for i in range(32_000)) + "}", "unknown_parameter"),
+        ('{"prompt":[' + ",".join('{"a":1,"a":1}' for _ in range(20_000)) + "]}", "invalid_json"),
+        ('{"' + "a" * 400_000 + '":1}', "unknown_parameter"),
+        ('{"' + "temperature" * 40_000 + '":1}', "unknown_parameter"),
+        ('{"stream_options":{"' + "a" * 400_000 + '":1},"prompt":"a"}', "unknown_parameter"),
+        ('{"prompt":"a","n":' + "9" * 4300 + "}", "invalid_value"),
+        ('{"prompt":"a","model":"' + "9" * 400_000 + '"}', ""),
+        ("[" * 400_000, "invalid_json"),
+        ('{"a":' * 100_000, "invalid_json"),
+        ('"' + "\\u0000" * 60_000 + '"', "invalid_json"),
+    ],
+    ids=range(11),
+)
+def test_a_long_body_is_judged_in_a_moment_and_in_a_few_words(raw: str, code: str) -> None:
+    began_s = time.thread_time()
+    try:
+        prepared(parsed_body(raw.encode()), "completions", plain(), "")
+        body: dict[str, Any] = {"error": {"code": ""}}
+    except (InvalidRequest, ApiError) as error:
+        body = problem_of(error).body
+    assert time.thread_time() - began_s < LIMIT_S
+    assert body["error"]["code"] == code
+    assert len(json.dumps(body)) < 1500
+
+
+def test_of_many_unknown_names_the_log_names_a_few(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "Once", "temperatur": 1, "stop": "x"} | {f"temperature{i}": 1 for i in range(40_000)}
+    with caplog.at_level(logging.WARNING, "forerun.serve"):
+        taken_s, problem = asked(body, "completions", lenient=True)
+    assert (problem, taken_s < LIMIT_S) == ("", True)
+    (record,) = caplog.records
+    assert "did you mean 'temperature'?" in record.getMessage()
+    assert "39996 more names" in record.getMessage()
+    assert len(record.getMessage()) < 1000
+
+
+def test_lenient_counts_for_names_inside_objects(caplog: pytest.LogCaptureFixture) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "extra": 1}], "other": 2}],
+        "chat_template": "{{ messages[0].content }}{{ messages[0].read_by_template }}",
+        "response_format": {"type": "json_object", "schema": schema, "strictly": True},
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_costs": True},
+    }
+    with caplog.at_level(logging.WARNING, "forerun.serve"):
+        wished, _ = prepared(body, "chat", plain(), "", lenient=True)
+    assert wished.include_usage
+    assert wished.requests[0].sampling_params.grammar is not None
+    for name in ("extra", "other", "strictly", "include_costs"):
+        assert f'"{name}"' in caplog.text.replace("'", '"')
+    known: dict[str, Any] = {"role": "user", "content": "Hi", "read_by_template": "!"}
+    read, _ = prepared(
+        {**BASES["chat"], "chat_template": body["chat_template"], "messages": [known]}, "chat", plain(), ""
+    )
+    assert read.requests[0].prompt == "Hi!"
