@@ -2,7 +2,7 @@
 
 Standard output carries only the answer; errors, cards beside an answer, and bars go to standard error. If the reader of
 standard output goes away (`| head -1`), the program ends without a message, like other programs; if a disk is full, it
-ends with one line.
+ends with one line. A server goes on instead, whatever becomes of its standard error.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ import io
 import logging
 import os
 import sys
-from contextlib import suppress
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
 MISTAKE = 2
 FAULT = 3
 READER_GONE = 141  # what a shell reports of a program that a closed pipe has killed: 128 + SIGPIPE
+MOST_PENDING_BYTES = 1 << 20  # of text that nobody takes yet
+PATIENCE_S = 1.0  # at the end, for a reader that is slow
 
 
 def show_error(error: object) -> None:
@@ -66,6 +71,11 @@ def end_at_faults() -> None:
 
 def guard_streams() -> None:
     """Make writing to the standard streams end the program in an orderly way where it fails, from here on."""
+    for number in range(3):  # a socket in the place of a closed stream would get what libraries write there
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or Nowhere()  # a process may be started without
         if isinstance(stream, io.TextIOWrapper):
@@ -116,3 +126,81 @@ class Guarded:
         if sys.stdout is cast(Any, self):
             show_error(f"standard output cannot be written: {error.strerror}")
         raise SystemExit(MISTAKE) from None
+
+
+@contextmanager
+def unfailing_stderr() -> Iterator[None]:
+    """Within it nobody who writes to standard error waits or fails, whatever becomes of the text."""
+    before = sys.stderr
+    try:
+        number = before.fileno()
+    except (OSError, ValueError):  # it is in memory, or nowhere
+        yield
+        return
+    stream = BackgroundStream(number, before.encoding)
+    sys.stderr = stream
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        stream.close()
+
+
+class BackgroundStream(io.TextIOBase):
+    """A text stream that a thread of its own writes to a file descriptor.
+
+    A reader that is slow, or has stopped, holds nobody up: of what it has not taken MOST_PENDING_BYTES are kept. What
+    is written beyond that, and what the system refuses, is dropped; later text is tried again.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, number: int, encoding: str | None) -> None:
+        self.number = number
+        self.encoding = encoding or "utf-8"
+        self.pending: deque[bytes] = deque()
+        self.num_pending_bytes = 0
+        self.news = threading.Condition()
+        self.thread = threading.Thread(target=self.run, name="forerun-stderr", daemon=True)
+        self.thread.start()
+
+    def write(self, text: str) -> int:
+        """Take the text."""
+        data = text.encode(self.encoding, "replace")
+        with self.news:
+            if not self.closed and self.num_pending_bytes + len(data) <= MOST_PENDING_BYTES:
+                self.pending.append(data)
+                self.num_pending_bytes += len(data)
+                self.news.notify()
+        return len(text)
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self.number
+
+    def isatty(self) -> bool:
+        """Whether a person may be looking."""
+        return os.isatty(self.number)
+
+    def close(self) -> None:
+        """Write what is left, as far as it is taken soon, and take nothing any more."""
+        with self.news:
+            super().close()
+            self.news.notify()
+        self.thread.join(PATIENCE_S)
+
+    def run(self) -> None:
+        """Write until it is closed."""
+        while True:
+            with self.news:
+                self.news.wait_for(lambda: self.pending or self.closed)
+                if not self.pending:
+                    return
+                data = b"".join(self.pending)
+                self.pending.clear()
+            left = memoryview(data)
+            with suppress(OSError):
+                while left:
+                    left = left[os.write(self.number, left) :]
+            with self.news:
+                self.num_pending_bytes -= len(data)

@@ -14,7 +14,7 @@ from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, complete_from, with_options
 from forerun.serve.packages import require_packages
 from forerun.serve.settings import ServeSettings
-from forerun.streams import show_note
+from forerun.streams import show_note, unfailing_stderr
 
 EXAMPLES = """
 forerun serve --model stdlib --draft model:stdlib-draft
@@ -105,6 +105,7 @@ class ServeOptions:
 
 
 @with_options(EXAMPLES)
+@unfailing_stderr()
 def serve(where: ModelOptions, server: ServeOptions) -> None:
     """Answer requests over HTTP, as OpenAI's clients send them.
 
