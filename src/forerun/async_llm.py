@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.ecosystem import REQUEST_WORDS, check_words
@@ -124,14 +124,17 @@ class AsyncLLM:
         """The parameters of requests without any."""
         return self.llm.get_default_sampling_params()
 
-    async def follow(self, sequences: Seq[Sequence]) -> AsyncGenerator[Delta, None]:
+    async def follow(
+        self, sequences: Seq[Sequence], on_finish: Callable[[], None] | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Give the sequences of one or more requests to the engine's thread and yield their deltas.
 
-        They are cancelled together when the generator is closed, or when one of them fails.
+        They are cancelled together when the generator is closed, or when one of them fails. `on_finish` is called in
+        the event loop for each that the engine has finished, however long its deltas wait to be read.
         """
         reader, key = DeltaReader(sequences), sequences[0].request_id
         request_ids = frozenset(sequence.request_id for sequence in sequences)
-        outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue(), request_ids)
+        outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue(), request_ids, on_finish or (lambda: None))
 
         def hear(delta: Delta) -> None:
             if not outbox.put(delta):
@@ -199,11 +202,20 @@ class Outbox:
     loop: asyncio.AbstractEventLoop
     news: asyncio.Queue[Delta | BaseException]
     request_ids: frozenset[int]
+    on_finish: Callable[[], None]
+    finished: set[int] = field(default_factory=set)  # sequences
 
     def put(self, news: Delta | BaseException) -> bool:
         """Put a delta or an error from the engine's thread; False where the loop is closed."""
         try:
-            self.loop.call_soon_threadsafe(self.news.put_nowait, news)
+            self.loop.call_soon_threadsafe(self.take, news)
         except RuntimeError:
             return False
         return True
+
+    def take(self, news: Delta | BaseException) -> None:
+        """Take it in, in the event loop."""
+        self.news.put_nowait(news)
+        if isinstance(news, Delta) and news.finish_reason is not None and news.seq_id not in self.finished:
+            self.finished.add(news.seq_id)  # after an interrupt the last delta may come twice
+            self.on_finish()

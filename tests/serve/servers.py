@@ -6,11 +6,13 @@ A module that imports this one is skipped where what the server needs is not ins
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -78,6 +80,39 @@ class Running:
         """One request."""
         with self.http() as http:
             return http.post(path, json=body)
+
+    def raw(self, sent: bytes = b"", buffer: int = 0) -> socket.socket:
+        """A connection on which this was sent, with a buffer of so many bytes for what comes."""
+        sock = socket.socket()
+        sock.settimeout(PATIENCE_S)
+        if buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        host, port = self.url.removeprefix("http://").split(":")
+        sock.connect((host, int(port)))
+        sock.sendall(sent)
+        return sock
+
+
+def head(path: str, length: int, *more: str, method: str = "POST") -> bytes:
+    """The head of a request whose body has this length."""
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    return "\r\n".join([*lines, f"Content-Length: {length}", *more, "", ""]).encode()
+
+
+def posted(path: str, body: Any, *more: str) -> bytes:
+    """A whole request."""
+    raw = json.dumps(body).encode()
+    return head(path, len(raw), *more) + raw
+
+
+def ended(sock: socket.socket) -> bytes:
+    """What comes until the server ends the connection."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while piece := sock.recv(1 << 16):
+            found += piece
+    sock.close()
+    return found
 
 
 @contextmanager

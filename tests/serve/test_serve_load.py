@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -30,7 +29,9 @@ from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.problems import ApiError
 from forerun.serve.tls import require_certificate
-from serve.servers import PATIENCE_S, ROOT, SMALL, TARGET, Running, drafting, httpx, openai, plain, running, until
+from serve.servers import (
+    PATIENCE_S, ROOT, SMALL, TARGET, Running, drafting, head, httpx, openai, plain, posted, running, until,
+)  # fmt: skip
 
 HOUR_S = 3600.0
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
@@ -86,13 +87,8 @@ def test_who_leaves_is_out_of_the_engine_within_a_round(server: Running, paced: 
     if "chat" in path:
         del body["prompt"]
         body |= {"n": 2, "messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}"}
-    engine, raw = server.llm.engine, json.dumps(body).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as sock:
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-        )
-        sock.sendall(head.encode() + raw)
+    engine = server.llm.engine
+    with server.raw(posted(path, body)):
         until(lambda: len(engine.sequences) == 2)
         paced.passes.release(3)
         until(lambda: paced.num_rounds == 3)
@@ -436,19 +432,17 @@ def test_a_key_and_a_certificate_that_cannot_be_used_are_named(tmp_path: Path) -
 def test_a_body_that_does_not_arrive_and_a_client_that_leaves_before_it_hold_nothing(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    address = server.url.removeprefix("http://").split(":")
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-    gate = server.server.service.gate
-    with socket.create_connection((address[0], int(address[1]))) as sock:
-        sock.sendall(head)
-        until(gate.visits.total)
-    until(lambda: not gate.visits.total())
-    monkeypatch.setattr("forerun.serve.app.BODY_S", 0.05)
-    with socket.create_connection((address[0], int(address[1]))) as sock:
-        sock.settimeout(PATIENCE_S)
-        sock.sendall(head)
+    half = head("/v1/completions", 99) + b"{"
+    gate, uploads = server.server.service.gate, server.server.service.uploads
+    with server.raw(half):
+        until(lambda: uploads.under_way)
+        assert not gate.visits.total(), "what has not been read takes no place"
+    until(lambda: not uploads.under_way)
+    monkeypatch.setattr(uploads, "most_s", 0.05)
+    with server.raw(half) as sock:
         assert sock.recv(4096).startswith(b"HTTP/1.1 408")
-    until(lambda: not gate.visits.total())
+    assert not uploads.under_way
+    assert not uploads.num_bytes
     assert "answered with 5" not in caplog.text
 
 

@@ -46,6 +46,9 @@ class ServeOptions:
     api_keys: Annotated[
         Path | None, typer.Option(help="File of keys, one a line, with a name in front if wanted; others get 401.")
     ] = None
+    allowed_hosts: Annotated[
+        str, typer.Option(help="Names that the server may be asked under, and whose pages may ask: a,b; * allows all.")
+    ] = ""
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most samples that are generated at once.")] = 16
     chunk_tokens: Annotated[
         str,
@@ -101,6 +104,7 @@ class ServeOptions:
             tls_key=self.tls_key,
             tls_certificate=self.tls_cert,
             otlp_endpoint=self.otlp_traces_endpoint,
+            allowed_hosts=frozenset(name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()),
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import time
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -17,16 +17,16 @@ from starlette.requests import ClientDisconnect
 
 from forerun import __version__
 from forerun.errors import EngineClosed, ForerunError
-from forerun.limits import values_in_json
+from forerun.limits import shown, values_in_json
 from forerun.serve.answers import Writer
 from forerun.serve.described import described
+from forerun.serve.envelope import Envelope, json_response, written
 from forerun.serve.gate import Visit
 from forerun.serve.metrics import CONTENT_TYPE
 from forerun.serve.page_routes import PageRoutes
 from forerun.serve.problems import ApiError, problem_of
 from forerun.serve.schema import Endpoint
 from forerun.serve.service import ClientGone, Service, unless_gone
-from forerun.serve.settings import BODY_S
 from forerun.serve.texts import detokenized, tokenized
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -92,11 +92,12 @@ class HttpRoutes:
 
     async def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """The answer to a body, whole or as a stream whose first chunk is there."""
-        visit = self.service.gate.enter(self.tenant(request))
-        visit.traceparent = request.headers.get("traceparent", "")
+        visit, raw = await self.entered(request)
         stays = False
         try:
-            response = await unless_gone(request.receive, self.reply(visit, endpoint, await self.body(request)))
+            reply = self.reply(visit, endpoint, raw)
+            del raw  # bodies may be long, and many may wait
+            response = await unless_gone(request.receive, reply)
             stays = isinstance(response, EventStream)
             return response
         finally:
@@ -163,9 +164,8 @@ class HttpRoutes:
 
     async def text_work(self, request: Request, work: Callable[[Service, bytes], dict[str, Any]]) -> Response:
         """Work of the tokenizer, in another thread; its bodies count among those that are let in."""
-        visit = self.service.gate.enter(self.tenant(request))
+        visit, raw = await self.entered(request)
         try:
-            raw = await self.body(request)
             return json_response(await asyncio.to_thread(work, self.service, raw))
         finally:
             self.service.gate.leave(visit)
@@ -190,26 +190,25 @@ class HttpRoutes:
         """Whose request it is. Raises the ApiError for 401 where that is not told."""
         return self.service.keys.tenant(request.headers.get("authorization"))
 
-    async def body(self, request: Request) -> bytes:
-        """The body. Raises the ApiError for one that is no JSON by its type, too long, or too slow.
+    async def entered(self, request: Request) -> tuple[Visit, bytes]:
+        """A request that was let in, and its body, which was read before. Raises the ApiError if it is not let in.
 
-        A page in a browser cannot send this type to another origin without asking first, which is not allowed here.
+        A page in a browser cannot send JSON by its type to another origin without asking first, which is not allowed
+        here.
         """
+        arrived_s = time.perf_counter()
+        tenant = self.tenant(request)
+        self.service.gate.check(tenant)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be sent with Content-Type: application/json.", code="invalid_type")
-        most, pieces, size = self.service.settings.max_body_bytes, [], 0
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for piece in request.stream():
-                    size += len(piece)
-                    if size > most:
-                        raise ApiError(413, f"the body has more than {most} bytes.", code="body_too_large")
-                    pieces.append(piece)
-        except TimeoutError:
-            message = f"the body did not arrive within {BODY_S:g} seconds."
-            raise ApiError(408, message, code="body_too_slow") from None
-        return b"".join(pieces)
+        if (coding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+            message = f"a body with Content-Encoding: {shown(coding)} is not read: send it as it is."
+            raise ApiError(415, message, code="unsupported_encoding")
+        raw = await self.service.uploads.read(request.stream())
+        visit = self.service.gate.enter(tenant, arrived_s)
+        visit.request_id, visit.traceparent = request.state.request_id, request.headers.get("traceparent", "")
+        return visit, raw
 
     def told(self, error: BaseException) -> ApiError:
         """An error as an answer; those that nobody foresaw are logged."""
@@ -232,7 +231,7 @@ class HttpRoutes:
         return json_response(problem.body, problem.status, problem.headers)
 
     def guarded(self, handler: Handler) -> Handler:
-        """A handler that answers errors too, and whose answers are counted.
+        """A handler that answers errors too.
 
         A request may raise what nobody foresaw, and the server has to go on: every exception is caught here.
         """
@@ -240,11 +239,9 @@ class HttpRoutes:
         async def handle(request: Request) -> Response:
             with values_in_json():
                 try:
-                    response = await handler(request)
+                    return await handler(request)
                 except Exception as error:
-                    response = self.problem(request, error)
-            self.service.metrics.answered.labels(str(response.status_code)).inc()
-            return response
+                    return self.problem(request, error)
 
         return handle
 
@@ -283,6 +280,7 @@ def application(service: Service) -> FastAPI:
         return routes.problem(request, error)
 
     app.add_exception_handler(HTTPException, no_route)
+    app.add_middleware(Envelope, hosts=service.settings.hosts, metrics=service.metrics)
     return app
 
 
@@ -300,13 +298,3 @@ def event(body: dict[str, Any], named: bool = False) -> bytes:
     """One server-sent event, with its type as its name where it has one."""
     name = b"event: " + body["type"].encode() + b"\n" if named else b""
     return name + b"data: " + written(body) + b"\n\n"
-
-
-def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer in JSON."""
-    return Response(written(body), status, headers, "application/json")
-
-
-def written(body: dict[str, Any]) -> bytes:
-    """JSON in ASCII: some clients take U+2028 for the end of a line, and halves of surrogates have no UTF-8."""
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")

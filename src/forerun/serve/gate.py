@@ -28,10 +28,12 @@ class Visit:
     tenant: str
     entered_s: float
     traceparent: str = ""  # the header of that name: whose trace it belongs to
+    request_id: str = ""
     turn: asyncio.Future[None] | None = None
     wanted: int = 0
     num_places: int = 0
     placed: bool = False
+    finished: bool = False  # by the engine; the answer may still be on its way
     gone: bool = False
 
 
@@ -55,19 +57,23 @@ class Gate:
     num_turns: int = 0
     between_s: float = 1.0  # departures, on average
     left_s: float | None = None
+    num_sending: int = 0  # requests that the engine has finished
     draining: bool = False
     empty: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def enter(self, tenant: str) -> Visit:
-        """Let a request in. Raises the ApiError for 503 while draining, for 429 where its tenant's queue is full."""
+    def check(self, tenant: str) -> None:
+        """Raise the ApiError for 503 while draining, for 429 where the tenant's queue is full."""
         if self.draining:
-            message = "the server is shutting down and takes no new requests."
-            raise ApiError(503, message, code="shutting_down", kind=FAULT_OF_SERVER, retry_s=1)
+            raise self.shutting_down()
         if self.visits[tenant] >= self.num_requests + self.max_queue:
             raise self.full(f"{self.visits[tenant]} requests are being answered or waiting")
+
+    def enter(self, tenant: str, arrived_s: float | None = None) -> Visit:
+        """Let a request in that came at `arrived_s`, or now. Raises what `check` does."""
+        self.check(tenant)
         self.visits[tenant] += 1
         self.empty.clear()
-        return Visit(tenant, time.perf_counter())
+        return Visit(tenant, time.perf_counter() if arrived_s is None else arrived_s)
 
     async def place(self, visit: Visit, num_sequences: int) -> None:
         """Wait until so many sequences may be given to the engine. Raises the ApiError for 429 where too many wait."""
@@ -80,15 +86,26 @@ class Gate:
         self.advance()
         await visit.turn
 
+    def shutting_down(self) -> ApiError:
+        """The refusal of a request that comes while draining."""
+        message = "the server is shutting down and takes no new requests."
+        return ApiError(503, message, code="shutting_down", kind=FAULT_OF_SERVER, retry_s=1)
+
     def full(self, why: str) -> ApiError:
         """The refusal of a request that would have to wait."""
         message = f"{why}, and no more may wait: try again."
         return ApiError(429, message, code="queue_full", kind="rate_limit_error", retry_s=self.retry_s)
 
     def free(self, visit: Visit) -> None:
-        """Take back the place of a sequence that is finished, before the visit ends."""
+        """Take back the place of a sequence that is finished; behind the last one, that of the visit in its queue."""
+        if visit.gone:
+            return
         visit.num_places -= 1
         self.held[visit.tenant] -= 1
+        if not visit.num_places:
+            self.depart(visit)
+            visit.finished = True
+            self.num_sending += 1
         self.advance()
 
     def leave(self, visit: Visit) -> None:
@@ -96,6 +113,18 @@ class Gate:
         if visit.gone:
             return
         visit.gone = True
+        if visit.finished:
+            self.num_sending -= 1
+        else:
+            self.depart(visit)
+        if visit.turn is not None and not visit.placed:
+            self.queues[visit.tenant].remove(visit)
+        self.advance()
+        if not self.num_in:
+            self.empty.set()
+
+    def depart(self, visit: Visit) -> None:
+        """Give back all that a visit holds, here and in the engine."""
         self.visits[visit.tenant] -= 1
         self.held[visit.tenant] -= visit.num_places
         if visit.placed:
@@ -103,11 +132,6 @@ class Gate:
             if self.left_s is not None:
                 self.between_s = SMOOTHING * self.between_s + (1 - SMOOTHING) * (now - self.left_s)
             self.left_s = now
-        elif visit.turn is not None:
-            self.queues[visit.tenant].remove(visit)
-        self.advance()
-        if not self.num_in:
-            self.empty.set()
 
     def advance(self) -> None:
         """Give free places to whose turn it is."""
@@ -135,7 +159,7 @@ class Gate:
     @property
     def num_in(self) -> int:
         """Requests that were let in and have not left."""
-        return self.visits.total()
+        return self.visits.total() + self.num_sending
 
     @property
     def num_waiting(self) -> int:

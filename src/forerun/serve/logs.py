@@ -10,13 +10,14 @@ import logging
 from datetime import UTC, datetime
 from typing import Literal
 
+from forerun.serve.envelope import ACCESS
 from forerun.serve.record import RequestRecord
 
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 REQUESTS = "forerun.serve.requests"
-LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.WARNING, "uvicorn.access": logging.INFO}
-OF_ACCESS = ("uvicorn.access", REQUESTS)
+LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.WARNING}
+OF_ACCESS = (ACCESS, REQUESTS)
 
 
 class JsonLines(logging.Formatter):
@@ -45,7 +46,8 @@ class RequestLog:
     def take(self, record: RequestRecord) -> None:
         """Write its line."""
         fields = record.fields()
-        text = " ".join(f"{name}={value}" for name, value in fields.items() if name != "outcome")
+        shown = {**fields, "request_id": json.dumps(record.request_id)}  # a client may have chosen it
+        text = " ".join(f"{name}={value}" for name, value in shown.items() if name != "outcome")
         self.log.info("%s %s", record.outcome, text, extra={"fields": fields})
 
     def close(self) -> None:

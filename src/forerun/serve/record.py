@@ -17,7 +17,8 @@ class RequestRecord:
     """One request that was read, from its arrival to its end.
 
     `outcome` is "finished", "client_left", or the code of the error that ended it. Seconds count from the arrival;
-    None stands for what it did not come to. `traceparent` is the header of that name.
+    None stands for what it did not come to. `traceparent` is the header of that name; `request_id` is the x-request-id
+    of the answer.
     """
 
     id: str
@@ -33,6 +34,7 @@ class RequestRecord:
     total_s: float
     counts: Counts
     traceparent: str = ""
+    request_id: str = ""
     ended_s: float = field(default_factory=time.time)  # since 1970
 
     @property
@@ -57,6 +59,7 @@ class RequestRecord:
             "num_accepted": self.counts.num_accepted,
             "tokens_per_round": rounded(self.counts.tokens_per_round),
             "gain": rounded(self.counts.gain),
+            "request_id": self.request_id,
         }
 
 

@@ -11,32 +11,42 @@ import errno
 import logging
 import signal
 import socket
+import sys
+import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.serve.app import application
+from forerun.serve.connections import GRACE_S, HEAD_S, Connection, Connections, keep_little_unsent, most_connections
+from forerun.serve.hosts import is_loopback
 from forerun.serve.keys import warn_of_readers
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tls import require_certificate
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-GRACE_S = 1  # for connections, once all requests are answered or ended
+BACKLOG = 512  # connections that wait to be accepted
+LOOK_S = 0.02  # between looks at what is still to be sent
 log = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that drains before it ends. `signalled` is the first signal that told it to, if any."""
+    """A server that drains before it ends, and cuts off who is too slow.
+
+    `signalled` is the first signal that told it to end, if any.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[], None]) -> None:
         super().__init__(config)
         self.service = service
         self.tell_started = started
+        self.connections = Connections(most_connections(config.backlog), service.settings.request_s)
         self.signalled: int | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining: asyncio.Task[None] | None = None
@@ -44,9 +54,33 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so."""
         self.loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-        if self.started:
-            self.tell_started()
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        tls: dict[str, Any] = {}
+        if self.config.ssl is not None:
+            tls = {"ssl": self.config.ssl, "ssl_handshake_timeout": HEAD_S, "ssl_shutdown_timeout": GRACE_S}
+        self.servers = []
+        for sock in sockets or ():
+            keep_little_unsent(sock)
+            server = await self.loop.create_server(self.connection, sock=sock, backlog=self.config.backlog, **tls)
+            self.servers.append(server)
+        self.started = True
+        self.tell_started()
+
+    def connection(self) -> Connection:
+        """A connection to come."""
+        return Connection(self.connections, self.config, self.server_state, self.lifespan.state)
+
+    async def on_tick(self, counter: int) -> bool:
+        """What is done ten times a second."""
+        self.connections.sweep()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, once all that could be sent was sent."""
+        self.connections.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal; at the second, end at once."""
@@ -60,25 +94,31 @@ class DrainingServer(uvicorn.Server):
         """Take no new requests, and end once those that are in have left. To be called in the server's loop."""
         gate = self.service.gate
         gate.drain()
+        self.service.uploads.end(gate.shutting_down())
         if self.draining is None:
             most_s = self.service.settings.drain_s
             log.info("Shutting down: no new requests; %d are answered first, within %g s.", gate.num_in, most_s)
             self.draining = asyncio.ensure_future(self.end_when_empty())
 
     async def end_when_empty(self) -> None:
-        """End when nobody is in any more, or the time for it is over."""
-        empty = self.service.gate.empty
-        try:
-            await asyncio.wait_for(empty.wait(), self.service.settings.drain_s)
-        except TimeoutError:
-            num_in, most_s = self.service.gate.num_in, self.service.settings.drain_s
-            log.warning("%d requests that were not finished after %g s are ended with an error.", num_in, most_s)
-            await asyncio.to_thread(self.service.close)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(empty.wait(), GRACE_S)  # they are told so
-        else:
+        """End when every answer has been sent, or the time for it is over."""
+        most_s = self.service.settings.drain_s
+        if await self.all_sent(most_s):
             log.info("Every request is answered; the server ends.")
+        else:
+            log.warning("%d answers that were not sent after %g s are ended.", self.connections.num_busy, most_s)
+            await asyncio.to_thread(self.service.close)
+            await self.all_sent(GRACE_S)  # they are told so
         self.should_exit = True
+
+    async def all_sent(self, most_s: float) -> bool:
+        """Wait until no request is in and no answer under way, so long at most; whether it came to that."""
+        end_s = time.monotonic() + most_s
+        while self.service.gate.num_in or self.connections.num_busy:
+            if time.monotonic() >= end_s:
+                return False
+            await asyncio.sleep(min(LOOK_S, most_s))
+        return True
 
 
 def bound_socket(settings: ServeSettings) -> socket.socket:
@@ -109,11 +149,14 @@ def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = l
     service = Service(llm, settings)
     config = uvicorn.Config(
         application(service),
+        http="h11",
+        backlog=BACKLOG,
+        access_log=False,
         log_config=None,
         lifespan="on",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=1,
         ssl_keyfile=settings.tls_key,
         ssl_certfile=settings.tls_certificate,
     )
@@ -122,7 +165,7 @@ def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = l
 
 def serve(llm: LLM, settings: ServeSettings, sock: socket.socket, started: Callable[[], None]) -> int:
     """Serve until a signal ends it; the exit status, 130 for Ctrl-C. `started` is called once it listens."""
-    if settings.host not in LOOPBACK and settings.api_keys is None:
+    if not is_loopback(settings.host) and settings.api_keys is None:
         log.warning("Everybody who reaches %s is answered, since there is no --api-keys.", settings.host)
     if settings.api_keys is not None:
         warn_of_readers(settings.api_keys)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from forerun.async_llm import AsyncLLM
@@ -25,9 +26,10 @@ from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_
 from forerun.serve.record import FINISHED, LEFT, RecordSink, RequestRecord
 from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
-from forerun.serve.settings import ServeSettings
+from forerun.serve.settings import BODY_S, ServeSettings
 from forerun.serve.spans import SpanSink
 from forerun.serve.spelled import TokenTexts
+from forerun.serve.uploads import Uploads
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class Service:
         self.keys = ApiKeys() if settings.api_keys is None else ApiKeys.read(settings.api_keys)
         places = llm.engine.options.max_num_seqs
         self.gate = Gate(places, places + max(1, places // 4), settings.max_queue)
+        self.uploads = Uploads(settings.max_body_bytes, BODY_S)
         self.metrics = Metrics(llm, self.gate)
         self.texts = TokenTexts(llm.tokenizer)
         self.started = int(time.time())
@@ -110,11 +113,10 @@ class Service:
         answers, watch = writer.answers, self.metrics.watch(visit)
         with self.recorded(visit, writer, watch), self.limited(visit, answers):
             await self.gate.place(visit, len(answers.sequences))
-            async with aclosing(self.front.follow(answers.sequences)) as deltas:
+            finished = partial(self.gate.free, visit)
+            async with aclosing(self.front.follow(answers.sequences, finished)) as deltas:
                 async for delta in deltas:
                     answers.add(delta)
-                    if delta.finish_reason is not None:
-                        self.gate.free(visit)
                     self.metrics.see(watch, delta, answers)
                     yield delta
 
@@ -145,6 +147,7 @@ class Service:
                 total_s=time.perf_counter() - visit.entered_s,
                 counts=counts_of(answers),
                 traceparent=visit.traceparent,
+                request_id=visit.request_id,
             )
             for sink in self.sinks:
                 sink.take(record)

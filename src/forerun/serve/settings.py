@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest
+from forerun.serve.hosts import Hosts
 
 MOST_SAMPLES_AT_ONCE = 128  # prompts of one body times n, OpenAI's limit of n
 BODY_S = 30.0  # seconds that a client has to send its body
@@ -19,8 +20,9 @@ class ServeSettings:
     At most `max_queue` requests of each key wait beyond those that are being answered. `drain_s` is how long a server
     that was told to end waits for the requests it has. A request that takes longer than `request_s`, waiting included,
     is ended with an error. With `lenient` unknown fields of bodies are warned of and not refused. `api_keys` is a file
-    of keys; without one everybody is answered. Traces go to `otlp_endpoint`, an OTLP address over HTTP. Raises
-    InvalidRequest naming the field.
+    of keys; without one everybody is answered. Traces go to `otlp_endpoint`, an OTLP address over HTTP. `allowed_hosts`
+    are names that the server may be asked under, and whose pages may ask; "*" allows all. Raises InvalidRequest naming
+    the field.
     """
 
     host: str = "127.0.0.1"
@@ -36,8 +38,15 @@ class ServeSettings:
     tls_key: Path | None = None
     tls_certificate: Path | None = None
     otlp_endpoint: str = ""
+    allowed_hosts: frozenset[str] = frozenset()
+
+    @property
+    def hosts(self) -> Hosts:
+        """Under which names it is asked."""
+        return Hosts(self.host, self.allowed_hosts)
 
     def __post_init__(self) -> None:
+        self.hosts  # noqa: B018 - names that are none are refused
         require_whole("max_queue", self.max_queue, 0)
         require_whole("max_body_bytes", self.max_body_bytes, 1)
         require_whole("port", self.port, 0)

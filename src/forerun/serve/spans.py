@@ -86,6 +86,7 @@ def attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.latency.e2e": record.total_s,
         "forerun.outcome": record.outcome,
         "forerun.tenant": record.tenant,
+        "forerun.request_id": record.request_id,
         "forerun.num_drafted": record.counts.num_drafted,
         "forerun.num_accepted": record.counts.num_accepted,
         "forerun.gain": record.counts.gain,

@@ -1,0 +1,94 @@
+"""Hosts: under which names a server is asked, and pages of which origins may ask it.
+
+A page of another site can make its reader's browser ask a server on the reader's machine, under a name of its own that
+it resolves to that machine. The browser then names the page's host in `Host`, and in `Origin` where the page came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from forerun.errors import InvalidRequest
+from forerun.limits import shown
+from forerun.serve.problems import ApiError
+
+ANY = "*"
+AUTHORITY = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@?#,\\\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
+DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A host's name in lower case, without brackets, and its port as it was written."""
+
+    name: str
+    port: str | None
+
+    @classmethod
+    def of(cls, text: str) -> Authority | None:
+        """The authority that a header names; None where it is none."""
+        match = AUTHORITY.fullmatch(text.lower())
+        return match and cls(match["name"].strip("[]").removesuffix("."), match["port"])
+
+    def origin(self, scheme: str) -> tuple[str, str, str | None]:
+        """The same as an origin."""
+        return scheme, self.name, self.port or DEFAULT_PORTS.get(scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Whose names a server answers to. `bound` is the address that it listens on, `allowed` what its user allows.
+
+    A server of the loopback answers to names of the loopback and to those allowed, any other one to every name unless
+    some are allowed. A page may ask under the host that it came from, and from allowed hosts. Raises InvalidRequest.
+    """
+
+    bound: str
+    allowed: frozenset[str]
+
+    def __post_init__(self) -> None:
+        for name in self.allowed - {ANY}:
+            authority = Authority.of(name)
+            if authority is None or authority.port is not None:
+                fix = 'name hosts, without scheme and port, such as "models.example"'
+                raise InvalidRequest("allowed_hosts", f"{name!r} is no name of a host: {fix}.")
+
+    def check(self, hosts: Iterable[str], origins: Iterable[str], scheme: str) -> None:
+        """Raise the ApiError for 403 unless a request with these headers is answered."""
+        if ANY in self.allowed:
+            return
+        asked = None
+        for host in hosts:
+            asked = Authority.of(host)
+            if not self.answers_to(asked):
+                raise refusal("host", host)
+        for origin in origins:
+            its_scheme, _, rest = origin.partition("://")
+            page = Authority.of(rest)
+            if page is None or not (
+                page.name in self.allowed or (asked and page.origin(its_scheme.lower()) == asked.origin(scheme))
+            ):
+                raise refusal("origin", origin)
+
+    def answers_to(self, authority: Authority | None) -> bool:
+        """Whether a request may name this host."""
+        if not self.allowed and not is_loopback(self.bound):
+            return True
+        return authority is not None and (authority.name in self.allowed or is_loopback(authority.name))
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address is of this machine alone."""
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def refusal(what: str, value: str) -> ApiError:
+    """The answer to a request from elsewhere."""
+    message = f"requests with the {what} {shown(value)} are not answered here: --allowed-hosts names hosts that are."
+    return ApiError(403, message, code=f"{what}_not_allowed")
