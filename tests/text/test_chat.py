@@ -1,11 +1,9 @@
-"""Chat templates: the work of a hostile one is bounded, options reach it, and what fails blames whom it should."""
+"""Chat templates: options reach them as in transformers, and what fails blames whom it should."""
 
 from __future__ import annotations
 
 import json
-import resource
 import shutil
-import time
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +14,7 @@ from transformers import AutoTokenizer
 
 from forerun.errors import InvalidRequest, TokenizerError
 from forerun.models.bundled import BUNDLED
-from forerun.text.chat import MARK, ChatTemplate
-from forerun.text.sandbox import MOST_TEXT
+from forerun.text.chat import LONGEST_VALUES, MARK, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 
 STORIES = Path(__file__).resolve().parents[1] / "data" / "stories260k"
@@ -33,125 +30,8 @@ def rendered(source: object, messages: object = TALK, **options: Any) -> str:
     return ChatTemplate(source, "a test").render(messages, **options)
 
 
-def grown(step: str, start: str = "'x'") -> str:
-    """A value that is made of itself again and again."""
-    begin = "{% set n = namespace(v=" + start + ") %}"
-    return begin + "{% for i in range(99) %}{% set n.v = " + step + " %}{% endfor %}"
-
-
-SHARED = grown("[n.v, n.v]").replace("99", "60")
-MUCH = "{% set x = 'ab' * 999999 %}{% for i in range(99999) %}"
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-ENDS = "{% endfor %}" * 3
-HOSTILE = {
-    "division": "{{ 1 / 0 }}",
-    "modulo": "{{ 1 % 0 }}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "block recursion": "{% block a %}{{ self.a() }}{% endblock %}",
-    "exponential recursion": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(90) }}",
-    "repeated text": "{{ 'x' * 10**10 }}",
-    "repeated later": "{% set n = 10**10 %}{{ messages[0].role * n }}",
-    "repeated list": "{{ ([1] * 10**9) | length }}",
-    "repeated tuple": "{{ (10**9 * (1, 2)) | length }}",
-    "power": "{{ 9**(9**9) }}",
-    "square on square": grown("n.v * n.v", "3"),
-    "range": "{% for i in range(10**9) %}x{% endfor %}",
-    "loops": LOOPS + "x" + ENDS,
-    "silent loops": LOOPS + ENDS,
-    "filtered loops": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
-    "buffered loops": "{% set x %}" + LOOPS + "{{ messages }}" + ENDS + "{% endset %}",
-    "constants in loops": "{% set x %}" + LOOPS + "{{ '" + "long" * 999 + "' }}" + ENDS + "{% endset %}",
-    "text in loops": "{% set x %}" + LOOPS + "long" * 999 + ENDS + "{% endset %}",
-    "doubled": grown("n.v + n.v"),
-    "doubled by ~": grown("n.v ~ n.v"),
-    "doubled in a list": grown("n.v + n.v", "['x']"),
-    "doubled by join": grown("[n.v, n.v] | join"),
-    "doubled by format": grown("'%s%s' % (n.v, n.v)"),
-    "doubled by str.format": grown("'{0}{0}'.format(n.v)"),
-    "shared lists": SHARED + "{{ n.v }}",
-    "shared as JSON": SHARED + "{{ n.v | tojson }}",
-    "shared as text": SHARED + "{{ '%s' % (n.v,) }}",
-    "shared and joined": SHARED + "{{ n.v ~ 'x' }}",
-    "replaced": "{% set x = 'a' * 99999 %}{{ x.replace('a', x) | length }}",
-    "replaced by filter": "{% set x = 'a' * 99999 %}{{ x | replace('a', x) | length }}",
-    "replaced nothing": "{% set x = 'a' * 99999 %}{{ x | replace('', x) | length }}",
-    "joined": "{% set x = 'a' * 99999 %}{{ x.join(x | list) | length }}",
-    "joined by filter": "{% set x = 'a' * 99999 %}{{ x | list | join(x) | length }}",
-    "indented": "{{ ('\n' * 99999) | indent(99999) | length }}",
-    "indented JSON": "{{ messages | tojson(indent=10**9) }}",
-    "centred": "{{ 'x' | center(10**10) }}",
-    "justified": "{{ 'x'.ljust(10**10) }}",
-    "zeros": "{{ '1'.zfill(10**10) }}",
-    "tabs": "{{ '\t'.expandtabs(10**10) }}",
-    "wide format": "{{ '%9999999999d' % 1 }}",
-    "wide by star": "{{ '%*d' % (10**9, 1) }}",
-    "wide precision": "{{ '%.999999999f' | format(1.0) }}",
-    "wide str.format": "{{ '{:>9999999999}'.format(1) }}",
-    "wide by argument": "{{ '{:{}}'.format(1, 10**10) }}",
-    "bytes of a number": "{{ (1).to_bytes(10**10, 'big') }}",
-    "batches": "{{ [1] | batch(10**9, 0) | list | length }}",
-    "slices": "{{ [1] | slice(10**9) | list | length }}",
-    "power of a fraction": "{{ 2.5 ** 9999 }}",
-    "lorem ipsum": "{{ lipsum(n=10**6) }}",
-    "searches": MUCH + "{% if 'ba' * 99 + 'c' in x %}{% endif %}{% endfor %}",
-    "comparisons": MUCH + "{% if x + 'y' == x + 'z' %}{% endif %}{% endfor %}",
-    "cuts": MUCH + "{% set y = x[::-1] %}{% endfor %}",
-    "deep": "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}",
-    "deep lists": "{{ " + "[" * 9999 + "]" * 9999 + " }}",
-    "deep loops": "{% for a in [1] %}" * 99 + "{% endfor %}" * 99,
-    "long": "x" * (1 << 21),
-    "files": "{% include '/etc/passwd' %}",
-    "escapes": "{{ ().__class__.__base__.__subclasses__() }}",
-    "attributes": "{{ messages.append.__self__.clear() }}",
-    "undefined call": "{{ nothing() }}",
-    "missing key": "{{ messages[9].content.text }}",
-    "no date": "{{ strftime_now(5) }}",
-    "bad comparison": "{{ [1, 'a'] | sort }}",
-    "bad regex": "{{ 'x' is matching('(') }}",
-    "not a template": "{% for %}",
-    "not a string": "{{ messages + 1 }}",
-}
-
-
-@pytest.mark.sampled(18)
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_ends_soon_small_and_by_name(name: str) -> None:
-    """A second or two and some hundreds of MB at most, of 2 GB that it is given here."""
-    before, begin = resource.getrlimit(resource.RLIMIT_AS), time.process_time()
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), before[1]))
-    try:
-        with pytest.raises(TokenizerError, match=r"template of a test (fails|does not parse|is longer)") as caught:
-            rendered(HOSTILE[name])
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert len(str(caught.value)) < 400
-    assert "MemoryError" not in str(caught.value)
-    assert time.process_time() - begin < 60, "of the processor; a second or two is usual"
-
-
-def test_a_long_conversation_is_no_hostile_one() -> None:
-    """A megabyte in a thousand messages, by a template that looks at every message and cuts its thoughts."""
-    template = """{%- set ns = namespace(first=true, system='') -%}
-    {%- for m in messages -%}
-      {%- if m.role == 'system' -%}{%- set ns.system = ns.system ~ m.content -%}{%- endif -%}
-    {%- endfor -%}
-    {{- ns.system -}}
-    {%- for m in messages -%}
-      {%- set text = m.content | trim -%}
-      {%- if '</think>' in text -%}{%- set text = text.split('</think>')[-1].lstrip('\n') -%}{%- endif -%}
-      {%- if loop.index0 > 0 and messages[loop.index0 - 1].role == m.role -%}{{ raise_exception('twice') }}{%- endif -%}
-      {{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' -}}
-      {%- if m.tool_calls -%}{%- for call in m.tool_calls -%}{{ call | tojson }}{%- endfor -%}{%- endif -%}
-    {%- endfor -%}"""
-    talk = [
-        {"role": "user" if i % 2 else "assistant", "content": f"{i} </think> " + "word " * 200} for i in range(1000)
-    ]
-    assert len(rendered(template, talk)) > 10**6
-
-
 def test_one_text_as_long_as_any_context_is_rendered() -> None:
-    text = "a" * (MOST_TEXT // 4)
+    text = "a" * (LONGEST_VALUES // 4)
     assert (
         rendered(
             "{% for m in messages %}{{ '<u>' + m.content | trim }}{% endfor %}", [{"role": "user", "content": text}]
@@ -296,12 +176,13 @@ for _ in range(40):
         [{"role": "user", "content": float("nan")}],
         [{"role": "user", "content": {"text": "x"}}],
         [{"role": "user", "content": [float("inf")]}],
+        [{"role": "user", "content": [10**5000]}],
         [{"role": "user", "content": "x", 5: 6}],
         [{"role": "user", "content": "x", "extra": object()}],
         [{"role": "user", "content": "x", "extra": {1, 2}}],
         [{"role": "user", "content": DEEP}],
         [{"role": "user", "content": WIDE}],
-        [{"role": "user", "content": "x" * (MOST_TEXT + 1)}],
+        [{"role": "user", "content": "x" * (LONGEST_VALUES + 1)}],
         LOOP,
     ],
 )

@@ -2,7 +2,7 @@
 
 This file decides what a conversation is, which of a checkpoint's templates is used, and whether an error while
 rendering is due to the conversation or the template. Templates are read when they are first needed, so that a damaged
-one does not keep a model from completing text. They run in the sandbox of `text/sandbox.py`.
+one does not keep a model from completing text. `text/renderer.py` runs them.
 """
 
 from __future__ import annotations
@@ -10,52 +10,44 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from forerun.errors import ChatTemplateError, InvalidRequest
 from forerun.fields import short
 from forerun.limits import shown
-from forerun.text.sandbox import ITEM, MOST_TEXT, Refused, Sandbox, metered
+from forerun.text.renderer import RENDERER
 
 FILE = "chat_template.jinja"
+OTHER_FILES = "additional_chat_templates/*.jinja"
 MARK = "<|forerun goes on here|>"
 MOST_DEPTH = 64  # of lists and objects inside a message
 LONGEST_TEMPLATE = 1 << 20
-FAULTS = (  # what a program without files and imports can raise
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+LONGEST_VALUES = 1 << 24  # characters: several times what the longest context holds
+ITEM = 32  # characters that an item of a list or an object counts as
+LONGEST_NUMBER = 1 << 10  # bits
 
 
 class ChatTemplate:
-    """One checkpoint's template, read and compiled when it is first needed.
+    """One checkpoint's templates, read when one is first needed.
 
     `declared` is what tokenizer_config.json says: one template, or a list of them with names, of which "default" is
-    used, and "tool_use" where there are tools. The folder's chat_template.jinja counts before it.
+    used, and "tool_use" where there are tools. Where the folder has `files`, by name, they count instead of it.
     """
 
-    def __init__(self, declared: object, origin: str, file: Path | None = None) -> None:
+    def __init__(self, declared: object, origin: str, files: Mapping[str, Path] | None = None) -> None:
         self._declared = declared
         self._origin = origin
-        self._file = file
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._files = files or {}
 
     @classmethod
     def load(cls, folder: Path, declared: object) -> ChatTemplate:
-        """The template of a folder; its files are checked when it is used."""
-        file = folder / FILE
-        if file.exists():
-            return cls(declared, str(file), file)
+        """The templates of a folder; its files are checked when one is used."""
+        files = {"default": folder / FILE} if (folder / FILE).exists() else {}
+        files |= {file.name.removesuffix(".jinja"): file for file in sorted(folder.glob(OTHER_FILES))}
+        if files:
+            return cls(declared, str(files.get("default", folder / OTHER_FILES)), files)
         return cls(declared, f"{folder / 'tokenizer_config.json'} (chat_template)")
 
     def render(
@@ -80,41 +72,27 @@ class ChatTemplate:
             )
         given = {name: plain(value, name) for name, value in options.items()}
         values = {"tools": None, "documents": None, **(tokens or {}), **given}
-        template = self.compile("tool_use" if given.get("tools") else "default")
+        name = "tool_use" if given.get("tools") else "default"
         if continue_final_message:
             mark_end(talk)
-        text = self._run(template, values | {"messages": talk, "add_generation_prompt": add_generation_prompt})
+        text = self._run(name, values | {"messages": talk, "add_generation_prompt": add_generation_prompt})
         return up_to_mark(text) if continue_final_message else text
 
-    def _run(self, template: jinja2.Template, values: dict[str, object]) -> str:
-        pieces, length = [], 0
-        try:
-            with metered():
-                for piece in template.generate(values):
-                    pieces.append(piece)
-                    length += len(piece)
-                    if length > MOST_TEXT:
-                        raise ChatTemplateError(
-                            f"the chat template of {self._origin} writes more than {MOST_TEXT} letters"
-                        )
-        except Refused as error:
-            raise InvalidRequest("messages", f"the chat template refuses them: {short(error)}") from error
-        except FAULTS as error:
-            raise ChatTemplateError(f"the chat template of {self._origin} fails: {short(said(error))}") from error
-        return "".join(pieces)
+    def require(self, name: str = "default") -> None:
+        """Raise ChatTemplateError where a template is missing or does not parse."""
+        self._run(name, None)
 
-    def compile(self, name: str = "default") -> jinja2.Template:
-        """The template, ready to render. Raises ChatTemplateError where it is missing or does not parse."""
-        if name not in self._compiled:
-            source = self.source(name)
-            try:
-                with metered():
-                    self._compiled[name] = Sandbox().template(source)
-            except FAULTS as error:
-                raise ChatTemplateError(
-                    f"the chat template of {self._origin} does not parse: {short(said(error))}"
-                ) from error
-        return self._compiled[name]
+    def _run(self, name: str, values: dict[str, object] | None) -> str:
+        answer = RENDERER.answer(self.source(name), values)
+        if answer is None:
+            problem = "takes more time or memory than a conversation needs"
+            raise ChatTemplateError(f"the chat template of {self._origin} {problem}")
+        outcome, text = answer
+        if outcome == "refused":
+            raise InvalidRequest("messages", f"the chat template refuses them: {short(text)}")
+        if outcome != "text":
+            raise ChatTemplateError(f"the chat template of {self._origin} {outcome}: {short(text)}")
+        return text
 
     def digest(self) -> str:
         """16 hex digits that tell the template apart from others. Raises ChatTemplateError where there is none."""
@@ -122,7 +100,7 @@ class ChatTemplate:
 
     def source(self, name: str = "default") -> str:
         """The text of a template. Raises ChatTemplateError where there is none, or none that can be read."""
-        named = self._named()
+        named = self._named
         source = named.get(name, named.get("default"))
         if source is None:
             origin = self._origin + (f", which has {shown(sorted(named))} by name" if named else "")
@@ -134,13 +112,11 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template of {self._origin} is longer than {LONGEST_TEMPLATE} letters")
         return source
 
+    @cached_property
     def _named(self) -> dict[str, str]:
         """The templates by name. Raises ChatTemplateError for what is not a template."""
-        if self._file is not None:
-            try:
-                return {"default": self._file.read_text("utf-8")}
-            except (OSError, ValueError) as error:
-                raise ChatTemplateError(f"{self._file} cannot be read ({short(error)}): download it again") from error
+        if self._files:
+            return {name: text_of(file) for name, file in self._files.items()}
         declared = self._declared
         if declared is None or isinstance(declared, str):
             return {} if declared is None else {"default": declared}
@@ -152,6 +128,14 @@ class ChatTemplate:
                 raise ChatTemplateError(f"{self._origin} is {shown(declared)}; {wanted}")
             named[name] = source
         return named
+
+
+def text_of(file: Path) -> str:
+    """The text of a template's file. Raises ChatTemplateError where it cannot be read."""
+    try:
+        return file.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ChatTemplateError(f"{file} cannot be read ({short(error)}): download it again") from error
 
 
 def mark_end(talk: list[dict[str, Any]]) -> None:
@@ -174,12 +158,6 @@ def up_to_mark(text: str) -> str:
     return text[:at] if text.startswith(f"{MARK} ", at) else text[:at].rstrip()
 
 
-def said(error: BaseException) -> str:
-    """An error by its text, or by its kind where it has none or none that says it."""
-    kind = type(error).__name__
-    return str(error) if isinstance(error, jinja2.TemplateError) and str(error) else f"{kind}: {error}"
-
-
 def conversation(messages: object) -> list[dict[str, Any]]:
     """Messages as plain values. Raises InvalidRequest for anything but a list of objects with a role."""
     found = plain(messages, "messages")
@@ -197,18 +175,20 @@ def conversation(messages: object) -> list[dict[str, Any]]:
 
 def plain(value: object, field: str) -> Any:
     """A copy of JSON-like values as plain dicts and lists. Raises InvalidRequest, naming the field, for all others."""
-    room = MOST_TEXT
+    room = LONGEST_VALUES
 
     def copied(value: object, depth: int) -> Any:
         nonlocal room
         room -= ITEM + (len(value) if isinstance(value, str) else 0)
         if room < 0:
-            raise InvalidRequest(field, f"they are longer than {MOST_TEXT} letters: shorten them.")
+            raise InvalidRequest(field, f"they are longer than {LONGEST_VALUES} letters: shorten them.")
         if depth > MOST_DEPTH:
             raise InvalidRequest(
                 field, f"values are nested more than {MOST_DEPTH} deep, or hold themselves: flatten them."
             )
-        if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        if value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        if isinstance(value, int) and value.bit_length() <= LONGEST_NUMBER:
             return value
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return {key: copied(item, depth + 1) for key, item in value.items()}

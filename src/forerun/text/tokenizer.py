@@ -209,7 +209,7 @@ class Tokenizer:
 
     def require_chat_template(self) -> None:
         """Raises TokenizerError, as `chat` would, where there is no usable template."""
-        self._template.compile()
+        self._template.require()
 
     def template_digest(self) -> str:
         """16 hex digits that tell the chat template apart from others. Raises TokenizerError where there is none."""

@@ -1,0 +1,140 @@
+"""Renderer: chat templates rendered in other processes, which end when they take more than a conversation needs.
+
+This file decides how much time a template may take, how many processes wait for the next conversation, and that nothing
+of one is left behind when it ends. `text/sandbox.py` is what runs in them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Empty, Full, LifoQueue
+from threading import Timer
+from typing import Any
+
+from forerun.errors import ChatTemplateError
+
+LIMIT_S = 0.75  # of processor time that any template may take: 50 times what compiling a long one takes
+LIMIT_S_PER_CHARACTER = 1.5e-6  # of the request, in addition: four times what messages of one letter take
+PATIENCE = 10.0  # times the limit that may pass by the clock, on a busy machine or a system without the other limit
+MOST_IDLE = 2
+LONGEST_ANSWER = 1 << 27  # bytes: MOST_TEXT characters, each escaped
+PROGRAM = "import sys; sys.path += sys.argv[1:]; from forerun.text.sandbox import main; main()"
+
+
+@cache
+def command() -> list[str]:
+    """How the program starts: without the startup of an installation, and with the folders of what it imports."""
+    origins = [spec.origin for name in ("forerun", "jinja2", "markupsafe") if (spec := find_spec(name)) is not None]
+    folders = [str(Path(origin).absolute().parents[1]) for origin in origins if origin is not None]
+    return [sys.executable, "-I", "-S", "-c", PROGRAM, *dict.fromkeys(folders)]
+
+
+class Worker:
+    """One process that renders, for one thread at a time.
+
+    It ends when its input does, so it does not outlive this process. Ctrl-C does not reach it, being in another group.
+    """
+
+    def __init__(self) -> None:
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self.process = subprocess.Popen(command(), stdin=pipe, stdout=pipe, stderr=null, process_group=0)
+        assert self.process.stdin is not None, "it is a pipe"
+        assert self.process.stdout is not None, "it is a pipe"
+        self.requests, self.answers = self.process.stdin, self.process.stdout
+
+    def ask(self, request: bytes, patience_s: float) -> bytes | None:
+        """The answer to a request; None where the process ended without one, or was ended after so many seconds."""
+        timer, start_s = Timer(patience_s, self.process.kill), time.monotonic()
+        timer.start()
+        try:
+            self.requests.write(request)
+            self.requests.flush()
+            answer = self.answers.readline(LONGEST_ANSWER)
+        except OSError:  # it no longer reads
+            return None
+        finally:
+            timer.cancel()
+            timer.join()
+        late = time.monotonic() - start_s >= patience_s  # then it may have been killed behind its answer
+        return answer if answer.endswith(b"\n") and not late else None
+
+    def end(self) -> None:
+        """End the process and leave nothing of it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+class Renderer:
+    """Processes that render: one for each conversation under way, and a few that wait for the next."""
+
+    def __init__(self) -> None:
+        self.idle: LifoQueue[Worker] = LifoQueue(MOST_IDLE)
+
+    def answer(self, template: str, values: Mapping[str, Any] | None) -> tuple[str, str] | None:
+        """What `Sandbox.answer` says; None where that takes too much time or memory.
+
+        Raises ChatTemplateError where no process can be started.
+        """
+        request = json.dumps([template, values], ensure_ascii=False)
+        limit_s = LIMIT_S + LIMIT_S_PER_CHARACTER * len(request)
+        worker, answer = self.take(), None
+        try:
+            answer = worker.ask(f"[{limit_s}, {request}]\n".encode("utf-8", "surrogatepass"), PATIENCE * limit_s)
+        finally:
+            self.put_back(worker, usable=answer is not None)
+        if answer is None:
+            return None
+        outcome, text = json.loads(answer)
+        return outcome, text
+
+    def take(self) -> Worker:
+        """A process that nobody else uses."""
+        while True:
+            try:
+                worker = self.idle.get_nowait()
+            except Empty:
+                break
+            if worker.process.poll() is None:
+                return worker
+            worker.end()
+        try:
+            return Worker()
+        except OSError as error:
+            raise ChatTemplateError(f"the process that renders chat templates does not start ({error})") from error
+
+    def put_back(self, worker: Worker, usable: bool) -> None:
+        """Keep a process for later, or end it where it is not usable or enough of them wait."""
+        try:
+            if not usable:
+                raise Full
+            self.idle.put_nowait(worker)
+        except Full:
+            worker.end()
+
+    def close(self) -> None:
+        """End the processes that wait."""
+        while not self.idle.empty():
+            self.idle.get_nowait().end()
+
+    def forget(self) -> None:
+        """Leave the processes to this one's parent: a fork has copies of the pipes, but no say over the children."""
+        for worker in self.idle.queue:  # the lock of the queue may be held by a thread that the fork does not have
+            worker.requests.close()
+            worker.answers.close()
+            worker.process.returncode = 0
+        self.idle = LifoQueue(MOST_IDLE)
+
+
+RENDERER = Renderer()  # of all models and requests of this process
+atexit.register(RENDERER.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=RENDERER.forget)
