@@ -272,6 +272,28 @@ def test_other_types_methods_models_and_origins_are_refused(server: Running) -> 
     assert server.post("/tokenize", prompt="a", messages=[]).status_code == 400
 
 
+def test_a_template_of_a_body_is_run_where_that_is_allowed() -> None:
+    """The model has none, so that a conversation without it is refused for that."""
+    brought = {"chat_template": "{{ messages[0].content }}"}
+    talks = {
+        "/v1/chat/completions": {"messages": CHAT["messages"], "max_tokens": 2},
+        "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+        "/tokenize": {"messages": CHAT["messages"]},
+    }
+    with drafting() as llm, running(llm, trust_request_templates=False) as wary, running(llm) as trusting:
+        for path, body in talks.items():
+            for more in (brought, {"chat_template_kwargs": brought}, {"chat_template": 3}):
+                answer = wary.post(path, **body, **more)
+                error = answer.json()["error"]
+                expected = (400, "chat_template", "unsupported_parameter")
+                assert (answer.status_code, error["param"], error["code"]) == expected, answer.text
+                assert "--trust-request-templates" in error["message"]
+            assert "no chat template" in wary.post(path, **body, chat_template=None).json()["error"]["message"]
+            assert trusting.post(path, **body, **brought).status_code == 200
+            nested = trusting.post(path, **body, chat_template_kwargs=brought)
+            assert (nested.status_code, nested.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
 def test_every_address_of_get_answers_head_with_the_same_headers(server: Running) -> None:
     with server.http() as http:
         paths = [path for path, own in http.get("/openapi.json").json()["paths"].items() if "get" in own]

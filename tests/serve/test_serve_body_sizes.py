@@ -15,7 +15,10 @@ from forerun.serve.asking import prepared
 from forerun.serve.body import parsed_body
 from forerun.serve.problems import ApiError, problem_of
 from forerun.serve.schema import KNOWN, Endpoint
+from forerun.serve.settings import ServeSettings
 from serve.servers import plain
+
+TRUSTING = ServeSettings(lenient=True, trust_request_templates=True)
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BASES: dict[Endpoint, dict[str, Any]] = {
@@ -52,7 +55,7 @@ def asked(body: dict[str, Any], endpoint: Endpoint, lenient: bool) -> tuple[floa
     """Seconds of this thread's processor time that a body takes before anything runs, and what is said of it."""
     raw, began_s = json.dumps(body).encode(), time.thread_time()
     try:
-        prepared(parsed_body(raw), endpoint, plain(), "", lenient)
+        prepared(parsed_body(raw), endpoint, plain(), "", ServeSettings(lenient=lenient, trust_request_templates=True))
         problem = ""
     except (InvalidRequest, ApiError) as error:
         problem = json.dumps(problem_of(error).body)
@@ -102,7 +105,7 @@ def test_no_field_takes_long_or_is_repeated_whole_in_any_shape(endpoint: Endpoin
 def test_a_long_body_is_judged_in_a_moment_and_in_a_few_words(raw: str, code: str) -> None:
     began_s = time.thread_time()
     try:
-        prepared(parsed_body(raw.encode()), "completions", plain(), "")
+        prepared(parsed_body(raw.encode()), "completions", plain(), "", TRUSTING)
         body: dict[str, Any] = {"error": {"code": ""}}
     except (InvalidRequest, ApiError) as error:
         body = problem_of(error).body
@@ -132,7 +135,7 @@ def test_lenient_counts_for_names_inside_objects(caplog: pytest.LogCaptureFixtur
         "stream_options": {"include_usage": True, "include_costs": True},
     }
     with caplog.at_level(logging.WARNING, "forerun.serve"):
-        wished, _ = prepared(body, "chat", plain(), "", lenient=True)
+        wished, _ = prepared(body, "chat", plain(), "", TRUSTING)
     assert wished.include_usage
     assert wished.requests[0].sampling_params.grammar is not None
     for name in ("extra", "other", "strictly", "include_costs"):

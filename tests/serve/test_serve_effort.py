@@ -8,7 +8,10 @@ import pytest
 
 from forerun.serve.asking import prepared
 from forerun.serve.problems import ApiError
+from forerun.serve.settings import ServeSettings
 from serve.servers import plain
+
+TRUSTING = ServeSettings(trust_request_templates=True)
 
 LEVELS = "{{ messages[0].content }} effort={{ reasoning_effort or 'unsaid' }}"
 SWITCH = (
@@ -22,7 +25,7 @@ def prompt_of(endpoint: Any, template: str, effort: object, **more: Any) -> str 
     message: dict[str, Any] = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}
     if endpoint == "chat":
         message = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
-    asked, _ = prepared({"chat_template": template, **message, **more}, endpoint, plain(), "")
+    asked, _ = prepared({"chat_template": template, **message, **more}, endpoint, plain(), "", TRUSTING)
     return asked.requests[0].prompt
 
 
@@ -59,5 +62,5 @@ def test_reasoning_of_a_response_is_an_object_with_an_effort() -> None:
         ({"mode": "x"}, "reasoning.mode"),
     ):
         with pytest.raises(ApiError) as refusal:
-            prepared({"input": "Hi", "chat_template": NEVER, "reasoning": value}, "responses", plain(), "")
+            prepared({"input": "Hi", "chat_template": NEVER, "reasoning": value}, "responses", plain(), "", TRUSTING)
         assert refusal.value.param == param

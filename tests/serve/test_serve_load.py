@@ -392,6 +392,46 @@ def test_a_signal_drains_the_server(sent: signal.Signals, status: int) -> None:
         process.kill()
 
 
+FREEZING = (  # two values of 60 lists each, whose comparison is of 2**60 pairs
+    "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}"
+    "{% endfor %}{{ n.x == n.y }}"
+)
+
+
+def test_a_template_that_hangs_is_refused_soon_while_others_go_on_and_a_signal_still_counts() -> None:
+    process, url = started("--trust-request-templates")
+    body = {**ENDLESS, "seed": 5, "temperature": 1, "stream": True}
+
+    def streamed(http: Any) -> Iterator[str]:
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    yield "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+
+    try:
+        with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
+            alone = "".join(streamed(http))
+            other = streamed(http)
+            begun = next(other)
+            asked = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": FREEZING}
+            begin_s = time.monotonic()
+            answer = http.post("/v1/chat/completions", json=asked)
+            took_s = time.monotonic() - begin_s
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template")
+            assert "takes more time or memory than a conversation needs" in answer.json()["error"]["message"]
+            assert took_s < 20, "two seconds are usual at most"
+            assert begun + "".join(other) == alone
+            with ThreadPoolExecutor(1) as pool:
+                late = pool.submit(http.post, "/v1/chat/completions", json=asked)
+                time.sleep(0.3)  # it hangs by then
+                process.send_signal(signal.SIGTERM)
+                assert late.result().status_code in (400, 503)
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+
+
 def certificate_at(folder: Path, *more: str) -> tuple[Path, Path]:
     """A key and a certificate for this machine, signed with the key."""
     folder.mkdir(exist_ok=True)

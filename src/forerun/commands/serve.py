@@ -72,6 +72,12 @@ class ServeOptions:
     lenient: Annotated[
         bool, typer.Option("--lenient", help="Warn of unknown fields in bodies, instead of refusing them.")
     ] = False
+    trust_request_templates: Annotated[
+        bool,
+        typer.Option(
+            "--trust-request-templates", help="Run the chat templates that bodies bring; each may take a second."
+        ),
+    ] = False
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Log what is asked; otherwise nothing of it is in the log.")
     ] = False
@@ -100,6 +106,7 @@ class ServeOptions:
             drain_s=self.drain_s,
             request_s=self.request_s,
             lenient=self.lenient,
+            trust_request_templates=self.trust_request_templates,
             log_prompts=self.log_prompts,
             tls_key=self.tls_key,
             tls_certificate=self.tls_cert,

@@ -26,7 +26,7 @@ from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, refused
 from forerun.serve.reasoning import ReasoningTags, reasoning_tags, reasons
 from forerun.serve.response_input import input_messages, input_tools, response_logprobs
 from forerun.serve.schema import MESSAGE, SAMPLING, SERVED, TEMPLATE, Endpoint
-from forerun.serve.settings import MOST_SAMPLES_AT_ONCE
+from forerun.serve.settings import MOST_SAMPLES_AT_ONCE, ServeSettings
 from forerun.serve.structured import constraining, form_of
 from forerun.serve.tools import ToolUse, tool_list, tools_of, with_objects
 from forerun.shape import StaticTree
@@ -73,11 +73,11 @@ class Asked:
 
 
 def prepared(
-    body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, lenient: bool = False
+    body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
 ) -> tuple[Asked, Answers]:
     """What a body asks for, and its sequences; nothing runs yet. Raises InvalidRequest or ApiError, naming a field."""
     with prompt_named(body):
-        asked = asked_of(body, endpoint, llm, tenant, lenient)
+        asked = asked_of(body, endpoint, llm, tenant, settings)
         answers = llm.ask(asked.requests)
     require_room(asked, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
     return asked, answers
@@ -93,26 +93,27 @@ def prompt_named(body: Mapping[str, Any]) -> Iterator[None]:
         raise refused(name, str(error).replace(error.field, name, 1), TOO_MANY_TOKENS) from error
 
 
-def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, lenient: bool = False) -> Asked:
+def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings) -> Asked:
     """What a body asks for. Raises InvalidRequest or ApiError, naming the field at fault."""
-    given = served_fields(body, endpoint, lenient)
+    given = served_fields(body, endpoint, settings.lenient)
     if endpoint == "responses":
         given = {**given, "messages": input_messages(given), **input_tools(given)}
-    stream, options = stream_of(given)
+    stream, stream_options = stream_of(given)
     params = params_of(given, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
         name = "prompt_logprobs" if "prompt_logprobs" in given else "echo"
         raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of both.")
     wish = wish_of(given.get("speculation"))
-    tools = None if endpoint == "completions" else tools_of(given, template_of(given).source(llm.tokenizer))
+    options = None if endpoint == "completions" else with_effort(template_of(given, settings), given, llm)
+    tools = None if options is None else tools_of(given, options.source(llm.tokenizer))
     if tools is not None and endpoint == "responses" and params.logprobs is not None:
         field = "top_logprobs" if "top_logprobs" in given else "include"
         problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
         raise refused(field, f"{field}: {problem}.", "unsupported_parameter")
-    if endpoint == "completions":
+    if options is None:
         requests, reasoning = completion_requests(given, params, wish, tenant, llm), None
     else:
-        requests, reasoning = chat_requests(given, params, wish, tenant, llm, lenient)
+        requests, reasoning = chat_requests(given, options, params, wish, tenant, llm, settings.lenient)
     if switch(given, "draft_details"):
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")
@@ -128,8 +129,8 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         tools=tools,
         include_reasoning=switch(given, "include_reasoning", True),
         stream=stream,
-        include_usage=switch(options, "include_usage") or switch(options, "continuous_usage_stats"),
-        continuous_usage=switch(options, "continuous_usage_stats"),
+        include_usage=switch(stream_options, "include_usage") or switch(stream_options, "continuous_usage_stats"),
+        continuous_usage=switch(stream_options, "continuous_usage_stats"),
         return_token_ids=switch(given, "return_token_ids"),
         echo=switch(given, "echo"),
         only_prompt=asks_for_nothing(given, endpoint),
@@ -294,10 +295,15 @@ def without_special(request: Request, llm: LLM) -> Request:
 
 
 def chat_requests(
-    given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM, lenient: bool
+    given: Mapping[str, Any],
+    options: ChatOptions,
+    params: SamplingParams,
+    wish: Wish,
+    tenant: str,
+    llm: LLM,
+    lenient: bool,
 ) -> tuple[Seq[Request], ReasoningTags | None]:
     """The request for a conversation, and the tags of its answer's reasoning."""
-    options = with_effort(template_of(given), given, llm)
     messages = messages_of(given, options.source(llm.tokenizer), lenient)
     try:
         prompt = llm.chat_prompt(messages, options)
@@ -356,9 +362,12 @@ def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[
     return with_objects(kept)
 
 
-def template_of(given: Mapping[str, Any]) -> ChatOptions:
-    """The options of the chat template."""
+def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:
+    """The options of the chat template, which is a body's own only where such templates are trusted."""
     template, options = given.get("chat_template"), given.get("chat_template_kwargs", {})
+    if not settings.trust_request_templates and (template is not None or (isinstance(options, dict) and "chat_template" in options)):
+        problem = "no template of a body is run here: leave it out, or start with --trust-request-templates"
+        raise refused("chat_template", f"chat_template: {problem}.", "unsupported_parameter")
     if template is not None and not isinstance(template, str):
         raise refused("chat_template", f"chat_template: {shown(template)} is no text.")
     own = {"tools", "tokenize", "conversation", *TEMPLATE} - {"documents"}

@@ -101,7 +101,7 @@ class Service:
         """The same in this thread."""
         body = parsed_body(raw)
         self.check_model(body.get("model"))
-        asked, answers = prepared(body, endpoint, self.llm, visit.tenant, self.settings.lenient)
+        asked, answers = prepared(body, endpoint, self.llm, visit.tenant, self.settings)
         if self.settings.log_prompts:
             for request, _ in answers.requests:
                 shown = request.prompt if request.prompt is not None else request.prompt_token_ids

@@ -19,10 +19,10 @@ class ServeSettings:
 
     At most `max_queue` requests of each key wait beyond those that are being answered. `drain_s` is how long a server
     that was told to end waits for the requests it has. A request that takes longer than `request_s`, waiting included,
-    is ended with an error. With `lenient` unknown fields of bodies are warned of and not refused. `api_keys` is a file
-    of keys; without one everybody is answered. Traces go to `otlp_endpoint`, an OTLP address over HTTP. `allowed_hosts`
-    are names that the server may be asked under, and whose pages may ask; "*" allows all. Raises InvalidRequest naming
-    the field.
+    is ended with an error. With `lenient` unknown fields of bodies are warned of and not refused. With
+    `trust_request_templates` a body may bring a chat template. `api_keys` is a file of keys; without one everybody is
+    answered. Traces go to `otlp_endpoint`, an OTLP address over HTTP. `allowed_hosts` are names that the server may be
+    asked under, and whose pages may ask; "*" allows all. Raises InvalidRequest naming the field.
     """
 
     host: str = "127.0.0.1"
@@ -34,6 +34,7 @@ class ServeSettings:
     drain_s: float = 60.0
     request_s: float | None = None
     lenient: bool = False
+    trust_request_templates: bool = False
     log_prompts: bool = False
     tls_key: Path | None = None
     tls_certificate: Path | None = None

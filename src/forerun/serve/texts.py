@@ -21,7 +21,7 @@ def tokenized(service: Service, raw: bytes) -> dict[str, Any]:
         raise refused("prompt", "prompt: give either a prompt or messages.", MISSING)
     text, special = prompt, switch(given, "add_special_tokens", prompt is not None)
     if prompt is None:
-        options = template_of(given)
+        options = template_of(given, service.settings)
         messages = messages_of(given, options.source(llm.tokenizer), service.settings.lenient)
         text = options.render(llm.tokenizer, messages)
     if not isinstance(text, str):

@@ -162,22 +162,31 @@ def limit_time(limit_s: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def main() -> None:
-    """Answer requests, each a line of JSON, until there are no more.
+def respond(sandbox: Sandbox) -> bool:
+    """Read a request, a line of JSON, and write its answer, another; False where there are no more.
 
     A request is the seconds of processor time that it may take, and what `Sandbox.answer` takes; its answer is what
-    that gives. A process that has run out of time or memory ends without one.
+    that gives. A process that has run out of time or memory ends without one. Nothing of a request is kept.
     """
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return False
+    limit_s, request = json.loads(line)
+    limit_time(limit_s)
+    answer = json.dumps(sandbox.answer(*request), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    limit_time(0)
+    sys.stdout.buffer.write(answer + b"\n")
+    sys.stdout.buffer.flush()
+    return True
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process when it ends
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have it ignored or blocked
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
     limit_memory()
     sandbox = Sandbox()
-    for line in sys.stdin.buffer:
-        limit_s, request = json.loads(line)
-        limit_time(limit_s)
-        answer = json.dumps(sandbox.answer(*request), ensure_ascii=False).encode("utf-8", "surrogatepass")
-        limit_time(0)
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+    while respond(sandbox):
+        pass
