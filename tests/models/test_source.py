@@ -78,12 +78,17 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
         "tokenizer.model",
         "merges.txt",
         "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
     }
     files = [
         *wanted,
         "consolidated.safetensors",
         "pytorch_model.bin",
         "original/params.json",
+        "original/tokenizer.model",
+        "onnx/model.bin",
+        "tokenizer/tokenizer.model",
+        "tokenizer/vocab.json",
         "README.md",
         "a/b.safetensors",
     ]

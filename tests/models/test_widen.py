@@ -463,6 +463,10 @@ def test_a_full_disk_is_told_before_anything_is_written(
     assert not made_in(tmp_path)
 
 
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_files_beside_the_weights_come_along(tmp_path: Path, target_dir: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -470,15 +474,17 @@ def test_files_beside_the_weights_come_along(tmp_path: Path, target_dir: Path) -
         (source / path.name).write_bytes(path.read_bytes())
     extra = {
         "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
         "generation_config.json": '{"eos_token_id": [2, 3]}',
         "LICENSE": "x",
     }
+    (source / "additional_chat_templates").mkdir()
     for name, text in extra.items():
         (source / name).write_text(text)
     (source / "README.md").write_text("what the small model scores")
     folder = widen(str(source), tmp_path / "wide", Wider(128, 6))
-    kept = {path.name for path in source.iterdir()} - {"README.md", "model.safetensors"}
-    made = {path.name for path in folder.iterdir() if "safetensors" not in path.name}
+    kept = files_of(source) - {"README.md", "model.safetensors"}
+    made = {name for name in files_of(folder) if "safetensors" not in name}
     assert kept >= {"tokenizer.json", "config.json", *extra}
     assert made == kept
     for name in kept - {"config.json"}:

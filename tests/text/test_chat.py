@@ -30,6 +30,34 @@ def rendered(source: object, messages: object = TALK, **options: Any) -> str:
     return ChatTemplate(source, "a test").render(messages, **options)
 
 
+QWEN = """{%- set ns = namespace(seeking=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.seeking and message.role == 'user' and not message.content.startswith('<tool_response>') %}
+        {%- set ns.seeking = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {%- if loop.index0 > 0 and messages[loop.index0 - 1].role == message.role %}{{ raise_exception('no') }}{% endif %}
+    {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+    {%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(1000, 200), (3, 300_000), pytest.param(80_000, 1, marks=pytest.mark.full)]
+)
+def test_a_long_conversation_is_rendered(number: int, words: int) -> None:
+    """By a template as those of Qwen, which looks at every message twice."""
+    roles = ("user", "assistant")
+    talk = [{"role": roles[i % 2], "content": "so </think>" + "word " * words} for i in range(number)]
+    assert rendered(QWEN, talk).count("word") == number * words
+
+
 def test_one_text_as_long_as_any_context_is_rendered() -> None:
     text = "a" * (LONGEST_VALUES // 4)
     assert (
@@ -115,6 +143,37 @@ def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path) -
     for tools in (None, [TOOL]):
         found = ours.apply_chat_template(TALK, tools, tokenize=False)
         assert found == theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+
+
+NAMED: dict[str, dict[str, str]] = {
+    "both": {"default": "plain", "tool_use": "tools {{ tools | length }}", "rag": "none"},
+    "default alone": {"default": "plain"},
+    "tools alone": {"tool_use": "tools {{ tools | length }}"},
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("in_files", [True, False])
+def test_templates_by_name_are_read_as_transformers_writes_them(tmp_path: Path, kind: str, in_files: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder(tmp_path / "first"))
+    tokenizer.chat_template = NAMED[kind]
+    tokenizer.save_pretrained(tmp_path / "saved", save_jinja_files=in_files)
+    ours, theirs = Tokenizer.load(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for tools in (None, [TOOL]):
+        if kind == "tools alone" and tools is None:
+            with pytest.raises(TokenizerError, match=r"no chat template .* which has .*tool_use"):
+                ours.apply_chat_template(TALK, tools, tokenize=False)
+            continue
+        found = ours.apply_chat_template(TALK, tools, tokenize=False)
+        assert found == theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+
+
+def test_a_damaged_template_by_name_is_named(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", PLAIN)
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match=r"additional_chat_templates.tool_use\.jinja cannot be read"):
+        Tokenizer.load(path).apply_chat_template(TALK, [TOOL])
 
 
 TRIMMING = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"

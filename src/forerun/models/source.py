@@ -20,7 +20,10 @@ from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEAD_NAMES, 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
 HUB_FILES = ("*.safetensors", *TOKENIZER_FILES)
-HUB_DUPLICATES = ("*/*", "consolidated*")  # the same weights in other layouts
+HUB_DUPLICATES = (  # the same weights in other layouts; in folders of a repository only chat templates are read
+    *("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.json", "*/*.txt", "tokenizer*/*"),
+    "consolidated*",
+)
 SHOWING = (  # kinds of heads, by what stands in a key of config.json that no other kind has
     ("medusa", "medusa_num_heads", ""),
     ("early-exit", "exit_layer", ""),

@@ -21,6 +21,7 @@ import math
 import re
 import shutil
 from bisect import bisect_left
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -43,6 +44,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.projections import count_parameters, tensor_shapes
 from forerun.models.weights import Checkpoint
 from forerun.models.widen_experts import expert_values, given_experts, grown_experts, parts_of
+from forerun.text.chat import OTHER_FILES
 
 RECIPE = 1  # raised when the same shape and seed give other weights
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -53,7 +55,14 @@ WRITERS += ("w2.weight", "experts.down_proj", "experts.down_proj_bias")
 HEAD_NORMED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")  # in families with head norms
 STREAM_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
 SHARD_BYTES = 256 << 20
-COMPANIONS = ("*.json", "tokenizer*", "*.txt", "*.jinja", "LICENSE*")  # copied along, but for what is written anew
+COMPANIONS = (
+    "*.json",
+    "tokenizer*",
+    "*.txt",
+    "*.jinja",
+    OTHER_FILES,
+    "LICENSE*",
+)  # copied along, but for what is written anew
 WEIGHTS = "*.safetensors"
 promised_by = cache(tensor_shapes)  # of a source, for each tensor that grows
 
@@ -243,8 +252,7 @@ def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> No
         raise InvalidRequest("out", f"{destination}: {wanted}")
     try:
         partial.mkdir()
-        for path in companions(plan.source.folder):
-            shutil.copyfile(path, partial / path.name)
+        copy_files(companions(plan.source.folder), plan.source.folder, partial)
         write_weights(plan, partial, progress)
         write_config(plan, partial, None)
         assert replace(read_config(partial), widened=None) == plan.wide, "config.json says something else than planned"
@@ -264,6 +272,14 @@ def companions(folder: Path) -> list[Path]:
     """The files beside the weights that a checkpoint keeps when it is widened, and config.json."""
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in found if not path.name.endswith(".safetensors.index.json"))
+
+
+def copy_files(paths: Iterable[Path], folder: Path, destination: Path) -> None:
+    """Copy files of one folder to their places in another."""
+    for path in paths:
+        copy = destination / path.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:

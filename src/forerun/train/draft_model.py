@@ -7,7 +7,6 @@ Hugging Face folder with the target's tokenizer, for `--draft model:DIR`.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +26,21 @@ from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
 from forerun.models.source import find_tokenizer
 from forerun.models.weights import Checkpoint
+from forerun.models.widen import copy_files
+from forerun.text.chat import OTHER_FILES
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.network import EMBEDDING, HEAD, NORM, LayerStack, fresh_weights, save_weights, trainable
 
 USUAL_HEAD = 64  # width of a head where nothing else is said
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja")
+TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.jinja",
+    OTHER_FILES,
+)
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -137,8 +146,8 @@ class DraftModelStudent:
         """The model and the target's tokenizer, in the number format that config.json names."""
         save_weights(weights, self.config.dtype, folder)
         (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
-        for path in sorted({path for pattern in TOKENIZER for path in self.tokenizer_folder.glob(pattern)}):
-            shutil.copyfile(path, folder / path.name)
+        files = sorted({path for pattern in TOKENIZER for path in self.tokenizer_folder.glob(pattern)})
+        copy_files(files, self.tokenizer_folder, folder)
 
     def spec(self, folder: Path) -> str:
         """`model:DIR`."""

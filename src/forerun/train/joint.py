@@ -28,7 +28,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
 from forerun.models.weights import Checkpoint
-from forerun.models.widen import companions
+from forerun.models.widen import companions, copy_files
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.files import writable
 from forerun.train.medusa import MedusaStudent
@@ -136,8 +136,7 @@ def write_target(target: Blueprint, adapters: Mapping[str, Tensor], folder: Path
     with writable(folder, "tune_target"):
         part.mkdir(parents=True)
         try:
-            for path in companions(target.folder):
-                shutil.copyfile(path, part / path.name)
+            copy_files(companions(target.folder), target.folder, part)
             (part / "config.json").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
             save_weights(merged(fixed, {name: t.cpu() for name, t in adapters.items()}), config.dtype, part)
             if folder.exists():
