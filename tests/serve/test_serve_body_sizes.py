@@ -18,7 +18,8 @@ from forerun.serve.schema import KNOWN, Endpoint
 from forerun.serve.settings import ServeSettings
 from serve.servers import plain
 
-TRUSTING = ServeSettings(lenient=True, trust_request_templates=True)
+TRUSTING = ServeSettings(trust_request_templates=True)
+LENIENT = ServeSettings(lenient=True, trust_request_templates=True)
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BASES: dict[Endpoint, dict[str, Any]] = {
@@ -135,13 +136,13 @@ def test_lenient_counts_for_names_inside_objects(caplog: pytest.LogCaptureFixtur
         "stream_options": {"include_usage": True, "include_costs": True},
     }
     with caplog.at_level(logging.WARNING, "forerun.serve"):
-        wished, _ = prepared(body, "chat", plain(), "", TRUSTING)
+        wished, _ = prepared(body, "chat", plain(), "", LENIENT)
     assert wished.include_usage
     assert wished.requests[0].sampling_params.grammar is not None
     for name in ("extra", "other", "strictly", "include_costs"):
         assert f'"{name}"' in caplog.text.replace("'", '"')
     known: dict[str, Any] = {"role": "user", "content": "Hi", "read_by_template": "!"}
     read, _ = prepared(
-        {**BASES["chat"], "chat_template": body["chat_template"], "messages": [known]}, "chat", plain(), ""
+        {**BASES["chat"], "chat_template": body["chat_template"], "messages": [known]}, "chat", plain(), "", TRUSTING
     )
     assert read.requests[0].prompt == "Hi!"

@@ -12,6 +12,7 @@ from forerun.serve.asking import asked_of
 from forerun.serve.described import TYPES, described
 from forerun.serve.problems import ApiError
 from forerun.serve.schema import KNOWN, TEXT_ENDPOINTS, Endpoint
+from forerun.serve.settings import ServeSettings
 from serve.servers import needed, plain
 from serve.test_serve_tools import HERMES
 
@@ -20,6 +21,7 @@ LEAST: dict[Endpoint, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "a"}], "chat_template": HERMES},
     "responses": {"input": "a", "chat_template": HERMES},
 }
+TRUSTING = ServeSettings(trust_request_templates=True)
 VALUES: list[Any] = [None, True, 1, 0.5, "auto", [], [1], ["a"], {}, {"1": 1}]
 
 
@@ -34,7 +36,7 @@ def taken(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
         for value in VALUES:
             body = {**LEAST[endpoint], name: value}
             try:
-                asked_of(body, endpoint, plain(), "", trust_templates=True)
+                asked_of(body, endpoint, plain(), "", TRUSTING)
             except (ApiError, ForerunError):
                 continue
             yield body

@@ -30,7 +30,19 @@ from forerun.serve.keys import ApiKeys
 from forerun.serve.problems import ApiError
 from forerun.serve.tls import require_certificate
 from serve.servers import (
-    PATIENCE_S, ROOT, SMALL, TARGET, Running, drafting, head, httpx, openai, plain, posted, running, until,
+    PATIENCE_S,
+    ROOT,
+    SMALL,
+    TARGET,
+    Running,
+    drafting,
+    head,
+    httpx,
+    openai,
+    plain,
+    posted,
+    running,
+    until,
 )  # fmt: skip
 
 HOUR_S = 3600.0

@@ -408,7 +408,7 @@ def test_no_more_of_a_long_text_is_cut_into_tokens_than_shows_its_length(text: s
             return super().encode(text, add_special_tokens)
 
     watched = Watched(tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json")))
-    with pytest.raises(PromptTooLong, match=r"tokens, in its first .* context of 64: shorten it"):
+    with pytest.raises(PromptTooLong, match=r"length is 64 tokens, and its first .*: shorten it"):
         watched.encode_within(text * (10**6 // len(text)), 64)
     assert sum(cut) <= 2 * 64 * 32
     cut.clear()

@@ -365,7 +365,9 @@ def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[
 def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:
     """The options of the chat template, which is a body's own only where such templates are trusted."""
     template, options = given.get("chat_template"), given.get("chat_template_kwargs", {})
-    if not settings.trust_request_templates and (template is not None or (isinstance(options, dict) and "chat_template" in options)):
+    if not settings.trust_request_templates and (
+        template is not None or (isinstance(options, dict) and "chat_template" in options)
+    ):
         problem = "no template of a body is run here: leave it out, or start with --trust-request-templates"
         raise refused("chat_template", f"chat_template: {problem}.", "unsupported_parameter")
     if template is not None and not isinstance(template, str):
