@@ -182,7 +182,8 @@ def respond(sandbox: Sandbox) -> bool:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process when it ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the parent: when that ends, so does the input here
+        signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have it ignored or blocked
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
