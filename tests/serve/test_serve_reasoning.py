@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from forerun.serve import reasoning
-from forerun.serve.reasoning import ReasoningSplitter, ReasoningTags, TokenCounter, reasoning_tags
-from forerun.serve.spelled import TokenTexts
+from forerun.serve.parts import AnswerForm, AnswerSplitter, TokenCounter
+from forerun.serve.reasoning import ReasoningTags, reasoning_tags
 from serve.servers import Running, drafting, running
+from serve.special_tokens import Spelled
 
 THINK = ReasoningTags("<think>", "</think>")
 OPENED = ReasoningTags("<think>", "</think>", opened=True)
@@ -34,18 +35,18 @@ CASES: list[tuple[ReasoningTags | None, str, str, str]] = [  # tags, text, its r
 
 
 def joined(tags: ReasoningTags | None, pieces: list[str]) -> tuple[str, str]:
-    splitter = ReasoningSplitter(tags)
+    splitter = AnswerSplitter(AnswerForm(tags))
     parts = [part for piece in pieces for part in splitter.feed(piece)] + splitter.close()
-    kinds = [kind for kind, _ in parts]
+    kinds = [part.kind for part in parts]
     assert kinds == sorted(kinds, reverse=True), "no reasoning behind content"
-    return tuple("".join(text for each, text in parts if each == kind) for kind in ("reasoning", "content"))  # type: ignore[return-value]
+    return tuple("".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "content"))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(("tags", "text", "thought", "said"), CASES)
 def test_a_text_in_any_pieces_has_the_same_parts(
     tags: ReasoningTags | None, text: str, thought: str, said: str
 ) -> None:
-    assert ReasoningSplitter(tags).whole(text) == {"reasoning": thought, "content": said}
+    assert joined(tags, [text]) == (thought, said)
     assert joined(tags, list(text)) == (thought, said)
     for first, second in itertools.combinations(range(len(text) + 1), 2):
         assert joined(tags, [text[:first], text[first:second], text[second:]]) == (thought, said)
@@ -89,16 +90,6 @@ def test_the_template_and_the_prompt_decide(
     assert reasoning_tags(template, prompt, continued) == tags
 
 
-class Spelled(TokenTexts):
-    """Tokens that are the places of these texts."""
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = texts
-
-    def bytes_of(self, token: int) -> bytes:
-        return self.texts[token].encode()
-
-
 @pytest.mark.parametrize(
     ("tags", "texts", "counts"),
     [
@@ -113,7 +104,7 @@ class Spelled(TokenTexts):
 def test_tokens_are_counted_as_the_tags_fall(
     tags: ReasoningTags | None, texts: list[str], counts: tuple[int, int]
 ) -> None:
-    whole, stepwise = TokenCounter(tags, Spelled(*texts)), TokenCounter(tags, Spelled(*texts))
+    whole, stepwise = TokenCounter(AnswerForm(tags), Spelled(*texts)), TokenCounter(AnswerForm(tags), Spelled(*texts))
     whole.feed(range(len(texts)))
     for token in range(len(texts)):
         stepwise.feed([token])

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from serve.call_templates import HERMES, LLAMA
 from serve.servers import Running, assert_valid, drafting, running
 from serve.test_serve_responses import schema_of
-from serve.test_serve_tools import CALL, HERMES, LLAMA, TOOLS, check
+from serve.test_serve_tools import CALL, TOOLS, check
 
 FLAT: list[Any] = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
 WEATHER: Any = {"type": "function", "name": "weather"}

@@ -12,6 +12,7 @@ from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.serve import schema, structured
 from forerun.serve.body import served_fields
+from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningTags
 from forerun.serve.structured import constraining, form_of
@@ -113,12 +114,13 @@ def test_the_table_of_names_has_every_form() -> None:
 
 def test_what_cannot_be_compiled_names_its_field_and_reasoning_comes_first() -> None:
     with pytest.raises(ApiError, match=r"guided_regex: llguidance refuses it: .*unclosed group") as refusal:
-        constraining("guided_regex", Grammar.regex("("), None, plain())
+        constraining("guided_regex", Grammar.regex("("), plain())
     assert refusal.value.param == "guided_regex"
     form, tags = Grammar.regex("a"), ReasoningTags("<think>", "</think>")
-    assert constraining("guided_regex", form, tags, plain()) == form.behind("</think>", "<think>")
+    assert constraining("guided_regex", form, plain()) == AnswerForm().around(form) == form
+    assert AnswerForm(tags).around(form) == form.behind("</think>", "<think>")
     opened = ReasoningTags("<think>", "</think>", opened=True)
-    assert constraining("guided_regex", form, opened, plain()) == form.behind("</think>")
+    assert AnswerForm(opened).around(form) == form.behind("</think>")
 
 
 def test_openais_client_gets_what_it_asked_for(server: Running) -> None:

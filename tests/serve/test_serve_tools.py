@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,18 +9,10 @@ import jsonschema
 import pytest
 
 from forerun.serve.problems import ApiError
-from forerun.serve.tools import FORMATS, CallSplitter, ToolCall, ToolUse, tools_of, with_objects
+from forerun.serve.tools import ToolUse, tools_of, with_objects
+from serve.call_templates import HERMES, LLAMA, NAMED
 from serve.servers import Running, drafting, running
 
-HERMES = (
-    "{% if tools %}{{ tools | length }} tools. Answer with <tool_call> and </tool_call>. {% endif %}"
-    "{% for message in messages %}{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %} {% endfor %}"
-)
-LLAMA = (
-    '{% if tools %}{{ tools | length }} tools. Respond with {"name": ..., "parameters": ...}. {% endif %}'
-    "{{ messages[0].content }}"
-)
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
@@ -42,62 +33,13 @@ def allowing(mode: str, *names: str) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def use(template: str = HERMES, **given: Any) -> ToolUse:
-    found = tools_of({"tools": TOOLS, **given}, template)
+def use(**given: Any) -> ToolUse:
+    found = tools_of({"tools": TOOLS, **given}, lambda: NAMED["Hermes"])
     assert found is not None
     return found
 
 
-def called(parts: list[str | ToolCall]) -> list[object]:
-    """Texts joined, calls as names and arguments."""
-    found: list[object] = []
-    for part in parts:
-        if isinstance(part, ToolCall):
-            found.append((part.name, json.loads(part.arguments)))
-        elif found and isinstance(found[-1], str):
-            found[-1] += part
-        else:
-            found.append(part)
-    return found
-
-
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-ROME = ("weather", {"city": "Rome"})
-HERMES_TEXTS = [
-    ("Sure.", ["Sure."]),
-    (CALL, [ROME]),
-    (f"Let me see. \n{CALL}\n{CALL}\n", ["Let me see.", ROME, ROME]),
-    (f"{CALL} and", [ROME, "and"]),
-    (CALL.removesuffix("\n</tool_call>"), [ROME]),
-    (CALL[:30], [CALL[:30]]),
-    ("a < b <tool <tool_cal", ["a < b <tool <tool_cal"]),
-    ("<tool_call>{no}</tool_call> x", ["<tool_call>{no}</tool_call> x"]),
-    (CALL.replace("weather", "other"), [CALL.replace("weather", "other")]),
-    (CALL.replace('"Rome"', "NaN"), [CALL.replace('"Rome"', "NaN")]),
-    ('<tool_call>{"name": "weather"}</tool_call>', [("weather", {})]),
-]
-LLAMA_TEXTS = [
-    ("Sure, {", ["Sure, {"]),
-    (' {"name": "weather", "parameters": {"city": "Rome"}}', [ROME]),
-    ('{"name": "other", "parameters": {}}', ['{"name": "other", "parameters": {}}']),
-    ('{"name": "weather"', ['{"name": "weather"']),
-]
-
-
-@pytest.mark.parametrize(
-    ("template", "text", "parts"),
-    [(t, *case) for t, own in ((HERMES, HERMES_TEXTS), (LLAMA, LLAMA_TEXTS)) for case in own],
-)
-def test_calls_are_told_apart_wherever_the_text_is_cut(template: str, text: str, parts: list[object]) -> None:
-    rng = random.Random(text)
-    cuts = [[at] for at in range(len(text) + 1)] + [list(range(len(text)))]
-    cuts += [sorted(rng.choices(range(len(text) + 1), k=3)) for _ in range(20)]
-    for each in cuts:
-        splitter = CallSplitter(use(template))
-        pieces = [text[a:b] for a, b in itertools.pairwise([0, *each, len(text)])]
-        found = [part for piece in pieces for part in splitter.feed(piece)] + splitter.close()
-        assert called(found) == parts, pieces
-    assert called([*CallSplitter(None).feed(text), *CallSplitter(None).close()]) == [text]
 
 
 @pytest.mark.parametrize(
@@ -121,30 +63,65 @@ def test_calls_are_told_apart_wherever_the_text_is_cut(template: str, text: str,
 )
 def test_what_is_no_tool_is_refused_by_its_field(given: dict[str, Any], field: str, why: str) -> None:
     with pytest.raises(ApiError, match=why) as refusal:
-        tools_of(given, HERMES)
+        tools_of(given, lambda: NAMED["Hermes"])
     assert refusal.value.param == field
 
 
-def test_templates_without_tools_or_with_another_form_are_refused() -> None:
-    for template, why in (("{{ messages }}", "does not show tools"), ("{{ tools }}", "form that is not known")):
-        with pytest.raises(ApiError, match=why):
-            tools_of({"tools": TOOLS}, template)
-        assert tools_of({"tools": TOOLS, "tool_choice": "none"}, template) is None
+def test_tools_that_are_allowed_are_those_of_the_choice() -> None:
     some = use(tool_choice=allowing("required", "weather"))
     assert (some.mode, list(some.allowed), some.several, len(some.tools)) == ("required", ["weather"], True, 2)
-    assert use().format is FORMATS[0]
-    assert use(LLAMA).format is FORMATS[1]
-    assert tools_of({"tools": []}, "") is None
+    assert use().form is NAMED["Hermes"]
+    for given in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        assert tools_of(given, lambda: pytest.fail("no form is needed")) is None
 
 
-def test_arguments_of_earlier_calls_are_objects_for_the_template() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    (found,) = with_objects([{"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert found["content"] == ""
-    assert found["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-    broken = {**call, "function": {"name": "weather", "arguments": "{"}}
-    assert with_objects([{"role": "assistant", "tool_calls": [broken, 3]}])[0]["tool_calls"] == [broken, 3]
-    assert with_objects([MESSAGES[0], 3]) == [MESSAGES[0], 3]
+def earlier(**function: Any) -> Any:
+    """A message with two calls, of which the second is of this function."""
+    calls = [{"function": {"name": name, "arguments": "{}"}} for name in ("now", "weather")]
+    calls[1]["function"] |= function
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"city": "Rome"}', {"city": "Rome"}),
+        ({"city": "Rome"}, {"city": "Rome"}),
+        ("", {}),
+        (" ", {}),
+        (None, {}),
+        ("null", {}),
+    ],
+)
+def test_arguments_of_earlier_calls_are_objects_for_the_template(arguments: Any, read: Any) -> None:
+    (message,) = with_objects([earlier(arguments=arguments)])
+    assert message["content"] == ""
+    assert message["tool_calls"][1]["function"] == {"name": "weather", "arguments": read}
+    (without,) = with_objects(
+        [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather"}}]}]
+    )
+    assert without["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("arguments", ["{", "no JSON", "[1]", [1], 3, True, '"{}"x', "NaN", '{"a": NaN}', "[" * 9000])
+def test_arguments_of_earlier_calls_that_are_no_object_are_refused_by_their_place(arguments: Any) -> None:
+    with pytest.raises(
+        ApiError, match=r"messages\[1\]\.tool_calls\[1\]: the arguments .* are no JSON object"
+    ) as refusal:
+        with_objects([*MESSAGES, earlier(arguments=arguments)])
+    assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize("calls", [3, {}, "", [3], [{}], [{"function": 3}], [{"function": {"name": 3}}]])
+def test_earlier_calls_that_are_none_are_refused_by_their_place(calls: Any) -> None:
+    with pytest.raises(ApiError, match=r"messages\[0\]\.tool_calls"):
+        with_objects([{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": None}, {"tool_calls": []}])
+def test_a_message_without_calls_has_no_field_of_them(calls: Any) -> None:
+    message = {"role": "assistant", "content": "Hi"}
+    assert with_objects([{**message, **calls}]) == [message]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +157,7 @@ def test_an_answer_that_must_call_a_tool_does(server: Running, template: str) ->
             assert answer.message.content is None
             (call,) = answer.message.tool_calls
             assert call.type == "function"
-            assert call.id.startswith("call_")
+            assert len(call.id) == 9
             check(call.function.name, call.function.arguments)
             names.add(call.function.name)
             assert choice["tool_choice"] == "required" or call.function.name == "weather"
@@ -191,43 +168,10 @@ STRICT: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
     *({"type": "function", "function": {"name": name}} for name in ("free", "never")),
 ]
-OSLO = '{"city": "Oslo", "days": 3}'
-OF_FORMS: dict[str, tuple[str, dict[str, bool]]] = {  # the text of a call, and whether texts may be an answer
-    HERMES: (
-        '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
-        {"": True, "Sure. {": True, "a <tool_cal": True, "%s %s": True, "%s\n%s!": True, "<tool_call> Sure": False},
-    ),
-    LLAMA: ('{"name": "%s", "parameters": %s}', {"": True, "Sure. {": True, "%s": True, "%s.": False, "{}": False}),
-}
 
 
-@pytest.mark.parametrize("template", OF_FORMS, ids=["hermes", "llama"])
-def test_a_strict_function_is_called_by_its_schema_or_not_at_all(server: Running, template: str) -> None:
-    """An answer may be any text, and whatever begins as a call is one that may be."""
-    choice = allowing("auto", "weather", "free")
-    grammar = use(template, tools=STRICT, tool_choice=choice).grammar
-    assert grammar is not None
-    assert use(template, tools=STRICT, tool_choice=allowing("auto", "free")).grammar is None
-    assert use(template).grammar is None
-    matcher = server.llm.requests.matchers.matcher(grammar)
-
-    def may_be(text: str) -> bool:
-        own, ids = matcher.fork(), server.llm.tokenizer.encode_inside(text)
-        return own.read(ids) == len(ids) and own.accepts
-
-    call, others = OF_FORMS[template]
-    for name, arguments, right in [
-        ("weather", OSLO, True),
-        ("weather", OSLO.replace("Oslo", "Bonn"), False),
-        ("weather", "{}", False),
-        ("free", "{}", True),
-        ("free", '{"any": [1]}', True),
-        ("free", "[]", False),
-        ("never", "{}", False),
-    ]:
-        assert may_be(call % (name, arguments)) == right, (name, arguments)
-    for text, right in others.items():
-        assert may_be(text.replace("%s", call % ("weather", OSLO))) == right, text
+@pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
+def test_a_strict_function_leaves_the_tokens_to_the_seed_alone(server: Running, template: str) -> None:
     asked: dict[str, Any] = {"messages": MESSAGES, "chat_template": template, "tools": STRICT, "max_tokens": 30}
     answers = [
         server.post("/v1/chat/completions", **asked, seed=3, temperature=1.2, speculation=own).json()["choices"]
@@ -273,7 +217,7 @@ def test_tools_are_in_the_prompt_unless_none_may_be_called(server: Running) -> N
         for own in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []})
     ]
     assert len(set(without)) == 1
-    assert with_tools > without[0] + 20
+    assert with_tools > without[0] + 9
     counted = server.post("/tokenize", messages=MESSAGES, chat_template=HERMES, tools=TOOLS).json()["count"]
     assert counted == with_tools
 
@@ -282,6 +226,8 @@ def test_refusals_name_their_field(server: Running) -> None:
     body = {"messages": MESSAGES, "chat_template": HERMES, "tools": TOOLS, "max_tokens": 3}
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"chat_template": "{{ messages[0].content }}"}, "tools", "does not show tools"),
+        ({"chat_template": "{{ tools }}{{ messages[0].content }}"}, "tools", "form that is not known"),
+        ({"messages": [earlier(arguments="[]")]}, "messages", "messages[0].tool_calls[1]: the arguments"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "leave out one"),
         ({"functions": [{}]}, "functions", "use tools"),
         ({"tools": 3}, "tools", "no list of tools"),

@@ -23,10 +23,9 @@ from forerun.sampling.logprobs import TokenLogprobs
 from forerun.serve.asking import Asked
 from forerun.serve.drafts import draft_object
 from forerun.serve.echo import PromptEcho
+from forerun.serve.parts import AnswerPart, AnswerSplitter, TokenCounter
 from forerun.serve.problems import ApiError
-from forerun.serve.reasoning import ReasoningSplitter, TokenCounter
 from forerun.serve.spelled import OffsetCounter, TokenTexts, chat_entries, completion_lists, prompt_entries
-from forerun.serve.tools import CallSplitter, ToolCall
 
 CALLS = "tool_calls"  # the finish_reason of an answer that calls
 
@@ -69,8 +68,7 @@ class AnswerWriter:
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, OffsetCounter] = field(default_factory=dict)  # by choice
     begun: set[int] = field(default_factory=set)
-    splitters: dict[int, ReasoningSplitter] = field(default_factory=dict)  # by choice
-    callers: dict[int, CallSplitter] = field(default_factory=dict)  # by choice
+    splitters: dict[int, AnswerSplitter] = field(default_factory=dict)  # by choice
     named = False
     num_rounds: Counter[int] = field(default_factory=Counter)  # told so far, by choice
     echoes: dict[int, PromptEcho] = field(default_factory=dict)  # by prompt
@@ -113,14 +111,14 @@ class AnswerWriter:
         choice: dict[str, Any] = {"index": index, "finish_reason": sample.finish_reason}
         choice["stop_reason"] = sample.stop_reason
         if self.chat:
-            parts = ReasoningSplitter(self.asked.reasoning).whole(sample.text)
-            content, calls = CallSplitter(self.asked.tools).whole(parts["content"])
+            parts = AnswerSplitter(self.asked.form).whole(sample.text)
+            content, calls = text_of(parts, "content"), [part.call.described() for part in parts if part.call]
             choice["message"] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
-                choice["message"] |= {"content": content or None, "tool_calls": [call.described() for call in calls]}
+                choice["message"] |= {"content": content or None, "tool_calls": calls}
                 choice["finish_reason"] = CALLS if sample.finish_reason == "stop" else sample.finish_reason
-            if self.asked.reasoning is not None and self.asked.include_reasoning:
-                choice["message"]["reasoning_content"] = parts["reasoning"] or None
+            if self.asked.form.reasons and self.asked.include_reasoning:
+                choice["message"]["reasoning_content"] = text_of(parts, "reasoning") or None
         else:
             choice |= {"text": sample.text, **self.of_prompt(result)}
         if self.asked.only_prompt:
@@ -197,7 +195,7 @@ class AnswerWriter:
         told = details["logprobs"] or details.get("token_ids") or details.get("draft")
         if not (any(shown.values()) or delta.finish_reason or told):
             return found
-        called = self.chat and delta.finish_reason == "stop" and self.callers[index].num_calls
+        called = self.chat and delta.finish_reason == "stop" and self.splitters[index].num_calls
         reason = "length" if nothing and delta.finish_reason else delta.finish_reason
         choice: dict[str, Any] = {"index": index, "finish_reason": CALLS if called else reason}
         choice |= {"delta": shown} if self.chat else shown
@@ -213,19 +211,15 @@ class AnswerWriter:
                 self.begun.add(index)
                 text = self.echo_of(index).text + text
             return {"text": text}
-        splitter = self.splitters.setdefault(index, ReasoningSplitter(self.asked.reasoning))
+        splitter = self.splitters[index] = self.splitters.get(index) or AnswerSplitter(self.asked.form)
+        num_calls = splitter.num_calls
         parts = splitter.feed(delta.text) + (splitter.close() if delta.finish_reason else [])
-        texts = {kind: "".join(text for each, text in parts if each == kind) for kind, _ in parts}
         found: dict[str, Any] = {}
-        if "reasoning" in texts and self.asked.include_reasoning:
-            found["reasoning_content"] = texts["reasoning"]
-        caller = self.callers.setdefault(index, CallSplitter(self.asked.tools))
-        content = caller.feed(texts.get("content", "")) + (caller.close() if delta.finish_reason else [])
-        calls = [part for part in content if isinstance(part, ToolCall)]
-        if calls:
-            found["tool_calls"] = [call.described(number) for number, call in enumerate(calls, caller.num_calls)]
-            caller.num_calls += len(calls)
-        text = "".join(part for part in content if isinstance(part, str))
+        if self.asked.include_reasoning and (thought := text_of(parts, "reasoning")):
+            found["reasoning_content"] = thought
+        if calls := [part.call for part in parts if part.call]:
+            found["tool_calls"] = [call.described(number) for number, call in enumerate(calls, num_calls)]
+        text = text_of(parts, "content")
         if text or not (found or delta.finish_reason):
             found["content"] = text
         return found
@@ -257,7 +251,7 @@ class AnswerWriter:
             "prompt_tokens_details": {"cached_tokens": num_cached(self.answers)},
             "speculation": speculation_object(counts_of(self.answers)),
         }
-        if self.asked.reasoning is not None:
+        if self.asked.form.reasons:
             own["completion_tokens_details"] = {"reasoning_tokens": num_reasoning(self.asked, self.answers, self.texts)}
         return own
 
@@ -272,6 +266,11 @@ class AnswerWriter:
         }
 
 
+def text_of(parts: Seq[AnswerPart], kind: str) -> str:
+    """The text of one kind."""
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
 def num_cached(answers: Answers) -> int:
     """How many tokens of all prompts, each counted once, were known already and not read."""
     return sum(samples[0].num_cached or 0 for _, samples in answers.requests)
@@ -280,8 +279,8 @@ def num_cached(answers: Answers) -> int:
 def num_reasoning(asked: Asked, answers: Answers, texts: TokenTexts) -> int:
     """How many tokens of all samples are reasoning, tags included."""
     found = 0
-    for sequence in answers.sequences:
-        counter = TokenCounter(asked.reasoning, texts)
+    for sequence in answers.sequences if asked.form.reasons else ():
+        counter = TokenCounter(asked.form, texts)
         counter.feed(sequence.tokens[sequence.num_prompt :])
         found += counter.num_reasoning
     return found

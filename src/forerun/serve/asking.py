@@ -22,12 +22,15 @@ from forerun.output import Answers
 from forerun.request import Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.serve.body import NameCheck, served_fields, served_members
+from forerun.serve.harmony import history
+from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, refused
-from forerun.serve.reasoning import ReasoningTags, reasoning_tags, reasons
+from forerun.serve.reasoning import reasons
 from forerun.serve.response_input import input_messages, input_tools, response_logprobs
 from forerun.serve.schema import MESSAGE, SAMPLING, SERVED, TEMPLATE, Endpoint
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE, ServeSettings
-from forerun.serve.structured import constraining, form_of
+from forerun.serve.structured import formed
+from forerun.serve.template_forms import answer_form, call_form, is_harmony
 from forerun.serve.tools import ToolUse, tool_list, tools_of, with_objects
 from forerun.shape import StaticTree
 
@@ -43,8 +46,8 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 class Asked:
     """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer.
 
-    `limit_field` is the field that says how many tokens an answer may have, if one does. `reasoning` are the tags of
-    its reasoning, which is told if `include_reasoning` says so; `tools` are the functions that it may call. `body`
+    `limit_field` is the field that says how many tokens an answer may have, if one does. `form` says how its reasoning
+    is written, which is told if `include_reasoning` says so, and how it calls the functions of the `tools`. `body`
     is what was sent, for answers that repeat it, and `arms` are the names of what drafts. With `echo` a completion
     begins with its prompt; with `only_prompt` it is the prompt alone, and the one token behind it is not told.
     """
@@ -54,8 +57,7 @@ class Asked:
     n: int
     seed: int
     limit_field: str | None = None
-    reasoning: ReasoningTags | None = None
-    tools: ToolUse | None = None
+    form: AnswerForm = field(default_factory=AnswerForm)
     include_reasoning: bool = True
     stream: bool = False
     include_usage: bool = False
@@ -105,28 +107,28 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of both.")
     wish = wish_of(given.get("speculation"))
     options = None if endpoint == "completions" else with_effort(template_of(given, settings), given, llm)
-    tools = None if options is None else tools_of(given, options.source(llm.tokenizer))
+    template = None if options is None else options.chat_template
+    tools = None if options is None else tools_of(given, lambda: call_form(llm.tokenizer, template))
     if tools is not None and endpoint == "responses" and params.logprobs is not None:
         field = "top_logprobs" if "top_logprobs" in given else "include"
         problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
         raise refused(field, f"{field}: {problem}.", "unsupported_parameter")
     if options is None:
-        requests, reasoning = completion_requests(given, params, wish, tenant, llm), None
+        requests, form = completion_requests(given, params, wish, tenant, llm), AnswerForm()
     else:
-        requests, reasoning = chat_requests(given, options, params, wish, tenant, llm, settings.lenient)
+        requests, form = chat_requests(given, options, tools, params, wish, tenant, llm, settings.lenient)
     if switch(given, "draft_details"):
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")
         requests = [replace(request, draft_details=True) for request in requests]
-    requests = formed(requests, given, tools, reasoning, llm)
+    requests = formed(requests, given, tools, form, llm)
     asked = Asked(
         endpoint=endpoint,
         requests=requests,
         n=params.n,
         seed=params.resolve_seed(),
         limit_field=next((name for name in LIMITS if name in given), None),
-        reasoning=reasoning,
-        tools=tools,
+        form=form,
         include_reasoning=switch(given, "include_reasoning", True),
         stream=stream,
         include_usage=switch(stream_options, "include_usage") or switch(stream_options, "continuous_usage_stats"),
@@ -141,26 +143,6 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         problem = f"{asked.num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
         raise refused("n", f"n: {problem}: ask for fewer at once.")
     return asked
-
-
-def formed(
-    requests: Seq[Request], given: Mapping[str, Any], tools: ToolUse | None, tags: ReasoningTags | None, llm: LLM
-) -> Seq[Request]:
-    """The requests with the grammar of the form that the body gives to its answers, or of a call that it wants."""
-    form = form_of(given)
-    required = tools is not None and tools.mode == "required"
-    if tools is not None and tools.grammar is not None and (form is None or required):
-        if form is not None:
-            raise refused(form[0], f"{form[0]}: an answer that must call a tool has that form; leave out one of both.")
-        form = "tools", tools.grammar
-    if form is None:
-        return requests
-    grammar = constraining(*form, tags, llm)
-    return [
-        replace(request, sampling_params=replace(request.sampling_params, grammar=grammar))
-        for request in requests
-        if request.sampling_params is not None
-    ]
 
 
 def require_room(asked: Asked, prompt_lengths: Seq[int], room: int) -> None:
@@ -297,13 +279,14 @@ def without_special(request: Request, llm: LLM) -> Request:
 def chat_requests(
     given: Mapping[str, Any],
     options: ChatOptions,
+    tools: ToolUse | None,
     params: SamplingParams,
     wish: Wish,
     tenant: str,
     llm: LLM,
     lenient: bool,
-) -> tuple[Seq[Request], ReasoningTags | None]:
-    """The request for a conversation, and the tags of its answer's reasoning."""
+) -> tuple[Seq[Request], AnswerForm]:
+    """The request for a conversation, and the form of its answers."""
     messages = messages_of(given, options.source(llm.tokenizer), lenient)
     try:
         prompt = llm.chat_prompt(messages, options)
@@ -311,12 +294,11 @@ def chat_requests(
         if error.field != "messages" or "input" not in given:
             raise
         raise refused("input", str(error).replace("messages", "input", 1)) from error
-    request = Request.of(prompt, params, wish, tenant)
     continued = messages[-1].get("content") if options.continue_final_message else None
-    tags = reasoning_tags(options.source(llm.tokenizer), request.prompt or "", continued)
-    if tags is not None and params.skip_special_tokens and tags.hidden(llm.tokenizer):
-        tags = None  # nothing of them is in the text
-    return [request], tags
+    hide = params.skip_special_tokens
+    form = answer_form(options, Request.of(prompt).prompt or "", continued, tools, llm.tokenizer, hide=hide)
+    params = replace(params, skip_special_tokens=hide and not form.special)
+    return [Request.of(prompt, params, wish, tenant)], form
 
 
 def with_effort(options: ChatOptions, given: Mapping[str, Any], llm: LLM) -> ChatOptions:
@@ -359,7 +341,7 @@ def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[
     known, check = {**MESSAGE, **{name: SERVED for name in idle if name in template}}, NameCheck(lenient)
     kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
     check.tell()
-    return with_objects(kept)
+    return history(with_objects(kept)) if is_harmony(template) else with_objects(kept)
 
 
 def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from forerun.limits import shown, whole
+from forerun.serve.calls import arguments_of
 from forerun.serve.problems import MISSING, ApiError, refused
 
 MOST_TOP_LOGPROBS = 20
@@ -60,12 +60,12 @@ def reasoned(item: Mapping[str, Any], name: str) -> dict[str, Any]:
 def called(item: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A function that an earlier answer called."""
     function, arguments = item.get("name"), item.get("arguments")
-    if not isinstance(function, str) or not isinstance(arguments, str):
-        raise refused("input", f"{name}: a function_call has a name and arguments, both of them text.")
+    if not isinstance(function, str):
+        raise refused("input", f"{name}: a function_call has a name, which is text.")
     try:
-        values = json.loads(arguments)
-    except (ValueError, RecursionError):
-        values = arguments
+        values = arguments_of(arguments)
+    except ValueError as error:
+        raise refused("input", f"{name}: the arguments {shown(arguments)} are no JSON object as text.") from error
     call = {"id": item.get("call_id"), "type": "function", "function": {"name": function, "arguments": values}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from forerun.engine.delta import Delta
 from forerun.output import Answers
 from forerun.serve.answers import counts_of, num_cached, num_reasoning, speculation_object
 from forerun.serve.asking import Asked
+from forerun.serve.calls import ToolCall
+from forerun.serve.parts import AnswerPart, AnswerSplitter, PartKind, TokenCounter
 from forerun.serve.problems import ApiError
-from forerun.serve.reasoning import ReasoningSplitter, TokenCounter
 from forerun.serve.spelled import TokenTexts, chat_entries
-from forerun.serve.tools import CallSplitter, ToolCall
 
-ItemKind = Literal["reasoning", "content", "call"]
-IDS: dict[ItemKind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
+IDS: dict[PartKind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
 EVENTS = {"reasoning": "response.reasoning_text", "content": "response.output_text"}
 ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "top_logprobs", "max_output_tokens")
 
@@ -31,7 +30,7 @@ ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "top_logp
 class OutputItem:
     """One item of the output: its kind, its id and what it says so far, or the function that it calls."""
 
-    kind: ItemKind
+    kind: PartKind
     id: str
     index: int
     call: ToolCall | None = None
@@ -70,14 +69,12 @@ class ResponseWriter:
     entries: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of tokens of which nothing is told
     num_events: int = 0
     named = True
-    splitter: ReasoningSplitter = field(init=False)
-    caller: CallSplitter = field(init=False)
+    splitter: AnswerSplitter = field(init=False)
     counter: TokenCounter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.splitter = ReasoningSplitter(self.asked.reasoning)
-        self.caller = CallSplitter(self.asked.tools)
-        self.counter = TokenCounter(self.asked.reasoning, self.texts)
+        self.splitter = AnswerSplitter(self.asked.form)
+        self.counter = TokenCounter(self.asked.form, self.texts)
 
     def whole(self) -> dict[str, Any]:
         """The response, once it is finished."""
@@ -115,44 +112,29 @@ class ResponseWriter:
         """Add a delta to the items; the events that say so."""
         ends = delta.finish_reason is not None
         logprobs = self.logprobs_of(delta)
-        parts = self.parts_of(delta.text, ends)
-        if logprobs and not any(kind == "content" for kind, _ in parts):
-            parts.append(("content", ""))
+        parts = self.splitter.feed(delta.text) + (self.splitter.close() if ends else [])
+        parts = [part for part in parts if part.kind != "reasoning" or self.asked.include_reasoning]
+        if logprobs and not any(part.kind == "content" for part in parts):
+            parts.append(AnswerPart("content"))
         if ends and not parts and not self.items:
-            parts.append(("content", ""))  # an answer has an item at least
+            parts.append(AnswerPart("content"))  # an answer has an item at least
         found: list[dict[str, Any]] = []
-        for kind, part in parts:
-            if isinstance(part, ToolCall):
-                found += self.called(part)
+        for part in parts:
+            if part.call is not None:
+                found += self.called(part.call)
                 continue
-            found += self.grow(kind, part, logprobs if kind == "content" else [])
-            logprobs = [] if kind == "content" else logprobs
+            found += self.grow(part.kind, part.text, logprobs if part.kind == "content" else [])
+            logprobs = [] if part.kind == "content" else logprobs
         return found + (self.close(delta.finish_reason) if ends else [])
-
-    def parts_of(self, text: str, ends: bool) -> list[tuple[ItemKind, str | ToolCall]]:
-        """What is certain with the next text, in order: reasoning, content and calls."""
-        found: list[tuple[ItemKind, str | ToolCall]] = []
-        for kind, own in self.splitter.feed(text) + (self.splitter.close() if ends else []):
-            if kind == "content":
-                found += [("call" if isinstance(part, ToolCall) else kind, part) for part in self.caller.feed(own)]
-            elif self.asked.include_reasoning:
-                found.append((kind, own))
-        if ends:
-            found += [("call" if isinstance(part, ToolCall) else "content", part) for part in self.caller.close()]
-        return found
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
         """The log-probabilities of the tokens that are now known to be of the message."""
-        counter = self.counter
-        before = counter.num_reasoning, counter.num_content
-        counter.feed(delta.token_ids)
-        self.entries += chat_entries(delta.logprobs, self.texts)
-        first = counter.num_reasoning - before[0]
-        last = first + counter.num_content - before[1]
-        found, self.entries = self.entries[first:last], self.entries[last:]
-        return found
+        kinds = self.counter.feed(delta.token_ids)
+        entries = self.entries + chat_entries(delta.logprobs, self.texts)
+        self.entries = entries[len(kinds) :]
+        return [entry for kind, entry in zip(kinds, entries, strict=False) if kind == "content"]
 
-    def opened(self, kind: ItemKind, call: ToolCall | None = None) -> list[dict[str, Any]]:
+    def opened(self, kind: PartKind, call: ToolCall | None = None) -> list[dict[str, Any]]:
         """Open an item, behind closing the one before it."""
         found = self.close("stop")
         item = OutputItem(kind, f"{IDS[kind]}_{secrets.token_hex(24)}", len(self.items), call)
@@ -173,7 +155,7 @@ class ResponseWriter:
             self.event("response.output_item.done", output_index=item.index, item=item.item()),
         ]
 
-    def grow(self, kind: ItemKind, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def grow(self, kind: PartKind, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add text to the item of its kind, which is opened first, and the one before it closed."""
         found = []
         if not self.items or self.items[-1].kind != kind:

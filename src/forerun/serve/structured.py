@@ -7,14 +7,18 @@ stand for. The grammar is compiled here, so that one that cannot be served is an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from forerun.errors import InvalidGrammar, MissingPackage
 from forerun.limits import shown
 from forerun.llm import LLM
+from forerun.request import Request
 from forerun.sampling.grammar import Grammar
+from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import MISSING, refused
-from forerun.serve.reasoning import ReasoningTags
+from forerun.serve.tools import ToolUse
 
 FORMATS = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", ...}'
 FORMS: Mapping[str, Callable[[Any, bool], Grammar]] = {  # vLLM's, by the names that structured_outputs has
@@ -97,10 +101,30 @@ def structured(value: Any) -> Grammar | None:
     return FORMS[forms[0]](value[forms[0]], not blanks)
 
 
-def constraining(field: str, grammar: Grammar, tags: ReasoningTags | None, llm: LLM) -> Grammar:
-    """The grammar of a whole answer, compiled: behind its reasoning, where it has some."""
-    if tags is not None:
-        grammar = grammar.behind(tags.closing, "" if tags.opened else tags.opening)
+def formed(
+    requests: Seq[Request], given: Mapping[str, Any], tools: ToolUse | None, answer: AnswerForm, llm: LLM
+) -> Seq[Request]:
+    """The requests with the grammar of the form that the body gives to its answers, or of a call that it wants."""
+    form = form_of(given)
+    required = tools is not None and tools.mode == "required"
+    calls = None if tools is None else tools.grammar(answer.special, answer.begun or "")
+    if calls is not None and (form is None or required):
+        if form is not None:
+            raise refused(form[0], f"{form[0]}: an answer that must call a tool has that form; leave out one of both.")
+        form = "tools", calls
+    if form is None:
+        return requests
+    whole = form[1] if form[1] is calls and answer.begun is not None else answer.around(form[1])
+    grammar = constraining(form[0], whole, llm)
+    return [
+        replace(request, sampling_params=replace(request.sampling_params, grammar=grammar))
+        for request in requests
+        if request.sampling_params is not None
+    ]
+
+
+def constraining(field: str, grammar: Grammar, llm: LLM) -> Grammar:
+    """The grammar of a whole answer, compiled."""
     try:
         llm.requests.matchers.matcher(grammar)
     except InvalidGrammar as error:

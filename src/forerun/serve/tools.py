@@ -1,66 +1,31 @@
-"""Tools: functions that an answer may call, and the calls in its text.
+"""Tools: the functions of a body that an answer may call, and the calls of its earlier messages.
 
-This file decides how a body describes tools, in which form a template asks for calls, which grammar makes an answer
-call, and how calls are told apart from the text around them, whole and in a stream. A call that is no JSON, or of a
-function that was not offered, stays text.
+`calls.py` has the forms of calls and `parts.py` tells them apart from the text around them.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from forerun.errors import InvalidGrammar
 from forerun.limits import shown
-from forerun.sampling.grammar import Grammar, quoted
+from forerun.sampling.grammar import Grammar
+from forerun.serve.call_grammar import call_grammar, of_object
+from forerun.serve.calls import CallForm, arguments_of
+from forerun.serve.harmony import calling
 from forerun.serve.problems import refused
 
 MOST_TOOLS = 128
-MOST_CALLS = 16  # of one answer that must call
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}  # the parameters of who has none
 ToolMode = Literal["auto", "required"]
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat:
-    """How a model writes a call: a JSON object with the name and the `arguments`, between `opening` and `closing`.
-
-    A template that contains `mark` asks for it. Without an opening text the whole answer is one call, or none.
-    """
-
-    mark: str
-    arguments: str
-    opening: str = ""
-    closing: str = ""
-
-
-FORMATS = (
-    CallFormat("<tool_call>", "arguments", "<tool_call>", "</tool_call>"),  # Hermes, Qwen
-    CallFormat('"parameters"', "parameters"),  # Llama 3
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call; `arguments` are JSON."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
-
-    def described(self, index: int | None = None) -> dict[str, Any]:
-        """The call as OpenAI's object; with its number in a stream."""
-        own = {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-        return own if index is None else {"index": index, **own}
-
-
-@dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one body: which are offered, in which format they are called, and whether one must be.
+    """The tools of one body: which are offered, in which form they are called, and whether one must be.
 
     `allowed` are the functions that may be called, by name, with the schemas of their arguments; those of the `strict`
     ones hold whether or not a function must be called.
@@ -68,142 +33,30 @@ class ToolUse:
 
     tools: Seq[Mapping[str, Any]]
     allowed: Mapping[str, Mapping[str, Any]]
-    format: CallFormat
+    form: CallForm
     mode: ToolMode
     several: bool
     strict: frozenset[str] = frozenset()
 
-    @property
-    def grammar(self) -> Grammar | None:
-        """What makes an answer call, or the calls of an answer match; None where neither is asked for."""
+    def grammar(self, special: Mapping[str, int], begun: str = "") -> Grammar | None:
+        """What makes an answer call, or the calls of an answer match; None where neither is asked for.
+
+        `special` are the tokens that are no text, and `begun` is what the prompt has of a message in Harmony.
+        """
         free = self.mode == "auto"
         if free and not self.strict & self.allowed.keys():
             return None
-        own, names = self.format, list(self.allowed)
-        heads = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{own.arguments}": ' for name in names]
-        calls = [f'call_{i}: {quoted(head)} @arguments_{i} "}}"' for i, head in enumerate(heads)]
-        call, more, newline = "which", "", "\n"
-        if own.opening:
-            call = f"{quoted(own.opening + newline)} which {quoted(newline + own.closing)}"
-            more = f" ({quoted(newline)} call){{0,{MOST_CALLS - 1}}}" if self.several else ""
-        which = " | ".join(f"call_{i}" for i in range(len(names)))
-        start = self.text_and_calls() if free else [f"start: call{more}", f"call: {call}"]
-        lark = newline.join([*start, f"which: {which}", *calls])
-        any_object = Grammar.json_object()
-        schemas = {
-            f"arguments_{i}": any_object if free and name not in self.strict else Grammar.json(self.allowed[name])
-            for i, name in enumerate(names)
-        }
-        return Grammar.lark(lark, **schemas)
-
-    def text_and_calls(self) -> list[str]:
-        """The rules of an answer that is any text, in which what begins as a call is one."""
-        opening, closing = self.format.opening, self.format.closing
-        if not opening:
-            return ["start: which | TEXT?", r"TEXT: /[ \n\t]*[^ \n\t{](.|\n)*/"]
-        return [
-            f"start: call{'*' if self.several else '?'} TEXT?",
-            f"call: begun {quoted(chr(10))} which {quoted(chr(10) + closing)}",
-            f"begun[lazy]: ANY {quoted(opening)}",
-            r"ANY: /(.|\n)*/",
-            rf"TEXT: /(.|\n)+/ & ~/(.|\n)*{re.escape(opening)}(.|\n)*/",
-        ]
-
-    def call_of(self, text: str) -> ToolCall | None:
-        """The call that a text is; None for any other text."""
+        kept = {n: schema if not free or n in self.strict else None for n, schema in self.allowed.items()}
         try:
-            found = json.loads(text, parse_constant=no_constant)
-        except (ValueError, RecursionError):
-            return None
-        name = found.get("name") if isinstance(found, dict) else None
-        if not isinstance(name, str) or name not in self.allowed:
-            return None
-        arguments = found.get(self.format.arguments, {})
-        return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+            if self.form.kind == "harmony":
+                return calling({name: of_object(schema) for name, schema in kept.items()}, begun, free=free)
+            return call_grammar(self.form, kept, special, free=free, several=self.several)
+        except InvalidGrammar as error:
+            raise refused("tools", str(error).replace("grammar:", "tools:", 1)) from error
 
 
-def no_constant(name: str) -> None:
-    """NaN and infinities, which Python reads, are no JSON."""
-    raise ValueError(f"{name} is no number of JSON")
-
-
-class CallSplitter:
-    """Tells calls and text of one growing answer apart. Without tools all of it is text."""
-
-    def __init__(self, use: ToolUse | None) -> None:
-        self.use = use
-        self.held = ""
-        self.inside = False  # of a call
-        self.bare = False  # whether blanks at the front of what comes next belong to the call before them
-        self.begun = False  # whether anything but blanks was said
-        self.num_calls = 0  # that were told in a stream
-
-    def feed(self, text: str) -> list[str | ToolCall]:
-        """The text and the calls that are certain with this text, in order."""
-        if self.use is None:
-            return [text] if text else []
-        self.held += text
-        own = self.use.format
-        if not own.opening:
-            return self.feed_alone()
-        found: list[str | ToolCall] = []
-        while True:
-            if self.inside:
-                at = self.held.find(own.closing)
-                if at < 0:
-                    return found
-                body, self.held = self.held[:at], self.held[at + len(own.closing) :]
-                call = self.use.call_of(body)
-                found.append(call or f"{own.opening}{body}{own.closing}")
-                self.inside, self.bare = False, call is not None
-            at = self.held.find(own.opening)
-            if at < 0:
-                return [*found, *self.take(certain(self.held, own.opening))]
-            found += self.take(len(self.held[:at].rstrip()))
-            self.held, self.inside = self.held.lstrip()[len(own.opening) :], True
-
-    def feed_alone(self) -> list[str | ToolCall]:
-        """The same where an answer is a call as a whole: what begins as one waits for its end."""
-        said = self.held.lstrip()
-        if not self.begun and (not said or said.startswith("{")):
-            return []
-        self.begun = True
-        return self.take(len(self.held))
-
-    def take(self, length: int) -> list[str | ToolCall]:
-        """So much of the held text."""
-        text, self.held = self.held[:length], self.held[length:]
-        if self.bare:
-            text = text.lstrip()
-            self.bare = not text
-        return [text] if text else []
-
-    def close(self) -> list[str | ToolCall]:
-        """The rest, once the answer has ended: a call may lack its closing text."""
-        if self.use is None:
-            return []
-        alone = not self.use.format.opening and not self.begun
-        call = self.use.call_of(self.held) if self.inside or alone else None
-        if call is not None:
-            return [call]
-        self.held = (self.use.format.opening if self.inside else "") + self.held
-        return self.take(len(self.held))
-
-    def whole(self, text: str) -> tuple[str, list[ToolCall]]:
-        """A whole answer's text and calls."""
-        parts = [*self.feed(text), *self.close()]
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        return "".join(part for part in parts if isinstance(part, str)), calls
-
-
-def certain(text: str, opening: str) -> int:
-    """How much of a text cannot belong to an opening, nor be the blanks in front of it."""
-    begun = next((i for i in range(min(len(opening), len(text)), 0, -1) if opening.startswith(text[-i:])), 0)
-    return len(text[: len(text) - begun].rstrip())
-
-
-def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
-    """The tools of a body whose prompt this template makes; None where none may be called."""
+def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolUse | None:
+    """The tools of a body whose template writes calls in this form; None where none may be called."""
     tools, choice = tool_list(given), given.get("tool_choice")
     several = given.get("parallel_tool_calls", True)
     if not isinstance(several, bool):
@@ -221,14 +74,7 @@ def tools_of(given: Mapping[str, Any], template: str) -> ToolUse | None:
     mode, allowed, one = choice_of(choice, schemas)
     if choice == "none":
         return None
-    if "tools" not in template:
-        problem = "tools: the chat template does not show tools to the model: use a model whose template does"
-        raise refused("tools", f"{problem}, or give one as chat_template.", "unsupported_parameter")
-    own = next((each for each in FORMATS if each.mark in template), None)
-    if own is None:
-        problem = "tools: the template asks for calls in a form that is not known here"
-        raise refused("tools", f"{problem}: known are those of Hermes and Llama 3.", "unsupported_parameter")
-    return ToolUse(tools, allowed, own, mode, several and not one, strict)
+    return ToolUse(tools, allowed, form_of(), mode, several and not one, strict)
 
 
 def tool_list(given: Mapping[str, Any]) -> list[Any] | None:
@@ -278,24 +124,32 @@ def named(tool: Any) -> str | None:
 
 
 def with_objects(messages: Seq[Any]) -> list[Any]:
-    """Messages whose calls have their arguments as objects, as templates know them; in bodies they are text."""
-    return [with_object_calls(message) if isinstance(message, dict) else message for message in messages]
+    """Messages whose calls have their arguments as objects, as templates know them; in bodies they are text.
+
+    Raises the ApiError for 400 where arguments are no object.
+    """
+    return [with_calls(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def with_object_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One message so."""
+def with_calls(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One message so; without `tool_calls` if it has none."""
     calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "content": message.get("content") or "", "tool_calls": [with_object(call) for call in calls]}
+    if not isinstance(calls, list | None):
+        raise refused("messages", f"{name}.tool_calls: {shown(calls)} is no list of calls.")
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    if not calls:
+        return rest
+    made = [with_object(call, f"{name}.tool_calls[{j}]") for j, call in enumerate(calls)]
+    return {**rest, "content": message.get("content") or "", "tool_calls": made}
 
 
-def with_object(call: Any) -> Any:
-    """One call so; what is no JSON stays text."""
+def with_object(call: Any, name: str) -> dict[str, Any]:
+    """One call so; empty or without arguments they are an empty object."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise refused("messages", f"{name}: {shown(call)} is no call of a function with a name.")
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (ValueError, RecursionError):
-        return call
+        return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
+    except ValueError as error:
+        problem = f"{name}: the arguments {shown(function['arguments'])} are no JSON object"
+        raise refused("messages", f'{problem}: give an object as text, such as "{{}}".') from error

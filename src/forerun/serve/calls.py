@@ -1,0 +1,262 @@
+"""Calls: the forms in which models write calls of functions, and how a call is read from the text of an answer.
+
+One table has all forms. `template_forms.py` finds which of them a template writes, and `call_grammar.py` makes an
+answer call. A call that is no JSON, or of a function that was not offered, is no call but text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forerun.serve.growing import BLANKS, GrowingText, Scan
+from forerun.serve.parameters import parameters_of, types_of
+
+Functions = Mapping[str, Mapping[str, Any]]  # the schemas of the arguments, by name
+CallKind = Literal["object", "named", "tagged", "harmony"]
+KEYS = ("arguments", "parameters")  # of the arguments in JSON: models take one for the other
+KEY = re.compile(r"[^<>\n]*")
+WORD = re.compile(r"\w*")
+PYTHON_TAG, CALL_ID = "<|python_tag|>", "[CALL_ID]"
+BESIDE = {"name", "id", "type"}  # of an object without arguments
+NOTHING = object()
+ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def new_id() -> str:
+    """A call's id. Templates of Mistral take none that is longer, or has other letters."""
+    return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call; `arguments` are the JSON of an object."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=new_id)
+
+    def described(self, index: int | None = None) -> dict[str, Any]:
+        """The call as OpenAI's object; with its number in a stream."""
+        call = {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return call if index is None else {"index": index, **call}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a model writes calls, each between `opening` and `closing`; without an opening, calls are a whole answer.
+
+    An "object" is JSON with the name and, under `key`, the arguments; several are `listed`, or are a whole answer.
+    "named" is the name, `key` and the arguments as JSON. "tagged" is the name between the texts of `function`, then
+    the parameters, each with its name and its value between two texts, and `last`. "harmony" is read in `harmony.py`.
+    The blanks at the ends of all these texts are those that models write; readers take any.
+    """
+
+    name: str
+    kind: CallKind
+    opening: str = ""
+    closing: str = ""
+    key: str = "arguments"
+    function: tuple[str, str] = ("", "")
+    parameter: tuple[str, str] = ("", "")
+    value: tuple[str, str] = ("", "")
+    last: str = ""
+    listed: bool = False
+
+    @property
+    def tag(self) -> str:
+        """The text that a call begins with."""
+        return self.opening.strip()
+
+    def calls(self, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
+        """Read what stands behind an opening, up to and with the closing; no calls where it is something else."""
+        yield from text.run(BLANKS)
+        calls = yield from READERS[self.kind](self, text, functions)
+        closing = self.closing.strip()
+        if calls and closing:
+            yield from text.run(BLANKS)
+            closed = yield from text.one_of((closing,))
+            return calls if closed or (text.over and self.kind == "object") else []
+        return calls
+
+
+HERMES = CallForm("Hermes", "object", "<tool_call>\n", "\n</tool_call>")
+QWEN_CODER = CallForm(
+    "Qwen3-Coder", "tagged", "<tool_call>\n", "\n</tool_call>", function=("<function=", ">\n"),
+    parameter=("<parameter=", ">"), value=("\n", "\n</parameter>\n"), last="</function>",
+)  # fmt: skip
+GLM = CallForm(
+    "GLM-4.5", "tagged", "<tool_call>", "</tool_call>", function=("", "\n"),
+    parameter=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n"),
+)  # fmt: skip
+MISTRAL = CallForm("Mistral", "named", "[TOOL_CALLS]", key="[ARGS]")
+MISTRAL_LIST = CallForm("Mistral's list", "object", "[TOOL_CALLS]", listed=True)
+HARMONY = CallForm("Harmony", "harmony")
+LLAMA = CallForm("Llama 3", "object", key="parameters")
+FORMS = (HERMES, QWEN_CODER, GLM, MISTRAL, MISTRAL_LIST, HARMONY, LLAMA)
+
+
+def read_objects(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
+    """Objects, or lists of them: one between tags, and as a whole answer several with semicolons between them."""
+    calls: list[ToolCall] = []
+    if not form.opening:
+        yield from text.one_of((PYTHON_TAG,))
+        yield from text.run(BLANKS)
+    while True:
+        calls += (more := calls_of((yield from text.json()), functions))
+        if not more or form.opening:
+            return more
+        yield from text.run(BLANKS)
+        if not (yield from text.one_of(";")):
+            return calls
+        yield from text.run(BLANKS)
+
+
+def read_named(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
+    """The name, perhaps an id, and the arguments."""
+    name = yield from text.one_of(functions)
+    if name and (yield from text.one_of((CALL_ID,))):
+        yield from text.run(WORD)
+    if not name or not (yield from text.one_of((form.key,))):
+        return []
+    call = call_of(name, parsed((yield from text.json())), functions)
+    return [call] if call else []
+
+
+def read_tagged(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
+    """The name and the parameters."""
+    names = {f"{form.function[0]}{name}{form.function[1].strip()}": name for name in functions}
+    name = names.get((yield from text.one_of(names)))
+    if name is None:
+        return []
+    first, last = form.parameter[0], form.last or form.closing.strip()
+    types = {key: types_of(alternatives) for key, alternatives in parameters_of(functions[name]).items()}
+    arguments: dict[str, Any] = {}
+    yield from text.run(BLANKS)
+    tag = yield from text.one_of((first, last))
+    while tag == first:
+        key = yield from text.run(KEY)
+        if not (yield from text.one_of((form.parameter[1].strip(),))):
+            return []
+        written, tag = yield from read_value(form, text, types.get(key, set()))
+        arguments[key] = typed(written, types.get(key, set()))
+    if tag and not form.last:
+        text.at -= len(tag)  # the closing, which stands behind all forms
+    call = call_of(name, arguments, functions) if tag else None
+    return [call] if call else []
+
+
+def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple[str, str]]:
+    """A value, and the text behind it, with which the next parameter begins or the parameters end; "" for none.
+
+    An ending that neither follows is part of the value. Where JSON is due, an ending inside of its strings is too.
+    """
+    first, last, ending = form.parameter[0], form.last or form.closing.strip(), form.value[1].strip()
+    if opening := form.value[0].strip():
+        yield from text.run(BLANKS)
+        if not (yield from text.one_of((opening,))):
+            return "", ""
+    start = text.at
+    if text.unclosed is not None and start >= text.unclosed:
+        return "", ""
+    if types and "string" not in types:
+        yield from text.run(BLANKS)
+        text.at = text.at if (yield from text.json()) else start
+    while (yield from text.upto(ending)):
+        end = text.at
+        yield from text.run(BLANKS)
+        if tag := (yield from text.one_of((first, last))):
+            value = text.text[start : end - len(ending)]
+            return (value if opening else value.removeprefix("\n").removesuffix("\n")), tag
+        text.at = end
+    text.unclosed = start
+    return "", ""
+
+
+def typed(written: str, types: set[str]) -> Any:
+    """A parameter's value: what is written, unless its schema allows no text; then JSON, if it is some."""
+    plain = written.strip()
+    if "null" in types and plain in ("null", "None"):
+        return None
+    if not types or "string" in types:
+        return written
+    value = parsed(plain.lower() if plain in ("True", "False") else plain)
+    return written if value is NOTHING else value
+
+
+def calls_of(text: str, functions: Functions) -> list[ToolCall]:
+    """The calls that JSON is, an object or a list of them; none for any other text."""
+    value = parsed(text)
+    calls = [object_call(each, functions) for each in (value if isinstance(value, list) else [value])]
+    return [call for call in calls if call] if all(calls) else []
+
+
+def object_call(value: Any, functions: Functions) -> ToolCall | None:
+    """The call that an object is. Without arguments it has none if it says nothing beside its name."""
+    if not isinstance(value, dict):
+        return None
+    stated = [value[key] for key in KEYS if key in value]
+    if len(stated) > 1 or (not stated and value.keys() - BESIDE):
+        return None
+    return call_of(value.get("name"), stated[0] if stated else {}, functions)
+
+
+def call_of(name: object, arguments: Any, functions: Functions) -> ToolCall | None:
+    """A call of one of the functions; None if it is of none, or the arguments are no object and no text of one."""
+    try:
+        values = arguments_of(arguments)
+        if not isinstance(name, str) or name not in functions:
+            return None
+        written = json.dumps(values, ensure_ascii=False)
+        return ToolCall(name, written if written.isascii() or encodable(written) else json.dumps(values))
+    except (ValueError, RecursionError):
+        return None
+
+
+def arguments_of(arguments: Any) -> dict[str, Any]:
+    """Arguments as an object: null is an empty one, and so is empty text. Raises ValueError for what is no object."""
+    value = arguments
+    if isinstance(arguments, str):
+        value = parsed(arguments) if arguments.strip() else {}
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("arguments are an object")
+    return value
+
+
+def parsed(text: str) -> Any:
+    """JSON, in which strings may have line breaks; NOTHING for any other text."""
+    try:
+        return json.loads(text, strict=False, parse_constant=number, parse_float=number)
+    except (ValueError, RecursionError):
+        return NOTHING
+
+
+def number(text: str) -> float:
+    """A number of JSON. Raises ValueError for NaN and infinities, which Python reads."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
+
+
+def encodable(text: str) -> bool:
+    """Whether a text is Unicode; escapes in JSON can make half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+READERS: Mapping[CallKind, Callable[[CallForm, GrowingText, Functions], Scan[list[ToolCall]]]] = {
+    "object": read_objects,
+    "named": read_named,
+    "tagged": read_tagged,
+}

@@ -1,0 +1,111 @@
+"""Harmony: the channels in which gpt-oss reasons, answers and calls, by special tokens.
+
+A message is `<|start|>`, a role, a channel, perhaps a recipient, `<|message|>` and its text. The channel "analysis" is
+reasoning; "final" and "commentary" are for the user. A message to `functions.NAME` is a call, in any channel, if the
+function was offered and the text is the JSON of an object; one to any other recipient is text of its channel.
+The format: https://cookbook.openai.com/articles/openai-harmony
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from itertools import pairwise, takewhile
+from typing import Any
+
+from forerun.sampling.grammar import Grammar, quoted
+from forerun.serve.calls import Functions
+from forerun.serve.growing import BLANKS, GrowingText, Scan
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+MARKS = (START, CHANNEL, MESSAGE)  # a template that writes these is one of Harmony
+STOPS = ("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)  # behind a message's text
+THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # fields of messages
+FUNCTIONS = "functions."
+NEXT = f"<|end|> {START} {quoted('assistant')}"
+RULES = f"""thought: {CHANNEL} "analysis" {MESSAGE} TEXT? {NEXT}
+said: {CHANNEL} WHERE {MESSAGE} TEXT?
+TEXT: /(.|\\n)+/
+WHERE: "analysis" | "commentary" | "final"
+"""
+
+
+def head(text: GrowingText) -> Scan[str]:
+    """A message's head, up to its text; "" where text stands instead of one."""
+    start = text.at
+    yield from text.run(BLANKS)
+    if text.over:
+        return ""
+    if (yield from text.one_of((f"{START}assistant", START))):
+        start = text.at
+        yield from text.run(BLANKS)
+    first = yield from text.one_of((CHANNEL, MESSAGE, CONSTRAIN, "to="))
+    if not first:
+        text.at = start
+    elif first != MESSAGE and not (yield from text.upto(MESSAGE)):
+        text.at = len(text.text)
+    return text.text[start : text.at]
+
+
+def is_analysis(header: str) -> bool:
+    """Whether a message with this head is reasoning; of several channels the last one counts."""
+    return header.rpartition(CHANNEL)[2].lstrip().startswith("analysis")
+
+
+def callee(header: str, functions: Functions) -> str:
+    """The function that a message with this head calls; "" for none."""
+    names = "|".join(re.escape(name) for name in functions)
+    match = re.search(rf"\bto={re.escape(FUNCTIONS)}({names})(?=[\s<])", header)
+    return match[1] if match else ""
+
+
+def around(answer: Grammar, begun: str) -> Grammar:
+    """The grammar of an answer whose final message another one describes, behind this end of the prompt."""
+    if MESSAGE in begun and not is_analysis(begun.partition(MESSAGE)[0]):
+        return answer
+    return Grammar.lark(f"start: {front(begun)} {CHANNEL} {quoted('final')} {MESSAGE} @answer\n{RULES}", answer=answer)
+
+
+def calling(arguments: Mapping[str, Grammar], begun: str, *, free: bool) -> Grammar:
+    """The grammar of an answer that calls one of the functions, or, if it is free, may; their arguments by name."""
+    calls = [
+        f"call_{i}: {CHANNEL} {quoted(f'commentary to={FUNCTIONS}{name} ')} {CONSTRAIN} "
+        f"{quoted('json')} {MESSAGE} @arguments_{i}"
+        for i, name in enumerate(arguments)
+    ]
+    which = " | ".join(f"call_{i}" for i in range(len(calls)))
+    start = f"(said {NEXT})* (said | which)" if free else f"{front(begun)} which"
+    rules = "\n".join([f"start: {start}", f"which: {which}", *calls, RULES])
+    return Grammar.lark(rules, **{f"arguments_{i}": grammar for i, grammar in enumerate(arguments.values())})
+
+
+def front(begun: str) -> str:
+    """What stands in front of the final message or a call, behind this end of the prompt."""
+    return f"TEXT? {NEXT}" if MESSAGE in begun else "thought?"
+
+
+def history(messages: Seq[Any]) -> list[Any]:
+    """Earlier messages as Harmony's template reads them.
+
+    Reasoning is `thinking`, and what was said in front of a call is a part of it, for the template takes only one of
+    both. Every call has a message of its own, with what it gave behind it.
+    """
+    talk: list[Any] = []
+    moved: set[int] = set()
+    for place, message in enumerate(messages):
+        if place in moved:
+            continue
+        thinking = next((message[name] for name in THOUGHTS if message.get(name)), None)
+        calls, content = message.get("tool_calls", []), message.get("content")
+        if thinking and content and calls:
+            thinking, message = f"{thinking}\n\n{content}", message | {"content": ""}
+        first = {"thinking": thinking} if thinking else {}
+        talk.append(message | first | ({"tool_calls": calls[:1]} if calls else {}))
+        for call, following in pairwise(calls):
+            for result in takewhile(lambda i: messages[i].get("role") == "tool", range(place + 1, len(messages))):
+                if result not in moved and messages[result].get("tool_call_id") == call.get("id"):
+                    moved.add(result)
+                    talk.append(messages[result])
+            talk.append({"role": "assistant", "content": "", "tool_calls": [following]})
+    return talk

@@ -1,0 +1,199 @@
+"""Parts: an answer as a stream of reasoning, text and calls.
+
+This file decides in which form the answers to a prompt are written, and which blanks belong to no part: those around
+the tags of reasoning, and those directly in front of a call and behind it. Everything else is told as the model wrote
+it, also what only looks like a call. A streamed text is split as the whole one is, wherever its pieces are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from forerun.sampling.grammar import Grammar
+from forerun.serve.call_grammar import spelled
+from forerun.serve.calls import CallForm, Functions, ToolCall, call_of, parsed
+from forerun.serve.growing import BLANKS, GrowingText, Scan, tags_of
+from forerun.serve.harmony import MARKS, STOPS, around, callee, head, is_analysis
+from forerun.serve.reasoning import ReasoningTags
+from forerun.serve.spelled import TokenTexts
+
+PartKind = Literal["reasoning", "content", "call"]
+SplitState = Literal["start", "reasoning", "content"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """A piece of reasoning or of text, or a whole call."""
+
+    kind: PartKind
+    text: str = ""
+    call: ToolCall | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the answers to one prompt are written: between which tags they reason, and how they call which functions.
+
+    `begun` is, in Harmony, what the prompt has of the answer's first message already, and None in all other forms.
+    `special` are those of its tags that are special tokens, which the text has to show then, with their ids; `hidden`
+    are all special tokens, if nobody is to be shown them.
+    """
+
+    reasoning: ReasoningTags | None = None
+    calls: CallForm | None = None
+    functions: Functions = field(default_factory=dict)
+    begun: str | None = None
+    special: Mapping[str, int] = field(default_factory=dict)
+    hidden: tuple[str, ...] = ()
+
+    @property
+    def reasons(self) -> bool:
+        """Whether answers may have reasoning."""
+        return self.reasoning is not None or self.begun is not None
+
+    def around(self, grammar: Grammar) -> Grammar:
+        """The grammar of a whole answer, where another one describes what it says behind its reasoning."""
+        tags = self.reasoning
+        if self.begun is not None:
+            return around(grammar, self.begun)
+        if tags is None:
+            return grammar
+        if tags.closing not in self.special:
+            return grammar.behind(tags.closing, "" if tags.opened else tags.opening)
+        opening, often = ("", "") if tags.opened else (spelled(tags.opening, self.special), "?")
+        rules = f"start: before{often} @answer\nbefore: {opening} TEXT? {spelled(tags.closing, self.special)} BLANKS?"
+        return Grammar.lark(f"{rules}\nTEXT: /(.|\\n)+/\nBLANKS: /[ \\n]{{1,4}}/", answer=grammar)
+
+
+class AnswerSplitter:
+    """Splits one growing answer into its parts. `kind` is what the text at its end belongs to, as far as is known."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self.form = form
+        self.kind: SplitState = "content"
+        self.text = GrowingText()
+        self.shown: set[SplitState] = set()
+        self.joint = ""  # in front of the next text that is shown
+        self.num_calls = 0  # that were told
+        self.parts: list[AnswerPart] = []
+        self.steps = self.tagged() if form.begun is None else self.channels()
+        self.feed((form.begun or "").rstrip())
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        """The parts that are certain with this text, in order."""
+        self.text.append(text)
+        next(self.steps, None)
+        parts, self.parts = self.parts, []
+        return parts
+
+    def whole(self, text: str) -> list[AnswerPart]:
+        """The parts of a whole answer."""
+        return [*self.feed(text), *self.close()]
+
+    def close(self) -> list[AnswerPart]:
+        """The rest, once the answer has ended."""
+        self.text.ended = True
+        return self.feed("")
+
+    def show(self, text: str) -> None:
+        """Tell of text."""
+        if text:
+            self.parts.append(AnswerPart("reasoning" if self.kind == "reasoning" else "content", self.joint + text))
+            self.shown.add(self.kind)
+            self.joint = ""
+
+    def called(self, calls: Seq[ToolCall]) -> None:
+        """Tell of calls."""
+        self.parts += [AnswerPart("call", call=call) for call in calls]
+        self.num_calls += len(calls)
+
+    def upto(self, kind: SplitState, *tags: str) -> Scan[str]:
+        """Show the text up to one of the tags, without hidden ones; which tag it is, "" at the text's end."""
+        self.kind = kind
+        while (tag := (yield from self.text.passage(tags_of(tags + self.form.hidden), self.show))) not in tags and tag:
+            self.show(self.text.before)
+        return tag
+
+    def tagged(self) -> Scan[None]:
+        """Read an answer with reasoning between tags and calls in its text."""
+        tags, form, text = self.form.reasoning, self.form.calls, self.text
+        if tags is not None and (tags.opened or (yield from self.opened(tags))):
+            self.kind = "reasoning"
+            yield from text.run(BLANKS)
+            yield from self.upto("reasoning", tags.closing)
+            self.kind = "content"
+            yield from text.run(BLANKS)
+        if form is not None and not form.opening:
+            start = text.at
+            calls = yield from form.calls(text, self.form.functions)
+            yield from text.run(BLANKS)
+            if calls and text.over:
+                return self.called(calls)
+            text.at = start
+        while (tag := (yield from self.upto("content", *([form.tag] if form and form.opening else [])))) and form:
+            start = text.at
+            if calls := (yield from form.calls(text, self.form.functions)):
+                self.called(calls)
+                yield from text.run(BLANKS)
+            else:
+                self.show(text.before + tag)
+                text.at = start
+
+    def opened(self, tags: ReasoningTags) -> Scan[bool]:
+        """Whether the answer begins with reasoning, behind whose tag the place then is."""
+        self.kind = "start"
+        yield from self.text.run(BLANKS)
+        if (yield from self.text.one_of((tags.opening,))):
+            return True
+        self.text.at, self.kind = 0, "content"
+        return False
+
+    def channels(self) -> Scan[None]:
+        """Read an answer in Harmony, where every message has a channel, and is a call if it is to a function."""
+        text = self.text
+        while not text.over:
+            self.kind = "reasoning"
+            header = yield from head(text)
+            start, call, stop = text.at, None, ""
+            if name := callee(header, self.form.functions):
+                yield from text.run(BLANKS)
+                value = parsed((yield from text.json()))
+                yield from text.run(BLANKS)
+                stop = yield from text.one_of(STOPS)
+                call = call_of(name, value, self.form.functions) if stop or text.over else None
+            if call is not None:
+                self.called([call])
+            else:
+                text.at = start
+                kind: SplitState = "reasoning" if is_analysis(header) else "content"
+                self.joint = "\n" if kind in self.shown else ""
+                stop = yield from self.upto(kind, *STOPS)
+                self.show(text.before)
+            text.at -= len(stop) if stop in MARKS else 0
+
+
+class TokenCounter:
+    """Counts the tokens of one growing answer: of its reasoning, with tags and heads of messages, and of the rest."""
+
+    def __init__(self, form: AnswerForm, texts: TokenTexts) -> None:
+        self.texts = texts
+        self.splitter = AnswerSplitter(replace(form, calls=None, functions={}, hidden=()))
+        self.num_undecided = self.num_reasoning = self.num_content = 0
+
+    def feed(self, tokens: Seq[int]) -> list[SplitState]:
+        """Count the next tokens; what those are that are now certain, for a tag may begin with several."""
+        certain: list[SplitState] = []
+        for token in tokens:
+            self.num_undecided += 1
+            kind = self.splitter.kind
+            self.splitter.feed(self.texts.bytes_of(token).decode("latin-1"))  # the tags of reasoning are ASCII
+            kind = self.splitter.kind if kind == "start" else kind
+            if kind != "start":
+                certain += [kind] * self.num_undecided
+                self.num_undecided = 0
+        self.num_reasoning += certain.count("reasoning")
+        self.num_content += certain.count("content")
+        return certain

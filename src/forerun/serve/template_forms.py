@@ -1,0 +1,106 @@
+"""Forms of templates: in which form the answers to a template's prompts are written.
+
+The form of calls is found by letting the template write one: it is known if reading that gives the call back. A
+template that fails, does not show tools or writes calls in another form is refused with what is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from functools import lru_cache
+
+from forerun.errors import ForerunError, InvalidRequest
+from forerun.messages import ChatOptions, Message
+from forerun.serve.calls import FORMS, CallForm, Functions, ToolCall
+from forerun.serve.growing import GrowingText, result_of
+from forerun.serve.harmony import MARKS, START
+from forerun.serve.parts import AnswerForm, AnswerSplitter
+from forerun.serve.problems import refused
+from forerun.serve.reasoning import reasoning_tags
+from forerun.serve.tools import ToolUse
+from forerun.text.tokenizer import Tokenizer
+
+NAME, REPLY = "forerun_probe", "forerun replies"
+ARGUMENTS = {"place": "Rome", "number": 7, "flag": True}
+TYPES = {"place": "string", "number": "integer", "flag": "boolean"}
+SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in TYPES.items()}}
+FUNCTIONS: Functions = {NAME: SCHEMA}
+TOOLS = [{"type": "function", "function": {"name": NAME, "description": "A probe.", "parameters": SCHEMA}}]
+USER = {"role": "user", "content": "Hello"}
+PROBE_ID = "probe0001"  # Mistral's templates take no other length
+CALL = {"id": PROBE_ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "name": NAME, "tool_call_id": PROBE_ID, "content": "Done"}
+CONVERSATIONS: Seq[Seq[Message]] = ([USER, CALLING, RESULT], [USER, CALLING])
+
+
+@lru_cache(maxsize=64)
+def call_form(tokenizer: Tokenizer, template: str | None) -> CallForm:
+    """The form in which a template writes calls; the checkpoint's own template without one.
+
+    Raises the ApiError for 400 where that is not known, or the template does not show tools, and ChatTemplateError
+    where it fails without any call.
+    """
+    if NAME not in written(tokenizer, template, [USER], failing=InvalidRequest):
+        problem = "tools: the chat template does not show tools to the model: use a model whose template does"
+        raise refused("tools", f"{problem}, or give one as chat_template.", "unsupported_parameter")
+    reply, _, _ = written(tokenizer, template, [USER, {"role": "assistant", "content": REPLY}]).partition(REPLY)
+    for conversation in CONVERSATIONS:
+        text = written(tokenizer, template, conversation)
+        for form in FORMS:
+            if any(json.loads(call.arguments) == ARGUMENTS for call in calls_in(text, form, reply)):
+                return form
+    problem = "tools: the template asks for calls in a form that is not known here"
+    known = ", ".join(form.name for form in FORMS)
+    raise refused("tools", f"{problem}: known are those of {known}.", "unsupported_parameter")
+
+
+def is_harmony(template: str) -> bool:
+    """Whether a template writes Harmony's messages."""
+    return all(mark in template for mark in MARKS)
+
+
+def answer_form(
+    options: ChatOptions, prompt: str, continued: str | None, tools: ToolUse | None, tokenizer: Tokenizer, *, hide: bool
+) -> AnswerForm:
+    """The form of the answers to a prompt that a template wrote; `continued` is the text that it goes on from.
+
+    `hide` says whether special tokens are to be hidden.
+    """
+    source, calls = options.source(tokenizer), None if tools is None else tools.form
+    harmony = is_harmony(source) if calls is None else calls.kind == "harmony"
+    begun = prompt[max(prompt.rfind(START), 0) :] if harmony else None
+    reasoning = None if begun is not None else reasoning_tags(source, prompt, continued)
+    tags = [*(MARKS if begun is not None else ()), *((reasoning.opening, reasoning.closing) if reasoning else ())]
+    tags += [calls.tag, calls.key] if calls else []
+    known = special_tokens(tokenizer)
+    special = {tag: known[tag] for tag in tags if tag in known}
+    functions: Functions = {} if tools is None else tools.allowed
+    return AnswerForm(reasoning, calls, functions, begun, special, tuple(known) if special and hide else ())
+
+
+@lru_cache(maxsize=16)
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """The special tokens by how a text shows them."""
+    return {tokenizer.decode([token]): token for token in tokenizer.special_ids}
+
+
+def written(
+    tokenizer: Tokenizer, template: str | None, conversation: Seq[Message], failing: type[Exception] = ForerunError
+) -> str:
+    """What a template writes; nothing where it fails so."""
+    options = ChatOptions(template, add_generation_prompt=conversation == [USER], tools=TOOLS)
+    try:
+        return options.render(tokenizer, conversation)
+    except failing:
+        return ""
+
+
+def calls_in(text: str, form: CallForm, reply: str) -> list[ToolCall]:
+    """The calls of a written conversation, as this form has them; `reply` is what is in front of an answer."""
+    if not form.opening and form.kind == "object":
+        answer = GrowingText(text[len(reply) :] if text.startswith(reply) else "", ended=True)
+        return result_of(form.calls(answer, FUNCTIONS))
+    splitter = AnswerSplitter(AnswerForm(calls=form, functions=FUNCTIONS, begun="" if form.kind == "harmony" else None))
+    return [part.call for part in (*splitter.feed(text), *splitter.close()) if part.call]

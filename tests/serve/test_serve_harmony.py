@@ -1,0 +1,272 @@
+"""Harmony: channels and calls by special tokens are told apart, and no special token is shown."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forerun.llm import LLM
+from forerun.serve.harmony import history
+from forerun.serve.parts import AnswerForm, TokenCounter
+from forerun.serve.tools import tools_of
+from forerun.text.tokenizer import Tokenizer
+from serve.call_templates import HARMONY, MISTRAL, NAMED, answer, parts
+from serve.servers import TARGET, Running, assert_valid, running
+from serve.special_tokens import SPECIAL, Spelled, id_of, with_special_tokens
+from serve.test_serve_responses import schema_of
+
+FUNCTIONS: dict[str, Any] = {"weather": {}, "say_hi": {}}
+FORM = answer("Harmony", FUNCTIONS)
+ANALYSIS, FINAL, PREAMBLE = (f"<|channel|>{name}<|message|>" for name in ("analysis", "final", "commentary"))
+NEXT, CALL_TO = "<|end|><|start|>assistant", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+ROME = '{"city": "Rome <|call|>"}'
+CALLED = ("call", ("weather", {"city": "Rome <|call|>"}))
+TEXTS: list[tuple[str, list[tuple[str, Any]]]] = [
+    (f"{ANALYSIS}We think.{NEXT}{FINAL}Hello!", [("reasoning", "We think."), ("content", "Hello!")]),
+    (f"{ANALYSIS}We think.{NEXT}{FINAL}Hello!<|return|>", [("reasoning", "We think."), ("content", "Hello!")]),
+    (f"{FINAL} Hello \n", [("content", " Hello \n")]),
+    (f"{ANALYSIS}a \n{NEXT}\n{ANALYSIS} b{NEXT}{FINAL}c", [("reasoning", "a \n\n b"), ("content", "c")]),
+    (f"{PREAMBLE}I look.{NEXT}{CALL_TO}{ROME}<|call|>", [("content", "I look."), CALLED]),
+    (f"{PREAMBLE}a{NEXT}{ANALYSIS}b{NEXT}{FINAL}c", [("content", "a"), ("reasoning", "b"), ("content", "\nc")]),
+    (f"{ANALYSIS}a{NEXT} to=functions.weather<|channel|>commentary<|message|>{ROME}", [("reasoning", "a"), CALLED]),
+    (f" to=functions.weather<|channel|>commentary<|message|> {ROME}\n", [CALLED]),
+    (f"<|channel|>analysis to=functions.weather code<|message|>{ROME}<|call|>", [CALLED]),
+    (f"{CALL_TO}{ROME}{NEXT}{CALL_TO}{ROME}", [CALLED, CALLED]),
+    (f"{CALL_TO}{ROME}<|start|>assistant{FINAL}So.", [CALLED, ("content", "So.")]),
+    (f"{CALL_TO}{{}} so", [("content", "{} so")]),
+    (f"{CALL_TO}{{\"city\": ", [("content", '{"city": ')]),
+    (f"{CALL_TO}[1]<|call|>", [("content", "[1]")]),
+    (CALL_TO.replace("weather", "other") + "{}", [("content", "{}")]),
+    (CALL_TO.replace("functions.", "") + "{}", [("content", "{}")]),
+    ("<|channel|>analysis to=browser.search code<|message|>{\"q\": 1}<|call|>", [("reasoning", '{"q": 1}')]),
+    ("<|channel|>commentary to=python<|message|>1 + 1<|call|>", [("content", "1 + 1")]),
+    ("Hello <there>", [("content", "Hello <there>")]),
+    (f"Hello{NEXT}{FINAL}You", [("content", "Hello\nYou")]),
+    (f"{FINAL}a<|channel|>final<|message|>b", [("content", "a\nb")]),
+    (f"{ANALYSIS}We", [("reasoning", "We")]),
+    (f"{ANALYSIS}We{NEXT}", [("reasoning", "We")]),
+    ("<|channel|>fin", []),
+    (" to=functions.we", []),
+    ("", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), TEXTS)
+def test_channels_are_told_apart_wherever_the_text_is_cut(text: str, expected: list[tuple[str, Any]]) -> None:
+    for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
+        assert parts(FORM, pieces) == expected, pieces
+
+
+def test_random_messages_are_told_as_they_were_put_together() -> None:
+    dice = random.Random(5)
+    for _ in range(100):
+        pieces, expected = [], list[tuple[str, Any]]()
+        for _ in range(dice.randint(1, 5)):
+            channel = dice.choice(["analysis", "final", "commentary"])
+            said = "".join(
+                dice.choices(["a", " ", "\n", "<", "|>", "é", "<|", "|> end", "{}", "to=functions.weather"], k=5)
+            )
+            pieces.append(f"<|channel|>{channel}<|message|>{said}")
+            kind = "reasoning" if channel == "analysis" else "content"
+            joint = "\n" if any(each == kind for each, _ in expected) else ""
+            expected.append((kind, joint + said))
+        text = NEXT.join(pieces)
+        joined = [
+            (kind, "".join(said for _, said in group)) for kind, group in itertools.groupby(expected, lambda p: p[0])
+        ]
+        cuts = sorted(dice.choices(range(len(text) + 1), k=4))
+        assert parts(FORM, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]) == joined, text
+        assert parts(FORM, list(text)) == joined
+
+
+def test_an_answer_goes_on_from_where_the_prompt_ends() -> None:
+    for begun, kind in (
+        (f"<|start|>assistant{FINAL}So ", "content"),
+        (f"<|start|>assistant{ANALYSIS}So ", "reasoning"),
+    ):
+        assert parts(answer("Harmony", {}, begun=begun), ["far."]) == [(kind, "far.")]
+    assert parts(answer("Harmony", {}, begun=""), [f"<|start|>assistant{FINAL}x"]) == [("content", "x")]
+
+
+FINALLY = ("<|channel|>", "final", "<|message|>")
+
+
+def history_of(*messages: dict[str, Any]) -> str:
+    found = history([{"role": "user", "content": "Hi"}, *messages])
+    return Tokenizer.load(TARGET).apply_chat_template(found, tokenize=False, chat_template=HARMONY)
+
+
+def called(ident: str, city: str) -> dict[str, Any]:
+    return {"id": ident, "type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+
+
+def test_earlier_reasoning_calls_and_results_are_in_the_prompt() -> None:
+    results = [{"role": "tool", "tool_call_id": each, "content": f"of {each}"} for each in ("b", "a")]
+    call = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
+    call |= {"tool_calls": [called("a", "Rome"), called("b", "Oslo")]}
+    text = history_of(call, *results, {"role": "assistant", "content": "So.", "reasoning": "Well."})
+    places = [text.index(each) for each in ("Hm.\n\nI look.", "Rome", "of a", "Oslo", "of b", "Well.", "So.")]
+    assert places == sorted(places)
+    assert text.count("<|call|>") == 2
+    one = {"role": "assistant", "content": "I look.", "tool_calls": [called("a", "Rome")]}
+    again = history_of(one, results[1], one, results[1])
+    assert again.count("of a") == again.count("Rome") == again.count("I look.") == 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = with_special_tokens(tmp_path_factory.mktemp("harmony") / "model")
+    with LLM(str(folder), dtype="float32", max_num_seqs=4) as llm, running(llm) as found:
+        yield found
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY | {"additionalProperties": False}}}]
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": HARMONY, "temperature": 1.3}
+FORMED = ASKED | {"structured_outputs": {"regex": "[a-z .]{5,12}"}, "max_tokens": 200, "return_token_ids": True}
+
+
+def streamed(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = server.post(path, **body, stream=True).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def test_a_chat_has_reasoning_and_answer_and_no_special_token(server: Running) -> None:
+    both, final = 0, server.llm.tokenizer.encode_inside("final")[0]
+    formed = FORMED | {"logit_bias": {str(final): -100, str(id_of("<|end|>")): 25}}
+    for seed in range(4):
+        choice, usage = (
+            (found := server.post("/v1/chat/completions", **(formed if seed % 2 else FORMED), seed=seed).json())[
+                "choices"
+            ][0],
+            found["usage"],
+        )
+        message, ids = choice["message"], choice["token_ids"]
+        assert not any(token in json.dumps(message) for token in SPECIAL)
+        told = {"content": "", "reasoning_content": ""}
+        for chunk in streamed(server, "/v1/chat/completions", (formed if seed % 2 else FORMED) | {"seed": seed}):
+            for name in told:
+                told[name] += chunk["choices"][0]["delta"].get(name) or ""
+        assert told == {name: message[name] or "" for name in told}
+        if choice["finish_reason"] == "stop":
+            assert 5 <= len(message["content"]) <= 12
+            body = len(ids) - 1 - max(i for i, each in enumerate(ids) if each == id_of("<|message|>"))
+            assert usage["completion_tokens_details"]["reasoning_tokens"] == len(ids) - body
+            both += message["reasoning_content"] is not None
+    assert both
+
+
+MUST = ASKED | {"tools": TOOLS, "tool_choice": "required", "max_tokens": 240}
+
+
+def test_an_answer_that_must_call_does(server: Running) -> None:
+    choices = [server.post("/v1/chat/completions", **MUST, seed=seed).json()["choices"][0] for seed in range(4)]
+    assert any(choice["finish_reason"] != "length" for choice in choices)
+    for choice in choices:
+        if choice["finish_reason"] != "length":
+            assert choice["finish_reason"] == "tool_calls", choice
+            assert choice["message"]["content"] is None
+            (call,) = choice["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+
+
+def test_a_response_has_the_reasoning_and_the_calls_of_a_chat(server: Running) -> None:
+    flat = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
+    own = {"model": "stories", "input": "Hi", "chat_template": HARMONY, "temperature": 1.3, "max_output_tokens": 240}
+    formed = FORMED | {"model": "stories", "input": "Hi", "max_output_tokens": 200}
+    bodies = [(MUST, own | {"tools": flat, "tool_choice": "required"})]
+    bodies.append(
+        (FORMED, {key: formed[key] for key in formed if key not in ("messages", "max_tokens", "return_token_ids")})
+    )
+    for (chat, body), seed in itertools.product(bodies, range(2)):
+        message = server.post("/v1/chat/completions", **chat, seed=seed).json()["choices"][0]["message"]
+        response = server.post("/v1/responses", **body, seed=seed).json()
+        assert_valid(response, "Response")
+        said = {"reasoning": "", "message": "", "function_call": ""}
+        for item in response["output"]:
+            said[item["type"]] += item.get("arguments") or "".join(part["text"] for part in item["content"])
+        calls = "".join(call["function"]["arguments"] for call in message.get("tool_calls", []))
+        assert said["function_call"] == calls
+        assert (said["reasoning"], said["message"]) == (message["reasoning_content"] or "", message["content"] or "")
+        events = streamed(server, "/v1/responses", body | {"seed": seed})
+        for event in events:
+            assert_valid(event, schema_of(event["type"]))
+        assert [item["type"] for item in events[-1]["response"]["output"]] == [i["type"] for i in response["output"]]
+
+
+def test_strict_tools_leave_the_channels_free(server: Running) -> None:
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]  # type: ignore[dict-item]
+    use = tools_of({"tools": strict}, lambda: NAMED["Harmony"])
+    assert use is not None
+    matcher = server.llm.requests.matchers.matcher(
+        use.grammar({}, "<|start|>assistant") or pytest.fail("there is a grammar")
+    )
+    right, wrong = '{"city": "Rome"}', '{"city": "Bonn"}'
+
+    encode = server.llm.tokenizer.encode_inside
+
+    def may_be(text: str) -> bool:
+        pieces, own = re.split("(<[|][a-z]+[|]>)", text), matcher.fork()
+        ids = [token for piece in pieces for token in ([id_of(piece)] if piece in SPECIAL else encode(piece))]
+        return own.read(ids) == len(ids) and own.accepts
+
+    assert may_be(f"{ANALYSIS}We think.{NEXT}{FINAL}Hello!")
+    assert may_be(f"{ANALYSIS}We think.{NEXT}{PREAMBLE}Hello!")
+    assert [may_be(CALL_TO + each) for each in (right, wrong)] == [True, False]
+    assert [may_be(f"{PREAMBLE}I look.{NEXT}{CALL_TO}{each}") for each in (right, wrong)] == [True, False]
+
+
+def test_special_tokens_stay_where_they_are_asked_for_and_where_no_form_needs_them(server: Running) -> None:
+    shown = server.post("/v1/chat/completions", **FORMED, skip_special_tokens=False, seed=1).json()["choices"][0]
+    hidden = server.post("/v1/chat/completions", **FORMED, seed=1).json()["choices"][0]
+    assert shown["message"] == hidden["message"]
+    called = "[TOOL_CALLS]weather[ARGS]"
+    body = ASKED | {
+        "chat_template": MISTRAL,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 240,
+    }
+    for seed in range(3):
+        found = server.post("/v1/chat/completions", **body, seed=seed, return_token_ids=True).json()["choices"][0]
+        assert found["token_ids"][0] == id_of("[TOOL_CALLS]")
+        if found["finish_reason"] != "length":
+            assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
+            assert len(found["message"]["tool_calls"][0]["id"]) == 9
+            break
+    else:
+        pytest.fail(f"no answer ended with {called}")
+
+
+def test_think_tags_that_are_special_tokens_are_seen(server: Running) -> None:
+    body = FORMED | {"chat_template": "{{ messages[0].content }}{# </think> #}", "max_tokens": 120}
+    body |= {"logit_bias": {str(id_of("<think>")): 60, str(id_of("</think>")): 22}}
+    thought = 0
+    for seed in range(4):
+        choice = server.post("/v1/chat/completions", **body, seed=seed).json()["choices"][0]
+        assert not any(token in json.dumps(choice["message"]) for token in SPECIAL)
+        if choice["finish_reason"] == "stop":
+            assert 5 <= len(choice["message"]["content"]) <= 12
+            thought += choice["message"]["reasoning_content"] is not None
+    assert thought
+
+
+@pytest.mark.parametrize(
+    ("texts", "counts"),
+    [
+        (["<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|start|>", "assistant", *FINALLY, "c"], (10, 1)),
+        ([*FINALLY, "c", "<|return|>"], (3, 2)),
+        (["<|channel|>"], (1, 0)),
+    ],
+)  # fmt: skip
+def test_the_tokens_of_heads_and_analysis_are_reasoning(texts: list[str], counts: tuple[int, int]) -> None:
+    counter = TokenCounter(AnswerForm(begun="<|start|>assistant"), Spelled(*texts))
+    kinds = counter.feed(range(len(texts)))
+    assert (counter.num_reasoning, counter.num_content) == counts == (kinds.count("reasoning"), kinds.count("content"))
