@@ -13,9 +13,13 @@ import pytest
 from forerun.errors import InvalidRequest
 from forerun.serve.asking import prepared
 from forerun.serve.body import parsed_body
+from forerun.serve.harmony import history
+from forerun.serve.message_input import chat_fields
 from forerun.serve.problems import ApiError, problem_of
+from forerun.serve.response_input import input_messages
 from forerun.serve.schema import KNOWN, Endpoint
 from forerun.serve.settings import ServeSettings
+from forerun.serve.tools import with_objects
 from serve.servers import plain
 
 TRUSTING = ServeSettings(trust_request_templates=True)
@@ -146,3 +150,60 @@ def test_lenient_counts_for_names_inside_objects(caplog: pytest.LogCaptureFixtur
         {**BASES["chat"], "chat_template": body["chat_template"], "messages": [known]}, "chat", plain(), "", TRUSTING
     )
     assert read.requests[0].prompt == "Hi!"
+
+
+def user(n: int) -> list[Any]:
+    return [{"role": "user", "content": "a"} for _ in range(n)]
+
+
+def calls(n: int) -> list[Any]:
+    return [CALL | {"id": f"c{i}"} for i in range(n)]
+
+
+def results(n: int) -> list[Any]:
+    return [{"role": "tool", "content": "", "tool_call_id": f"c{n - i}"} for i in range(n)]
+
+
+CONVERSIONS: Mapping[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
+    "neighbours": (chat_fields, lambda n: {"messages": user(n)}),
+    "blocks": (
+        chat_fields,
+        lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"} for _ in range(n)]}]},
+    ),
+    "uses": (
+        chat_fields,
+        lambda n: {
+            "messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"} for _ in range(n)]}]
+        },
+    ),
+    "thoughts": (
+        chat_fields,
+        lambda n: {
+            "messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"} for _ in range(n)]}]
+        },
+    ),
+    "items": (
+        input_messages,
+        lambda n: {"input": [{"type": "function_call", "name": "f", "arguments": "{}"} for _ in range(n)]},
+    ),
+    "reasoning": (input_messages, lambda n: {"input": [{"type": "reasoning", "content": []} for _ in range(n)]}),
+    "arguments": (with_objects, lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}]),
+    "Harmony": (
+        history,
+        lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}, *results(n)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_conversations_are_converted_in_linear_time(kind: str) -> None:
+    convert, make = CONVERSIONS[kind]
+
+    def taken_s(n: int) -> float:
+        value = make(n)
+        began_s = time.thread_time()
+        convert(value)
+        return time.thread_time() - began_s
+
+    small, large = (min(taken_s(n) for _ in range(2)) for n in (4_000, 32_000))
+    assert large < 0.2 or large < 20 * small  # eight times as much work, if it is linear; 64 if it is quadratic

@@ -22,16 +22,25 @@ from forerun.serve.answers import Writer
 from forerun.serve.described import described
 from forerun.serve.envelope import Envelope, json_response, written
 from forerun.serve.gate import Visit
+from forerun.serve.message_answers import message_error
 from forerun.serve.metrics import CONTENT_TYPE
 from forerun.serve.page_routes import PageRoutes
 from forerun.serve.problems import ApiError, problem_of
 from forerun.serve.schema import Endpoint
 from forerun.serve.service import ClientGone, Service, unless_gone
-from forerun.serve.texts import detokenized, tokenized
+from forerun.serve.texts import counted, detokenized, tokenized, tokenizer_info
 
 Handler = Callable[[Request], Awaitable[Response]]
 CLIENT_GONE = 499  # nobody reads it
 DONE = b"data: [DONE]\n\n"
+MESSAGES = "/v1/messages"
+ELSEWHERE = {  # addresses that clients know from other servers, and what is said of them
+    "/v1/embeddings": "this server generates text and has no embeddings; use a server of an embedding model",
+    "/v1/rerank": "this server generates text and does not rank; use a server of a ranking model",
+    "/v1/files": "no files are kept here; send prompts in requests",
+    "/v1/batches": "no batches are kept here; send many requests at once, which are answered together",
+    "/v1/complete": "Anthropic's older interface is not served; use /v1/messages",
+}
 log = logging.getLogger(__name__)
 
 
@@ -89,6 +98,10 @@ class HttpRoutes:
     async def responses(self, request: Request) -> Response:
         """Answer an input of items."""
         return await self.answer(request, "responses")
+
+    async def messages(self, request: Request) -> Response:
+        """Answer a conversation in Anthropic's words."""
+        return await self.answer(request, "messages")
 
     async def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """The answer to a body, whole or as a stream whose first chunk is there."""
@@ -162,6 +175,15 @@ class HttpRoutes:
         """The text of token ids."""
         return await self.text_work(request, detokenized)
 
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a conversation in Anthropic's words has."""
+        return await self.text_work(request, counted)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """The special tokens and the chat template."""
+        self.tenant(request)
+        return json_response(tokenizer_info(self.service))
+
     async def text_work(self, request: Request, work: Callable[[Service, bytes], dict[str, Any]]) -> Response:
         """Work of the tokenizer, in another thread; its bodies count among those that are let in."""
         visit, raw = await self.entered(request)
@@ -188,7 +210,8 @@ class HttpRoutes:
 
     def tenant(self, request: Request) -> str:
         """Whose request it is. Raises the ApiError for 401 where that is not told."""
-        return self.service.keys.tenant(request.headers.get("authorization"))
+        key = request.headers.get("x-api-key")  # as Anthropic's clients send it
+        return self.service.keys.tenant(request.headers.get("authorization", key and f"Bearer {key}"))
 
     async def entered(self, request: Request) -> tuple[Visit, bytes]:
         """A request that was let in, and its body, which was read before. Raises the ApiError if it is not let in.
@@ -228,7 +251,8 @@ class HttpRoutes:
         if isinstance(error, HTTPException):
             error = route_problem(request, error)
         problem = self.told(error)
-        return json_response(problem.body, problem.status, problem.headers)
+        body = message_error(problem) if request.url.path.startswith(MESSAGES) else problem.body
+        return json_response(body, problem.status, problem.headers)
 
     def guarded(self, handler: Handler) -> Handler:
         """A handler that answers errors too.
@@ -261,8 +285,11 @@ def application(service: Service) -> FastAPI:
         ("POST", "/v1/completions", routes.completions, "completions"),
         ("POST", "/v1/chat/completions", routes.chat, "chat"),
         ("POST", "/v1/responses", routes.responses, "responses"),
+        ("POST", MESSAGES, routes.messages, "messages"),
+        ("POST", f"{MESSAGES}/count_tokens", routes.count_tokens, "messages"),
         ("POST", "/tokenize", routes.tokenize, "tokenize"),
         ("POST", "/detokenize", routes.detokenize, "detokenize"),
+        ("GET", "/tokenizer_info", routes.tokenizer_info, None),
         ("GET", "/v1/models", routes.models, None),
         ("GET", "/v1/models/{name:path}", routes.model, None),
         ("GET", "/health", routes.health, None),
@@ -287,6 +314,8 @@ def application(service: Service) -> FastAPI:
 def route_problem(request: Request, error: HTTPException) -> ApiError:
     """The answer to an address that is not here, or that has other methods."""
     where = f"{request.method} {request.url.path}"
+    if error.status_code == 404 and (hint := ELSEWHERE.get(request.url.path)) is not None:
+        return ApiError(404, f"{where}: {hint}.", code="no_route")
     if error.status_code != 405:
         return ApiError(error.status_code, f"{where}: {error.detail}; see /openapi.json.", code="no_route")
     allow = (error.headers or {}).get("Allow", "")

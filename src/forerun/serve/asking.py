@@ -17,21 +17,20 @@ from forerun.config import Speculation
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown, whole
 from forerun.llm import LLM
-from forerun.messages import ChatOptions
 from forerun.output import Answers
 from forerun.request import Request, Wish, requests_of
 from forerun.sampling.params import SamplingParams
-from forerun.serve.body import NameCheck, served_fields, served_members
-from forerun.serve.harmony import history
+from forerun.serve.body import served_fields, switch
+from forerun.serve.conversation import ChatBody
+from forerun.serve.message_input import chat_fields
 from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, refused
-from forerun.serve.reasoning import reasons
 from forerun.serve.response_input import input_messages, input_tools, response_logprobs
-from forerun.serve.schema import MESSAGE, SAMPLING, SERVED, TEMPLATE, Endpoint
+from forerun.serve.schema import SAMPLING, Endpoint
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE, ServeSettings
 from forerun.serve.structured import formed
-from forerun.serve.template_forms import answer_form, call_form, is_harmony
-from forerun.serve.tools import ToolUse, tool_list, tools_of, with_objects
+from forerun.serve.template_forms import answer_form, call_form
+from forerun.serve.tools import tools_of
 from forerun.shape import StaticTree
 
 MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
@@ -39,7 +38,6 @@ SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number 
 LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 PROMPTS = ("prompt", "messages", "input")  # the fields that a prompt comes from
 MOST_CHAT_LOGPROBS = 128
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +98,29 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     given = served_fields(body, endpoint, settings.lenient)
     if endpoint == "responses":
         given = {**given, "messages": input_messages(given), **input_tools(given)}
+    elif endpoint == "messages":
+        if "max_tokens" not in given:
+            raise refused("max_tokens", "max_tokens: there is none: give how many tokens the answer may have.", MISSING)
+        given = chat_fields(given)
     stream, stream_options = stream_of(given)
     params = params_of(given, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
         name = "prompt_logprobs" if "prompt_logprobs" in given else "echo"
         raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of both.")
     wish = wish_of(given.get("speculation"))
-    options = None if endpoint == "completions" else with_effort(template_of(given, settings), given, llm)
-    template = None if options is None else options.chat_template
-    tools = None if options is None else tools_of(given, lambda: call_form(llm.tokenizer, template))
+    chat = None if endpoint == "completions" else ChatBody.of(given, llm, settings)
+    tools = None if chat is None else tools_of(given, lambda: call_form(llm.tokenizer, chat.options.chat_template))
     if tools is not None and endpoint == "responses" and params.logprobs is not None:
         field = "top_logprobs" if "top_logprobs" in given else "include"
         problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
         raise refused(field, f"{field}: {problem}.", "unsupported_parameter")
-    if options is None:
+    if chat is None:
         requests, form = completion_requests(given, params, wish, tenant, llm), AnswerForm()
     else:
-        requests, form = chat_requests(given, options, tools, params, wish, tenant, llm, settings.lenient)
+        prompt, hide = chat.request(llm, "input" if "input" in given else "messages"), params.skip_special_tokens
+        form = answer_form(chat.options, prompt.prompt or "", chat.continued, tools, llm.tokenizer, hide=hide)
+        params = replace(params, skip_special_tokens=hide and not form.special)
+        requests = [replace(prompt, sampling_params=params, speculation=wish, tenant=tenant)]
     if switch(given, "draft_details"):
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")
@@ -222,6 +226,7 @@ LOGPROBS: Mapping[Endpoint, Callable[[Mapping[str, Any]], Any]] = {
     "completions": lambda given: given.get("logprobs"),
     "chat": chat_logprobs,
     "responses": response_logprobs,
+    "messages": lambda _: None,
 }
 
 
@@ -276,110 +281,9 @@ def without_special(request: Request, llm: LLM) -> Request:
     return replace(request, prompt_token_ids=tuple(ids))
 
 
-def chat_requests(
-    given: Mapping[str, Any],
-    options: ChatOptions,
-    tools: ToolUse | None,
-    params: SamplingParams,
-    wish: Wish,
-    tenant: str,
-    llm: LLM,
-    lenient: bool,
-) -> tuple[Seq[Request], AnswerForm]:
-    """The request for a conversation, and the form of its answers."""
-    messages = messages_of(given, options.source(llm.tokenizer), lenient)
-    try:
-        prompt = llm.chat_prompt(messages, options)
-    except InvalidRequest as error:
-        if error.field != "messages" or "input" not in given:
-            raise
-        raise refused("input", str(error).replace("messages", "input", 1)) from error
-    continued = messages[-1].get("content") if options.continue_final_message else None
-    hide = params.skip_special_tokens
-    form = answer_form(options, Request.of(prompt).prompt or "", continued, tools, llm.tokenizer, hide=hide)
-    params = replace(params, skip_special_tokens=hide and not form.special)
-    return [Request.of(prompt, params, wish, tenant)], form
-
-
-def with_effort(options: ChatOptions, given: Mapping[str, Any], llm: LLM) -> ChatOptions:
-    """The options of a template with how much its model is to reason, where the body says so and the template can."""
-    reasoning = given.get("reasoning", {})
-    if not isinstance(reasoning, dict):
-        raise refused("reasoning", f"reasoning: {shown(reasoning)} is no object with an effort.")
-    name = "reasoning.effort" if reasoning else "reasoning_effort"
-    effort = reasoning.get("effort", given.get("reasoning_effort"))
-    if effort is None:
-        return options
-    if effort not in EFFORTS:
-        raise refused(name, f"{name}: {shown(effort)} is none of {', '.join(EFFORTS)}.")
-    source, extra = options.source(llm.tokenizer), dict[str, Any]()
-    if "reasoning_effort" in source:
-        extra = {"reasoning_effort": effort}
-    elif effort == "none" and "enable_thinking" in source:
-        extra = {"enable_thinking": False}
-    elif effort != "none" or reasons(source):
-        problem = f"{name}: the chat template has no efforts, so {shown(effort)} is not served"
-        raise refused(name, f"{problem}: leave it out, or say it in chat_template_kwargs.", "unsupported_parameter")
-    return replace(options, chat_template_kwargs=extra | dict(options.chat_template_kwargs))
-
-
-def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[Any]:
-    """The messages of a body, of which there must be some, with the fields that are served or that the template reads.
-
-    Raises the ApiError for 400 for a message with another field; with `lenient` the field is left out.
-    """
-    messages = given.get("messages")
-    if messages is None:
-        raise refused("messages", "messages: there are none: give a list of them.", MISSING)
-    if not isinstance(messages, list) or not messages:
-        raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise refused("messages", f"messages: {shown(message)} is no object with a role and a content.")
-    names = {name for message in messages for name in message}
-    idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
-    known, check = {**MESSAGE, **{name: SERVED for name in idle if name in template}}, NameCheck(lenient)
-    kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
-    check.tell()
-    return history(with_objects(kept)) if is_harmony(template) else with_objects(kept)
-
-
-def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:
-    """The options of the chat template, which is a body's own only where such templates are trusted."""
-    template, options = given.get("chat_template"), given.get("chat_template_kwargs", {})
-    if not settings.trust_request_templates and (
-        template is not None or (isinstance(options, dict) and "chat_template" in options)
-    ):
-        problem = "no template of a body is run here: leave it out, or start with --trust-request-templates"
-        raise refused("chat_template", f"chat_template: {problem}.", "unsupported_parameter")
-    if template is not None and not isinstance(template, str):
-        raise refused("chat_template", f"chat_template: {shown(template)} is no text.")
-    own = {"tools", "tokenize", "conversation", *TEMPLATE} - {"documents"}
-    if not isinstance(options, dict) or own & options.keys():
-        raise refused("chat_template_kwargs", f"chat_template_kwargs: {shown(options)} is no object of other options.")
-    goes_on = switch(given, "continue_final_message")
-    return ChatOptions(
-        chat_template=template,
-        add_generation_prompt=switch(given, "add_generation_prompt", not goes_on),
-        continue_final_message=goes_on,
-        tools=tool_list(given) if given.get("tool_choice") != "none" else None,
-        chat_template_kwargs={**options, **{name: given[name] for name in ("documents",) if name in given}},
-    )
-
-
 def stream_of(given: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
     """Whether the answer is a stream, and the options of one."""
     stream, options = switch(given, "stream"), given.get("stream_options", {})
     if not isinstance(options, dict) or (options and not stream):
         raise refused("stream_options", "stream_options: it is an object, and goes with stream: true alone.")
     return stream, options
-
-
-def switch(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A field that is true or false."""
-    value = given.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise refused(name, f"{name}: {shown(value)} must be true or false.")
-    return value

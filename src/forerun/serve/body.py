@@ -124,3 +124,13 @@ def served_value(value: Any, known: Mapping[str, BodyField], path: str, check: N
 def joined(path: str, name: str) -> str:
     """The path of a member."""
     return f"{path}.{name}" if path else name
+
+
+def switch(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise refused(name, f"{name}: {shown(value)} must be true or false.")
+    return value

@@ -45,7 +45,7 @@ SWITCHES = (
     "parallel_tool_calls",
 )
 OBJECTS = ("stream_options", "logit_bias", "response_format", "text", "structured_outputs", "chat_template_kwargs")
-LISTS = ("messages", "tools", "include")
+LISTS = ("messages", "tools", "include", "stop_sequences")
 STRINGS = ("model", "chat_template", "instructions")
 TYPES: Mapping[str, Any] = {
     **dict.fromkeys(NUMBERS, "number"),
@@ -66,6 +66,7 @@ NEEDED: Mapping[Endpoint, tuple[str, ...]] = {
     "completions": ("prompt",),
     "chat": ("messages",),
     "responses": ("input",),
+    "messages": ("messages",),
     "detokenize": ("tokens",),
 }
 

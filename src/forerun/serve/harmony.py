@@ -102,10 +102,18 @@ def history(messages: Seq[Any]) -> list[Any]:
             thinking, message = f"{thinking}\n\n{content}", message | {"content": ""}
         first = {"thinking": thinking} if thinking else {}
         talk.append(message | first | ({"tool_calls": calls[:1]} if calls else {}))
+        results = results_behind(messages, place) if len(calls) > 1 else {}
         for call, following in pairwise(calls):
-            for result in takewhile(lambda i: messages[i].get("role") == "tool", range(place + 1, len(messages))):
-                if result not in moved and messages[result].get("tool_call_id") == call.get("id"):
-                    moved.add(result)
-                    talk.append(messages[result])
+            places = results.pop(str(call.get("id")), [])
+            moved.update(places)
+            talk += [messages[result] for result in places]
             talk.append({"role": "assistant", "content": "", "tool_calls": [following]})
     return talk
+
+
+def results_behind(messages: Seq[Any], place: int) -> dict[str, list[int]]:
+    """The places of the results that stand directly behind a message, by the ids of their calls."""
+    results: dict[str, list[int]] = {}
+    for result in takewhile(lambda i: messages[i].get("role") == "tool", range(place + 1, len(messages))):
+        results.setdefault(str(messages[result].get("tool_call_id")), []).append(result)
+    return results

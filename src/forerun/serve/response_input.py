@@ -138,7 +138,8 @@ def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         last = found[-1] if found else {}
         both = last.get("role") == message["role"] == "assistant"
         if both and ("content" not in last or ("tool_calls" in message and "content" in last)):
-            calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+            calls = last.get("tool_calls", [])
+            calls += message.get("tool_calls", [])  # in place: there may be very many
             content = last.get("content") or message.get("content") or ""
             last |= {**message, "content": content, **({"tool_calls": calls} if calls else {})}
         else:

@@ -1,4 +1,4 @@
-"""The fields of request bodies: one table of all names that OpenAI's specification and vLLM's server have.
+"""The fields of request bodies: one table of the names that OpenAI, Anthropic and vLLM's server give them.
 
 `body.py` reads bodies by this table. Each name is in one of three classes. SERVED has its effect. IDLE is accepted
 without effect, because it cannot change the text. UNSERVED would change the text, or ask for something else that is
@@ -13,7 +13,7 @@ from typing import Literal
 
 from forerun.config import Speculation
 
-Endpoint = Literal["completions", "chat", "responses", "tokenize", "detokenize"]
+Endpoint = Literal["completions", "chat", "responses", "messages", "tokenize", "detokenize"]
 FieldClass = Literal["served", "idle", "unserved"]
 TEXT_ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat", "responses")
 
@@ -184,6 +184,42 @@ FIELDS: Mapping[str, BodyField] = {
 }
 
 
+BLOCK = {  # of the content of one of Anthropic's messages
+    **_each("served", "type", "text", "thinking", "id", "name", "input", "tool_use_id"),
+    "content": _object(PART),
+    **_each("idle", "cache_control", "citations", "signature", "caller", "toolset_name"),
+    "is_error": IDLE,  # the content says so
+    "source": NO_TEXT,
+    "data": _not(answer="nothing here reads reasoning that is encrypted; leave the block out"),
+}
+TOOL = {  # of Anthropic's
+    **_each("served", "type", "name", "description", "input_schema", "strict"),
+    **_each("idle", "cache_control", "eager_input_streaming"),
+    "defer_loading": _not(False, answer="every tool is shown"),
+    "allowed_callers": _not(["direct"]),
+    "input_examples": _not([], answer="write them into the description"),
+}
+THINKING = {
+    "type": SERVED,
+    "display": SERVED,
+    "budget_tokens": _not(answer='there are no budgets; use {"type": "adaptive"}, and max_tokens for all'),
+}
+MESSAGES: Mapping[str, BodyField] = {  # what means something else there than in a chat, or is not in one
+    "messages": _object({"role": SERVED, "content": _object(BLOCK)}),
+    "system": _object(PART),
+    "tools": _object(TOOL),
+    "tool_choice": _object(_each("served", "type", "name", "disable_parallel_tool_use")),
+    "thinking": _object(THINKING),
+    "output_config": _object({"effort": SERVED, "format": FORMAT, "task_budget": _not()}),
+    **_each("served", "stop_sequences", "max_tokens"),
+    **_each("idle", "metadata", "service_tier", "cache_control", "inference_geo", "speed"),
+    **dict.fromkeys(("stop", "max_completion_tokens"), _not(answer="use stop_sequences and max_tokens")),
+    **_each("unserved", "container", "context_management", "mcp_servers"),
+}
+SHARED = (  # with a chat
+    *(name for name in SAMPLING if name not in ("stop", "n", "prompt_logprobs")),
+    *("model", "stream", "speculation", "logit_bias", "structured_outputs", "chat_template", "chat_template_kwargs"),
+)
 OTHERWISE: Mapping[Endpoint, Mapping[str, BodyField]] = {  # names that mean something else here
     "chat": {"echo": _not(False, answer="who sent the messages knows them", only=CHAT)},
     "responses": {"prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES)},
@@ -200,6 +236,7 @@ KNOWN: Mapping[Endpoint, Mapping[str, BodyField]] = {
     "completions": fields_of("completions"),
     "chat": fields_of("chat"),
     "responses": fields_of("responses"),
+    "messages": {**{name: FIELDS[name] for name in SHARED}, **MESSAGES},
     "tokenize": fields_of("tokenize"),
     "detokenize": fields_of("detokenize"),
 }

@@ -21,6 +21,7 @@ from forerun.serve.body import parsed_body
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.logs import RequestLog
+from forerun.serve.message_answers import MessageWriter
 from forerun.serve.metrics import Metrics, Watch
 from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_of
 from forerun.serve.record import FINISHED, LEFT, RecordSink, RequestRecord
@@ -38,6 +39,7 @@ WRITERS: Mapping[Endpoint, MakeWriter] = {
     "completions": AnswerWriter,
     "chat": AnswerWriter,
     "responses": ResponseWriter,
+    "messages": MessageWriter,
 }
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ FORMS: Mapping[str, Callable[[Any, bool], Grammar]] = {  # vLLM's, by the names 
     "json_object": lambda _, blanks: Grammar.json_object(whitespace=blanks),
 }
 GUIDED = {f"guided_{name}": name for name in FORMS}
-FIELDS_OF_FORM = ("response_format", "text", "structured_outputs", *GUIDED)
+HOLDERS = ("text", "output_config")  # of a format: in responses and in messages
+FIELDS_OF_FORM = ("response_format", *HOLDERS, "structured_outputs", *GUIDED)
 
 
 def form_of(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
@@ -45,8 +46,8 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
     try:
         if field == "response_format":
             return format_grammar(field, value)
-        if field == "text":
-            return text_format(value)
+        if field in HOLDERS:
+            return held_format(field, value)
         if field == "structured_outputs":
             return structured(value)
         return FORMS[GUIDED[field]](value, True) if value is not False else None
@@ -54,12 +55,12 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
         raise of_field(error, field) from error
 
 
-def text_format(value: Any) -> Grammar | None:
-    """The `text` of a response."""
+def held_format(field: str, value: Any) -> Grammar | None:
+    """The format in an object of its own."""
     if not isinstance(value, dict):
-        raise refused("text", f"text: {shown(value)} is not an object with a format.")
+        raise refused(field, f"{field}: {shown(value)} is not an object with a format.")
     form = value.get("format")
-    return None if form is None else format_grammar("text.format", form)
+    return None if form is None else format_grammar(f"{field}.format", form)
 
 
 def format_grammar(field: str, value: Any) -> Grammar | None:

@@ -1,12 +1,15 @@
-"""Texts: what the tokenizer does for clients, /tokenize and /detokenize, with the fields of vLLM's server."""
+"""Texts: what the tokenizer does for clients, in the words of vLLM's server and of Anthropic's count_tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from forerun.errors import ChatTemplateError
 from forerun.limits import shown
-from forerun.serve.asking import messages_of, prompt_named, switch, template_of
-from forerun.serve.body import parsed_body, served_fields
+from forerun.serve.asking import prompt_named
+from forerun.serve.body import parsed_body, served_fields, switch
+from forerun.serve.conversation import ChatBody
+from forerun.serve.message_input import chat_fields
 from forerun.serve.problems import MISSING, refused
 from forerun.serve.service import Service
 
@@ -21,9 +24,8 @@ def tokenized(service: Service, raw: bytes) -> dict[str, Any]:
         raise refused("prompt", "prompt: give either a prompt or messages.", MISSING)
     text, special = prompt, switch(given, "add_special_tokens", prompt is not None)
     if prompt is None:
-        options = template_of(given, service.settings)
-        messages = messages_of(given, options.source(llm.tokenizer), service.settings.lenient)
-        text = options.render(llm.tokenizer, messages)
+        chat = ChatBody.of(given, llm, service.settings)
+        text = chat.options.render(llm.tokenizer, chat.messages)
     if not isinstance(text, str):
         raise refused("prompt", f"prompt: {shown(text)} is no text.")
     with prompt_named(body):
@@ -48,3 +50,26 @@ def detokenized(service: Service, raw: bytes) -> dict[str, Any]:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
             raise refused("tokens", f"tokens: {shown(token)} is not a token id from 0 to {num_ids - 1}.")
     return {"prompt": service.llm.tokenizer.decode(tokens)}
+
+
+def counted(service: Service, raw: bytes) -> dict[str, Any]:
+    """How many tokens the prompt of a body of /v1/messages has."""
+    body = parsed_body(raw)
+    service.check_model(body.get("model"))
+    chat = ChatBody.of(
+        chat_fields(served_fields(body, "messages", service.settings.lenient)), service.llm, service.settings
+    )
+    with prompt_named(body):
+        prompt = chat.request(service.llm)
+    return {"input_tokens": len(prompt.prompt_token_ids or ())}
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """The special tokens by name and the chat template, as a client needs them that renders chats by itself."""
+    tokenizer = service.llm.tokenizer
+    try:
+        template = tokenizer.template().source()
+    except ChatTemplateError:
+        template = None
+    length = service.llm.plan.max_model_len
+    return {**tokenizer.named_tokens, "chat_template": template, "model_max_length": length}

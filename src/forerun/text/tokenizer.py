@@ -70,6 +70,11 @@ class Tokenizer:
         files = TokenizerFiles.read(Path(folder))
         return cls(files.backend, named=files.named, always_bos=files.always_bos, template=files.template)
 
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """The special tokens that have a name, such as `eos_token`."""
+        return dict(self._named)
+
     def __len__(self) -> int:
         """Tokens in the vocabulary, added ones too."""
         return self.vocab_size

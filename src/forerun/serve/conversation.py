@@ -1,0 +1,130 @@
+"""Conversation: the messages of a body and the options of the chat template that makes a prompt of them.
+
+This file decides which fields a message may have, whether a body may bring a template, and how much the model is to
+reason. The template renders in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun.errors import InvalidRequest
+from forerun.limits import shown
+from forerun.llm import LLM
+from forerun.messages import ChatOptions
+from forerun.request import Request
+from forerun.serve.body import NameCheck, served_members, switch
+from forerun.serve.harmony import history
+from forerun.serve.problems import MISSING, refused
+from forerun.serve.reasoning import reasons
+from forerun.serve.schema import MESSAGE, SERVED, TEMPLATE
+from forerun.serve.settings import ServeSettings
+from forerun.serve.template_forms import is_harmony
+from forerun.serve.tools import tool_list, with_objects
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBody:
+    """A conversation as a body gives it, and how it becomes a prompt."""
+
+    messages: list[Any]
+    options: ChatOptions
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], llm: LLM, settings: ServeSettings) -> ChatBody:
+        """The conversation in the served fields of a body. Raises the ApiError for 400, naming the field at fault."""
+        options = with_effort(template_of(given, settings), given, llm)
+        return cls(messages_of(given, options.source(llm.tokenizer), settings.lenient), options)
+
+    @property
+    def continued(self) -> Any:
+        """The text that the answer goes on from, if it does."""
+        return self.messages[-1].get("content") if self.options.continue_final_message else None
+
+    def request(self, llm: LLM, field: str = "messages") -> Request:
+        """The prompt as a request. Raises InvalidRequest where the template refuses the `field` that it is from."""
+        try:
+            return Request.of(llm.chat_prompt(self.messages, self.options))
+        except InvalidRequest as error:
+            if error.field != "messages":
+                raise
+            raise refused(field, str(error).replace("messages", field, 1)) from error
+
+
+def effort_of(given: Mapping[str, Any]) -> tuple[str, object]:
+    """How much the model is to reason, behind the name of the field that says it; None where none does."""
+    for name in ("reasoning", "output_config"):
+        holder = given.get(name)
+        if not isinstance(holder, dict | None):
+            raise refused(name, f"{name}: {shown(holder)} is no object with an effort.")
+        if holder is not None and holder.get("effort") is not None:
+            return f"{name}.effort", holder["effort"]
+    if given.get("thinking", {}).get("type") == "disabled":
+        return "thinking", "none"
+    return "reasoning_effort", given.get("reasoning_effort")
+
+
+def with_effort(options: ChatOptions, given: Mapping[str, Any], llm: LLM) -> ChatOptions:
+    """The options of a template with how much its model is to reason, where the body says so and the template can."""
+    name, effort = effort_of(given)
+    if effort is None:
+        return options
+    if effort not in EFFORTS:
+        raise refused(name, f"{name}: {shown(effort)} is none of {', '.join(EFFORTS)}.")
+    source, extra = options.source(llm.tokenizer), dict[str, Any]()
+    if "reasoning_effort" in source:
+        extra = {"reasoning_effort": effort}
+    elif effort == "none" and "enable_thinking" in source:
+        extra = {"enable_thinking": False}
+    elif effort != "none" or reasons(source):
+        problem = f"{name}: the chat template has no efforts, so {shown(effort)} is not served"
+        raise refused(name, f"{problem}: leave it out, or say it in chat_template_kwargs.", "unsupported_parameter")
+    return replace(options, chat_template_kwargs=extra | dict(options.chat_template_kwargs))
+
+
+def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[Any]:
+    """The messages of a body, of which there must be some, with the fields that are served or that the template reads.
+
+    Raises the ApiError for 400 for a message with another field; with `lenient` the field is left out.
+    """
+    messages = given.get("messages")
+    if messages is None:
+        raise refused("messages", "messages: there are none: give a list of them.", MISSING)
+    if not isinstance(messages, list) or not messages:
+        raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise refused("messages", f"messages: {shown(message)} is no object with a role and a content.")
+    names = {name for message in messages for name in message}
+    idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
+    known, check = {**MESSAGE, **{name: SERVED for name in idle if name in template}}, NameCheck(lenient)
+    kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
+    check.tell()
+    return history(with_objects(kept)) if is_harmony(template) else with_objects(kept)
+
+
+def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:
+    """The options of the chat template, which is a body's own only where such templates are trusted."""
+    template, options = given.get("chat_template"), given.get("chat_template_kwargs", {})
+    if not settings.trust_request_templates and (
+        template is not None or (isinstance(options, dict) and "chat_template" in options)
+    ):
+        problem = "no template of a body is run here: leave it out, or start with --trust-request-templates"
+        raise refused("chat_template", f"chat_template: {problem}.", "unsupported_parameter")
+    if template is not None and not isinstance(template, str):
+        raise refused("chat_template", f"chat_template: {shown(template)} is no text.")
+    own = {"tools", "tokenize", "conversation", *TEMPLATE} - {"documents"}
+    if not isinstance(options, dict) or own & options.keys():
+        raise refused("chat_template_kwargs", f"chat_template_kwargs: {shown(options)} is no object of other options.")
+    goes_on = switch(given, "continue_final_message")
+    return ChatOptions(
+        chat_template=template,
+        add_generation_prompt=switch(given, "add_generation_prompt", not goes_on),
+        continue_final_message=goes_on,
+        tools=tool_list(given) if given.get("tool_choice") != "none" else None,
+        chat_template_kwargs={**options, **{name: given[name] for name in ("documents",) if name in given}},
+    )

@@ -1,0 +1,164 @@
+"""Answers of Anthropic's /v1/messages: a message of blocks, whole and as events, and errors in the shape of that API.
+
+A block is thinking, text, or the use of a tool. A stream opens a block, adds to it and closes it; a use of a tool comes
+whole in one event. Nothing is kept here between requests.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forerun.engine.delta import Delta
+from forerun.output import Answers
+from forerun.serve.answers import counts_of, num_cached, num_reasoning, speculation_object
+from forerun.serve.asking import Asked
+from forerun.serve.parts import AnswerPart, AnswerSplitter
+from forerun.serve.problems import ApiError
+from forerun.serve.spelled import TokenTexts
+
+BlockKind = Literal["thinking", "text", "tool_use"]
+KINDS: Mapping[str, BlockKind] = {"reasoning": "thinking", "content": "text", "call": "tool_use"}
+EMPTY: Mapping[BlockKind, dict[str, Any]] = {
+    "thinking": {"thinking": "", "signature": ""},
+    "text": {"text": ""},
+    "tool_use": {"input": {}},
+}
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def message_error(problem: ApiError) -> dict[str, Any]:
+    """An error as Anthropic's clients read it."""
+    kind = ERRORS.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+
+
+@dataclass(slots=True)
+class MessageWriter:
+    """Writes one body's answer as a message."""
+
+    asked: Asked
+    answers: Answers
+    texts: TokenTexts
+    model: str
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    begun: bool = False
+    open: bool = False  # whether the last block may grow
+    named = True
+    splitter: AnswerSplitter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.splitter = AnswerSplitter(self.asked.form)
+
+    def whole(self) -> dict[str, Any]:
+        """The message, once it is finished."""
+        (sequence,) = self.answers.sequences
+        for delta in self.answers.answers[sequence.id].deltas:
+            self.take(delta)
+        return self.message() | self.ending()
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The events of one delta; the one that opens the message comes with the first."""
+        opening = [] if self.begun else [{"type": "message_start", "message": self.message()}]
+        self.begun = True
+        return opening + self.take(delta)
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The events that say how the message ended."""
+        ending = self.ending()
+        return [{"type": "message_delta", "delta": ending, "usage": self.usage()}, {"type": "message_stop"}]
+
+    def failed(self, problem: ApiError) -> dict[str, Any]:
+        """An error in the midst of a stream."""
+        return message_error(problem)
+
+    def message(self) -> dict[str, Any]:
+        """The message so far."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [dict(block) for block in self.blocks],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self.usage(),
+            "system_fingerprint": self.answers.fingerprint,
+            "seed": self.asked.seed,
+        }
+
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Add a delta to the blocks; the events that say so."""
+        ends = delta.finish_reason is not None
+        events: list[dict[str, Any]] = []
+        for part in self.splitter.feed(delta.text) + (self.splitter.close() if ends else []):
+            if part.kind != "reasoning" or self.asked.include_reasoning:
+                events += self.add(part)
+        return events + (self.close() if ends else [])
+
+    def add(self, part: AnswerPart) -> list[dict[str, Any]]:
+        """Add a part to the last block, or to a new one where that is of another kind."""
+        kind, events = KINDS[part.kind], list[dict[str, Any]]()
+        if not self.open or self.blocks[-1]["type"] != kind or part.call is not None:
+            events += self.close()
+            call = {} if part.call is None else {"id": part.call.id, "name": part.call.name}
+            self.blocks.append({"type": kind, **call, **EMPTY[kind]})
+            self.open = True
+            events.append({"type": "content_block_start", "index": self.place, "content_block": dict(self.blocks[-1])})
+        if part.call is not None:
+            self.blocks[-1]["input"] = json.loads(part.call.arguments)
+            delta = {"type": "input_json_delta", "partial_json": part.call.arguments}
+        else:
+            self.blocks[-1][kind] += part.text
+            delta = {"type": f"{kind}_delta", kind: part.text}
+        return [*events, {"type": "content_block_delta", "index": self.place, "delta": delta}]
+
+    def close(self) -> list[dict[str, Any]]:
+        """Close the last block, if it is open."""
+        closed = [{"type": "content_block_stop", "index": self.place}] if self.open else []
+        self.open = False
+        return closed
+
+    @property
+    def place(self) -> int:
+        """The number of the last block."""
+        return len(self.blocks) - 1
+
+    def ending(self) -> dict[str, Any]:
+        """Why the message ended."""
+        (sequence,) = self.answers.sequences
+        last = self.answers.answers[sequence.id].deltas[-1]
+        sequence_met = last.stop_reason if isinstance(last.stop_reason, str) else None
+        if last.finish_reason == "length":
+            reason = "max_tokens"
+        elif any(block["type"] == "tool_use" for block in self.blocks):
+            reason = "tool_use"
+        else:
+            reason = "end_turn" if sequence_met is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": sequence_met if reason == "stop_sequence" else None}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens that were read, those that were known, and those of the answer; and what became of the guesses."""
+        (sequence,) = self.answers.sequences
+        cached = num_cached(self.answers)
+        return {
+            "input_tokens": sequence.num_prompt - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": sequence.num_output,
+            "output_tokens_details": {"thinking_tokens": num_reasoning(self.asked, self.answers, self.texts)},
+            "speculation": speculation_object(counts_of(self.answers)),
+        }

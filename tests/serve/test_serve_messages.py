@@ -1,0 +1,281 @@
+"""Anthropic's /v1/messages: the answers of chats in other words, whole and streamed, and errors as clients read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.serve.message_input import chat_fields
+from serve.servers import Running, drafting, running
+
+PLAIN = (
+    "{% for message in messages %}{{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}{{ opening or 'One day' }}{% endif %}"
+)
+THINKS = "{{ messages[0].content }}{% if add_generation_prompt %}<think>{% endif %}{# until </think> #}"
+HERMES = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}{% endfor %}"
+)
+WEATHER = {
+    "name": "weather",
+    "description": "of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+HI: list[Any] = [{"role": "user", "content": "Once upon a time"}]
+BODY: dict[str, Any] = {"messages": HI, "max_tokens": 12, "seed": 3, "chat_template": PLAIN}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with drafting() as llm, running(llm) as found:
+        yield found
+
+
+def whole(server: Running, **fields: Any) -> dict[str, Any]:
+    answer = server.post("/v1/messages", **BODY | fields)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def streamed(server: Running, **fields: Any) -> dict[str, Any]:
+    """The message that a stream adds up to, every event of which must be in its place."""
+    with server.http() as http, http.stream("POST", "/v1/messages", json={**BODY, **fields, "stream": True}) as lines:
+        assert lines.status_code == 200
+        pairs = [line.partition(": ")[::2] for line in lines.iter_lines() if line]
+    names = [value for name, value in pairs if name == "event"]
+    events = [json.loads(value) for name, value in pairs if name == "data"]
+    assert [event["type"] for event in events] == names
+    assert (names[0], names[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    message, opened = events[0]["message"], -1
+    assert message["content"] == []
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"]) == opened + 1 or opened == -1
+            opened = event["index"]
+            message["content"].append({**event["content_block"], "json": ""})
+            continue
+        assert event["index"] == opened == len(message["content"]) - 1
+        if event["type"] == "content_block_delta":
+            delta, block = event["delta"], message["content"][-1]
+            if delta["type"] == "input_json_delta":
+                block["json"] += delta["partial_json"]
+            else:
+                assert delta["type"] == f"{block['type']}_delta"
+                block[block["type"]] += delta[block["type"]]
+        else:
+            assert event["type"] == "content_block_stop"
+    for block in message["content"]:
+        text = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(text)
+    return {**message, **events[-2]["delta"], "usage": events[-2]["usage"]}
+
+
+def timeless(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what differs between two answers to one body."""
+    blocks = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
+    usage = {name: value for name, value in message["usage"].items() if "cache" not in name and name != "speculation"}
+    usage["input_tokens"] += message["usage"]["cache_read_input_tokens"]
+    return {**message, "id": "", "content": blocks, "usage": usage}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0, "top_k": 5, "top_p": 0.9},
+        {"system": "Tell a story."},
+        {"system": [{"type": "text", "text": "Tell", "cache_control": {"type": "ephemeral"}}]},
+        {"messages": [*HI, {"role": "assistant", "content": "there was"}]},
+        {"chat_template": THINKS, "max_tokens": 30},
+        {"chat_template": THINKS, "thinking": {"type": "adaptive", "display": "omitted"}},
+        {"speculation": False},
+    ],
+    ids=str,
+)
+def test_an_answer_is_that_of_the_chat_whole_and_streamed(server: Running, fields: dict[str, Any]) -> None:
+    message = whole(server, **fields)
+    assert timeless(streamed(server, **fields)) == timeless(message)
+    system = fields.get("system")
+    told = system if isinstance(system, str) or system is None else system[0]["text"]
+    messages = [*([{"role": "system", "content": told}] if told else []), *fields.get("messages", HI)]
+    chat = {**BODY, **{name: value for name, value in fields.items() if name not in ("system", "thinking")}}
+    going_on = messages[-1]["role"] == "assistant"
+    answer = server.post(
+        "/v1/chat/completions", **{**chat, "messages": messages, "continue_final_message": going_on}
+    ).json()
+    (choice,) = answer["choices"]
+    texts = {block["type"]: block.get("text", block.get("thinking")) for block in message["content"]}
+    assert texts.get("text", "") == choice["message"]["content"]
+    if "thinking" not in fields:
+        assert texts.get("thinking") == choice["message"].get("reasoning_content")
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == answer["usage"]["completion_tokens"]
+    assert message["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[choice["finish_reason"]]
+    counted = {name: value for name, value in {**BODY, **fields}.items() if name != "max_tokens"}
+    count = server.post("/v1/messages/count_tokens", **counted).json()
+    assert count == {"input_tokens": answer["usage"]["prompt_tokens"]}
+
+
+def test_a_stop_sequence_ends_and_is_named(server: Running) -> None:
+    text = whole(server, temperature=0, max_tokens=40)["content"][0]["text"]
+    stop = text[10:14]
+    for message in (ask(server, temperature=0, max_tokens=40, stop_sequences=[stop]) for ask in (whole, streamed)):
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
+        assert message["content"][0]["text"] == text[: text.index(stop)]
+
+
+def test_a_tool_is_used_and_its_result_read(server: Running) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    fields = {"tools": [WEATHER], "tool_choice": choice, "chat_template": HERMES, "max_tokens": 200}
+    for message in (whole(server, **fields), streamed(server, **fields)):
+        assert message["stop_reason"] == "tool_use"
+        for block in message["content"]:
+            assert (block["type"], block["name"]) == ("tool_use", "weather")
+            assert block["input"] in ({"city": "Rome"}, {"city": "Oslo"})
+            assert block["id"]
+    results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "Sun"} for block in message["content"]]
+    talk = [*HI, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": results}]
+    again = whole(server, **fields | {"messages": talk, "tool_choice": {"type": "tool", "name": "weather"}})
+    assert [block["name"] for block in again["content"]] == ["weather"]
+
+
+def test_blocks_become_the_messages_of_a_chat() -> None:
+    call = {"type": "tool_use", "id": "a1", "name": "weather", "input": {"city": "Rome"}}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
+        {"role": "user", "content": "!"},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}, call, dict(call, id="a2")],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "a1", "content": [{"type": "text", "text": "Sun"}]},
+                {"type": "tool_result", "tool_use_id": "a2", "is_error": True},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+    ]
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+        for name in ("a1", "a2")
+    ]
+    chat = chat_fields({"messages": talk, "system": "Be brief", "stop_sequences": ["x"], "max_tokens": 3})
+    assert chat == {
+        "max_tokens": 3,
+        "stop": ["x"],
+        "messages": [
+            {"role": "system", "content": "Be brief"},
+            {"role": "user", "content": "Hi\nthere\n!"},
+            {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},
+            {"role": "tool", "content": "Sun", "tool_call_id": "a1"},
+            {"role": "tool", "content": "", "tool_call_id": "a2"},
+            {"role": "user", "content": "So?"},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"max_tokens": None}, "max_tokens: there is none"),
+        ({"max_tokens": 0}, "max_tokens: 0 cannot be served; use a number of tokens from 1"),
+        ({"max_tokens": 5000}, "maximum context length is 512 tokens"),
+        (
+            {"messages": [{"role": "user", "content": "a " * 2000}]},
+            "messages: this model's maximum context length is 512",
+        ),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [3]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "user, assistant, system"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads text only"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0] has no field"),
+        ({"system": 3}, "system: 3 is not text"),
+        ({"system": [{"type": "text", "text": 3}]}, "is not text"),
+        ({"tools": [{"type": "web_search_20260101", "name": "web_search"}]}, "no tool of the caller's"),
+        ({"tools": [WEATHER]}, "tools: the chat template does not show tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": 3}}, "true or false"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "there are no budgets"),
+        ({"thinking": {"type": "disabled"}, "chat_template": THINKS}, "thinking: the chat template has no efforts"),
+        ({"thinking": 3}, "thinking: 3 is not served"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"stop": ["x"]}, "use stop_sequences"),
+        ({"n": 2}, "there is no field"),
+        ({"temprature": 2}, "did you mean 'temperature'"),
+        ({"mcp_servers": [1]}, "not served"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_be_served_is_told_as_the_clients_read_it(
+    server: Running, fields: dict[str, Any], why: str
+) -> None:
+    answer = server.post("/v1/messages", **BODY | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert why in error["error"]["message"]
+
+
+def test_other_errors_have_their_own_types(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice k-1\n")
+    with drafting() as llm, running(llm, api_keys=keys, max_body_bytes=2000) as server, server.http() as http:
+        for headers, status, kind in (
+            ({}, 401, "authentication_error"),
+            ({"x-api-key": "no"}, 401, "authentication_error"),
+            ({"x-api-key": "k-1"}, 200, None),
+            ({"Authorization": "Bearer k-1"}, 200, None),
+        ):
+            answer = http.post("/v1/messages", json=BODY, headers=headers)
+            assert (answer.status_code, answer.json().get("error", {}).get("type")) == (status, kind)
+        key = {"x-api-key": "k-1"}
+        other = http.post("/v1/messages", json={**BODY, "model": "claude"}, headers=key)
+        assert (other.status_code, other.json()["error"]["type"]) == (404, "not_found_error")
+        long = http.post("/v1/messages", json={**BODY, "system": "x" * 3000}, headers=key)
+        assert (long.status_code, long.json()["error"]["type"]) == (413, "request_too_large")
+
+
+def test_a_format_holds(server: Running) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
+    form = {"type": "json_schema", "schema": {"enum": ["red", "green"]}}
+    for ask in (whole, streamed):
+        message = ask(server, output_config={"format": form}, max_tokens=60)
+        assert json.loads(message["content"][0]["text"]) in ("red", "green")
+
+
+def test_what_other_servers_have_is_refused_with_what_to_do(server: Running) -> None:
+    answer = server.post("/v1/embeddings", input="x", model="stories")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_route")
+    assert "has no embeddings" in answer.json()["error"]["message"]
+
+
+def test_a_client_can_render_chats_by_itself(server: Running) -> None:
+    with server.http() as http:
+        info = http.get("/tokenizer_info").json()
+    tokenizer = server.llm.tokenizer
+    assert (info["bos_token"], info["eos_token"]) == (tokenizer.bos_token, tokenizer.eos_token)
+    assert (info["chat_template"], info["model_max_length"]) == (None, 512)
