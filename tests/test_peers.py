@@ -5,21 +5,28 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from benchmarks.peers import ours
 from benchmarks.peers.__main__ import parse
 from benchmarks.peers.checkpoints import MARK, marked, told_apart
 from benchmarks.peers.place import ROOT, Place, StepFailed, tail
-from benchmarks.peers.protocol import Answer, Mode, Stopwatch
+from benchmarks.peers.protocol import Answer, Mode, Setup, Stopwatch
 from benchmarks.peers.race import WARMUP_TOKENS, Race, circle, turns
 from benchmarks.peers.sglang import Sglang
 from benchmarks.peers.state import Cell, Failure, State
 from benchmarks.peers.tables import Spread, distinct_share, equal_tokens, markdown, rows
 from benchmarks.peers.worker import Command, Worker
 from safetensors.torch import load_file, save_file
+
+from forerun.models.bundled import BUNDLED
+from forerun.models.config import read_config
+from forerun.models.runner import Runner
 
 PROMPTS = ([1, 2, 3], [4, 5], [6])
 MODES = [Mode(), Mode("model", 3), Mode("ngram", 5)]
@@ -164,6 +171,26 @@ def test_a_mode_that_dies_is_reported_and_all_else_goes_on(tmp_path: Path, said:
     table = markdown("16-bit", rows({0: cells}), running.failures)
     assert "| absent | all | failed: see below |" in table
     assert "    RuntimeError: cannot do ngram-5" in table
+
+
+def test_forerun_reads_a_prompt_again_that_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the column of the prompt reports: in a repetition all prompts are asked again, of every mode."""
+    counts: Counter[int] = Counter()  # by the number of layers, which tells the target from its draft model
+    read = Runner.read
+
+    def counted(self: Runner, reads: Sequence[Any], *rest: Any, **more: Any) -> Any:
+        counts[self.decoder.config.layers] += sum(len(each.tokens) for each in reads)
+        return read(self, reads, *rest, **more)
+
+    monkeypatch.setattr(Runner, "read", counted)
+    service = ours.load(Setup("stdlib", "stdlib-draft", "bfloat16", torch.get_num_threads(), ""))
+    prompt = list(range(5, 205))
+    for mode in (Mode(), Mode("ngram", 3), Mode("mix", 3), Mode("model", 3)):
+        first, again = (service.generate(mode, prompt, 4).token_ids for _ in range(2))
+        assert first == again
+        counts.clear()
+        service.generate(mode, prompt, 4)
+        assert counts[read_config(BUNDLED["stdlib"]).layers] >= len(prompt)
 
 
 def test_a_race_without_time_goes_on_where_it_stopped(tmp_path: Path, said: list[str]) -> None:

@@ -8,6 +8,7 @@ call. Times are taken as a streamer is given tokens: its own metrics note them a
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -59,6 +60,8 @@ def load(setup: Setup) -> Service:
     place = Path(setup.place)
     target, draft = (str(export_of(place, f, setup.format)) for f in (setup.target, setup.draft))
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads, "PERFORMANCE_HINT": "LATENCY"}
+    scheduling = openvino_genai.SchedulerConfig()  # as LLMPipeline makes it on CPUs, but without its prefix cache
+    scheduling.max_num_batched_tokens, scheduling.enable_prefix_caching = sys.maxsize, False
     if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2":  # it would still choose bfloat16 by the processor, and fail
         options["INFERENCE_PRECISION_HINT"] = "f32"
 
@@ -80,10 +83,10 @@ def load(setup: Setup) -> Service:
     def pipeline(drafter: str) -> Any:
         if drafter == "model":
             guide = openvino_genai.draft_model(draft, "CPU", **options)
-            return openvino_genai.LLMPipeline(target, "CPU", draft_model=guide, **options)
+            return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduling, draft_model=guide, **options)
         if drafter == "ngram":
-            return openvino_genai.LLMPipeline(target, "CPU", prompt_lookup=True, **options)
-        return openvino_genai.LLMPipeline(target, "CPU", **options)
+            return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduling, prompt_lookup=True, **options)
+        return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduling, **options)
 
     def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
         config = openvino_genai.GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True, do_sample=False)

@@ -49,6 +49,7 @@ def load(setup: Setup) -> Service:
         dtype="bfloat16",
         quantize=setup.format if setup.format in QUANTIZATIONS else None,
         max_num_seqs=1,
+        prefix_cache=False,  # repetitions ask the same prompts, and every engine has to read them each time
         threads=setup.threads,
     )
     engines = {"plain": engine_beside(llm, None), "model": llm.engine, "ngram": engine_beside(llm, NgramDrafter())}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from draft.heads import block_of, eagle_of, heads_of
@@ -126,3 +128,28 @@ def test_the_depth_that_pays_most_is_predicted() -> None:
     times = RoundTimes(plain_s=1.0, drafted_s=[1.2, 1.3, 2.0])
     assert times.best([1.5, 1.8, 2.0]) == (2, pytest.approx(1.8 / 1.3))
     assert times.best([1.0, 1.0, 1.0]) == (1, pytest.approx(1 / 1.2))
+
+
+TIMES_S = st.floats(1e-6, 10.0)
+MEASURED = st.dictionaries(st.integers(1, 16), TIMES_S, min_size=1).flatmap(
+    lambda drafted: TIMES_S.map(lambda plain_s: {0: plain_s, **drafted})
+)
+
+
+@given(MEASURED, st.lists(st.floats(1.0, 17.0), min_size=16, max_size=16))
+def test_no_prediction_exceeds_the_tokens_per_round(measured: dict[int, float], tokens: list[float]) -> None:
+    """However long neighbours on the same cores made each time: a drafted round contains a plain pass."""
+    times = RoundTimes.of(measured, 16)
+    depth, speed_up = times.best(tokens)
+    assert speed_up <= tokens[depth - 1] * (1 + 1e-9)
+    assert times.plain_s <= measured[0]
+    if measured[0] <= min(measured.values()):
+        assert times.plain_s == measured[0]  # nothing is bent where the measurement obeys the law
+
+
+def test_kept_times_that_break_the_law_are_bounded_too(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"plain_s": 3.94, "drafted_s": [1.0, 2.0]}))
+    times = RoundTimes.read(path)
+    assert times is not None
+    assert times.best([1.03, 1.03]) == (1, pytest.approx(1.03))

@@ -2,17 +2,17 @@
 
 The untrained student is written to a folder and drafts for the target in an engine of its own, over the target's own
 runner, for some rounds of one sequence: what they take depends on the network's shape and not on its weights. Whole
-rounds are timed, at some depths and without a drafter, by turns; of each the shortest turn counts, since neighbours on
-the same cores only make times longer.
+rounds are timed, at some depths and without a drafter, by turns; of each the shortest round counts, since neighbours on
+the same cores only make times longer. For the same reason no drafted round can be taken for shorter than a plain one,
+which it contains: what it took bounds the plain pass, so no prediction exceeds the tokens per round.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,23 @@ from forerun.train.base import Student
 
 CACHE_TOKENS = 2048  # of the drafter while it is timed
 TIMED_DEPTHS = (1, 2, 4, 8, 16)  # others lie on the lines between
-TURNS, MOST_ROUNDS, TURN_S = 2, 8, 0.5  # a turn has a few rounds, of which the first is not counted, and some time
+TURNS, MOST_ROUNDS, TURN_S = 3, 8, 0.4  # a turn has a few rounds, of which the first is not counted, and some time
 NO_TIME_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds of a round of one sequence, plain and at each depth from 1."""
+    """Seconds of a round of one sequence, plain and at each depth from 1; a plain one is the shortest."""
 
     plain_s: float
     drafted_s: Sequence[float]
+
+    @classmethod
+    def of(cls, timed_s: Mapping[int, float], depth: int) -> RoundTimes:
+        """The times up to this depth, from those at some depths, 0 among them; others lie on the lines between."""
+        depths = sorted(each for each in timed_s if each)
+        lines = np.interp(range(1, depth + 1), depths, [timed_s[each] for each in depths])
+        return cls(min(timed_s.values()), [float(taken_s) for taken_s in lines])
 
     def best(self, tokens_per_round: Sequence[float]) -> tuple[int, float]:
         """The depth that pays most where rounds give so many tokens, and times as fast as plain decoding that is."""
@@ -56,10 +63,11 @@ class RoundTimes:
         """As they were written; None where that cannot be read."""
         try:
             values = json.loads(path.read_text("utf-8"))
-            found = cls(float(values["plain_s"]), [float(each_s) for each_s in values["drafted_s"]])
+            drafted_s = [float(each_s) for each_s in values["drafted_s"]]
+            found = cls(min(float(values["plain_s"]), *drafted_s), drafted_s)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return found if found.drafted_s and min(found.plain_s, *found.drafted_s) > 0 else None
+        return found if found.plain_s > 0 else None
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
@@ -75,7 +83,7 @@ class Stopwatch:
     params: SamplingParams
 
     def round_s(self, drafter: Drafter | None, depth: int) -> float | None:
-        """Seconds of a round at this depth; None where the answer was over before any was timed."""
+        """Seconds of the shortest round at this depth; None where the answer was over before any was timed."""
         own = self.llm.engine
         options = EngineOptions(1, own.options.chunk_tokens, prefix_cache=False)
         engine = Engine(
@@ -95,7 +103,7 @@ class Stopwatch:
             if len(times) > 2 and time.perf_counter() - began_s > TURN_S:
                 break
         engine.cancel(sequence.request_id)
-        return statistics.median(times[1:]) if len(times) > 1 else None
+        return min(times[1:], default=None)
 
 
 def round_times(
@@ -126,8 +134,4 @@ def round_times(
             taken_s = watch.round_s(drafter if each else None, each)
             if taken_s is not None:
                 found[each] = min(taken_s, found.get(each, taken_s))
-    timed = sorted(d for d in found if d)
-    if 0 not in found or not timed:
-        return None
-    lines = np.interp(range(1, depth + 1), timed, [found[d] for d in timed])
-    return RoundTimes(found[0], [float(taken_s) for taken_s in lines])
+    return RoundTimes.of(found, depth) if 0 in found and len(found) > 1 else None
