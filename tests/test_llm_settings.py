@@ -58,6 +58,30 @@ def test_requests_without_parameters_follow_the_models_own_file(
     assert any("temperature=0.5, top_k=7, max_tokens=5" in record.getMessage() for record in caplog.records)
 
 
+def test_answers_end_at_the_tokenizers_own_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = shutil.copytree(TARGET, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}), encoding="utf-8")
+    llm = LLM(str(folder), dtype="float32")
+    assert [record.getMessage().partition("names")[0][-22:-1] for record in caplog.records] == ["tokenizer_config.json"]
+    params = SamplingParams(max_tokens=9, logit_bias={2: 300.0})
+    conversation = [{"role": "user", "content": "hello"}]
+    template = "{{ messages[0]['content'] }}"
+    for result in [*llm.generate(PROMPT, params), *llm.chat(conversation, params, chat_template=template)]:
+        assert (result.outputs[0].finish_reason, list(result.outputs[0].token_ids)) == ("stop", [2])
+
+
+def test_stop_strings_of_the_models_own_file_end_answers(tmp_path: Path) -> None:
+    folder = shutil.copytree(TARGET, tmp_path / "model")
+    plain = LLM(str(TARGET), dtype="float32").generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=24))
+    whole = plain[0].outputs[0].text
+    stop = whole.split()[3]
+    config = {"do_sample": False, "max_new_tokens": 24, "stop_strings": [stop]}
+    (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+    llm = LLM(str(folder), dtype="float32")
+    (answer,) = llm.generate(PROMPT)[0].outputs
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (whole[: whole.index(stop)], "stop", stop)
+
+
 @pytest.mark.parametrize("choice", ["none", None, "vllm"])
 def test_the_models_own_defaults_can_be_switched_off(with_defaults: Path, choice: str | None) -> None:
     llm = LLM(str(with_defaults), dtype="float32", generation_config=choice)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from forerun.accept.outcome import Stats
 from forerun.engine.sequence import Origin
+from forerun.models.generation import described
 
 STYLES = {
     Origin.DRAFTED: Style(color="green"),
@@ -56,7 +58,7 @@ class Setting:
     num_threads: int
     fingerprint: str
     forecast: str = ""  # how much drafting was expected to give; empty where that was not measured
-    defaults: Mapping[str, float | int] = field(default_factory=dict)  # the model's own, of requests that say nothing
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the model's own, of requests that say nothing
 
 
 class Painter:
@@ -123,8 +125,8 @@ def run_card(
         card.add_row("", setting.forecast)
     card.add_row("verification", setting.verification)
     if setting.defaults:
-        given = ", ".join(f"{name} {value:g}" for name, value in setting.defaults.items())
-        card.add_row("model's defaults", f"{given} (unless told otherwise; --generation-config none drops them)")
+        told = f"{described(setting.defaults, ' ')} (unless told otherwise; --generation-config none drops them)"
+        card.add_row("model's defaults", Text(told))
     if timing.num_tokens:
         times = f"{timing.num_tokens} tokens in {timing.total_s:.2f} s, first after {timing.first_s:.2f} s"
         card.add_row("speed", f"{timing.tokens_per_s:.1f} tokens/s ({times})")

@@ -47,7 +47,7 @@ from forerun.limits import shown
 from forerun.machine import Machine
 from forerun.messages import ChatOptions, Conversation, as_conversations
 from forerun.models.generation import FILE as GENERATION_FILE
-from forerun.models.generation import GenerationDefaults
+from forerun.models.generation import GenerationDefaults, described
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.output import Answers, RequestOutput
@@ -151,7 +151,7 @@ class LLM:
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,
             max_length=self.plan.max_model_len,
-            eos_ids=target.config.eos_ids,
+            eos_ids=target.ends(self.tokenizer),
             default=default,
             arms=self.drafter.arms if self.drafter else (),
             default_params=self.generation_defaults.params(),
@@ -173,7 +173,7 @@ class LLM:
             level = logging.INFO if any(each.depth for each in self.forecasts) else logging.WARNING
             logger.log(level, "%s", told(self.forecasts))
         if self.generation_defaults.given:
-            given = ", ".join(f"{name}={value:g}" for name, value in self.generation_defaults.given.items())
+            given = described(self.generation_defaults.given, "=")
             logger.info("defaults of requests: %s, from the model's generation_config.json", given)
         for problem in self.generation_defaults.problems:
             logger.warning("%s", problem)

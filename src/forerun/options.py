@@ -223,7 +223,7 @@ class AnswerOptions:
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that were asked for, by name; the others are the model's own defaults."""
-        return {name: value for name, value in asdict(self).items() if name != "raw" and value is not None}
+        return {name: value for name, value in asdict(self).items() if name != "raw" and value not in (None, [])}
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,3 +43,15 @@ def test_what_is_said_counts_and_one_option_drops_the_defaults(model: str) -> No
     assert answer["defaults"] == {}
     assert len(answer["token_ids"]) == 4  # type: ignore[arg-type]
     assert "defaults" not in card
+
+
+def test_the_models_stop_strings_end_answers_unless_others_are_asked_for(model: str) -> None:
+    whole, _ = generate(model, "--max-tokens", "12")
+    text = str(whole["text"])
+    path = Path(model) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "stop_strings": text[3]}), encoding="utf-8")
+    answer, card = generate(model, "--max-tokens", "12")
+    assert answer["text"] == text[: text.index(text[3])]
+    assert f"stop ['{text[3]}']" in card
+    answer, _ = generate(model, "--max-tokens", "12", "--stop", "nowhere")
+    assert answer["text"] == text

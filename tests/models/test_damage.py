@@ -116,7 +116,7 @@ def test_no_value_in_config_json_raises_raw(folder: Path, scaling: str) -> None:
 
     def load() -> None:
         fields = read_fields(path)
-        config = check_weights(config_of(fields, *read_special_ids(folder, fields)), checkpoint)
+        config = check_weights(config_of(fields, *read_special_ids(folder)), checkpoint)
         rope_tables(replace(config, max_positions=8))
 
     write(path, whole)
@@ -199,7 +199,7 @@ def test_no_value_in_generation_config_json_raises_raw(folder: Path) -> None:
     fields = read_fields(folder / "config.json")
 
     def load() -> None:
-        assert all(i < 512 for i in config_of(fields, *read_special_ids(folder, fields)).eos_ids)
+        assert all(i < 512 for i in config_of(fields, *read_special_ids(folder)).eos_ids)
         GenerationDefaults.read(folder).params()
 
     for key, changed in changes(whole, 2):

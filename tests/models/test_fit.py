@@ -10,7 +10,7 @@ import tokenizers
 
 from forerun.errors import TokenizerError
 from forerun.models.config import read_config
-from forerun.models.fit import check_fit
+from forerun.models.fit import check_fit, ends_of
 from forerun.models.loading import Blueprint
 from forerun.text.tokenizer import Tokenizer
 
@@ -50,10 +50,9 @@ def test_ids_that_the_model_cannot_have_are_refused(ordinary: int, added: int, r
 
 
 def test_far_fewer_ids_than_rows_are_warned_of(target_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(read_config(target_dir), vocab_size=4096, eos_ids=(2, 4000))
+    config = replace(read_config(target_dir), vocab_size=4096)
     check_fit(with_ids(512), target_dir, config, "M")
     assert "has 512 ids for the 4096 rows of M" in caplog.text
-    assert "M names the end-of-sequence ids 4000, which" in caplog.text
 
 
 def test_a_blueprint_checks_its_tokenizer(tmp_path: Path, target_dir: Path) -> None:
@@ -65,3 +64,69 @@ def test_a_blueprint_checks_its_tokenizer(tmp_path: Path, target_dir: Path) -> N
         Blueprint.of(str(folder)).tokenizer()
     with pytest.raises(TokenizerError, match="has 4096 ids"):
         Blueprint.of(str(target_dir), tokenizer="stdlib").tokenizer()
+
+
+def chat_model(folder: Path, source: Path, model_ends: object, where: str, tokenizer_end: str | None) -> Blueprint:
+    """The checkpoint with these ends, of the model in the file `where`, and of the tokenizer."""
+    shutil.copytree(source, folder)
+    ends = {"config.json": None, "generation_config.json": None, where: model_ends}
+    ends |= {"tokenizer_config.json": tokenizer_end}
+    for name, value in ends.items():
+        values = json.loads((folder / name).read_text())
+        key = "eos_token" if name.startswith("tokenizer") else "eos_token_id"
+        (folder / name).write_text(json.dumps(values | {key: value}))
+    return Blueprint.of(str(folder))
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_the_tokenizers_own_end_ends_answers_too_and_is_told_of_once(
+    where: str, tmp_path: Path, target_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As vLLM has it: of many chat models the tokenizer alone names the token that ends a turn."""
+    model = chat_model(tmp_path / "model", target_dir, 1, where, "</s>")
+    assert model.ends(model.tokenizer()) == (1, 2)
+    (record,) = caplog.records
+    sentence = record.getMessage()
+    for part in ("tokenizer_config.json names the end '</s>'", f"{where} names '<s>'", "answers end at either"):
+        assert part in sentence
+
+
+@pytest.mark.parametrize("ends", [2, [2], [1, 2], [2, 511]])
+def test_ends_that_agree_are_not_told_of(
+    ends: object, tmp_path: Path, target_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = chat_model(tmp_path / "model", target_dir, ends, "config.json", "</s>")
+    assert model.ends(model.tokenizer()) == tuple(ends if isinstance(ends, list) else [ends])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("ends", "tokenizer_end", "found", "told"),
+    [
+        (None, None, (), "names no end: generation ends only at max_tokens"),
+        ([], None, (), "names no end: generation ends only at max_tokens"),
+        (512, None, (), "gives eos_token_id (512,) for a vocabulary of 512: generation ends only"),
+        (None, "</s>", (2,), "names none: answers end at either"),
+        ([600], "</s>", (2,), "names none: answers end at either"),
+        (2, "not in the vocabulary", (2,), ""),
+    ],
+)
+def test_what_ends_no_answer_is_told_of(
+    ends: object,
+    tokenizer_end: str | None,
+    found: tuple[int, ...],
+    told: str,
+    tmp_path: Path,
+    target_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = chat_model(tmp_path / "model", target_dir, ends, "config.json", tokenizer_end)
+    assert model.ends(model.tokenizer()) == found
+    assert len(caplog.records) == bool(told)
+    assert told in caplog.text
+
+
+def test_ends_that_the_tokenizer_does_not_have_are_told_of(target_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(read_config(target_dir), vocab_size=4096, eos_ids=(2, 4000))
+    assert ends_of(with_ids(512), target_dir, config, target_dir) == (2, 4000)
+    assert "names the end-of-sequence ids 4000, which" in caplog.text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import ModelError
-from forerun.models.generation import KEYS, GenerationDefaults
+from forerun.models.generation import HARMLESS, KEYS, ONLY_SAMPLED, SERVED, UNSERVED, GenerationDefaults
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 
@@ -66,6 +66,90 @@ def test_a_value_that_no_request_could_have_is_reported_by_name_and_left_out(
 def test_what_is_asked_for_and_not_served_is_reported(tmp_path: Path) -> None:
     found = read(tmp_path, num_beams=4, no_repeat_ngram_size=0, typical_p=1.0, suppress_tokens=[5], use_cache=True)
     assert [problem.split(": ")[1].split()[0] for problem in found.problems] == ["num_beams", "suppress_tokens"]
+
+
+def test_every_key_of_transformers_has_one_class() -> None:
+    """So none is ignored without a decision: a key that a new version of transformers has fails here."""
+    transformers = pytest.importorskip("transformers")
+    keys = set(transformers.GenerationConfig().to_dict())
+    harmless = [key for group in HARMLESS.values() for key in group]
+    classes = [*SERVED, *UNSERVED, *harmless]
+    assert len(set(classes)) == len(classes)
+    assert not keys - set(classes)
+
+
+EFFECTS: dict[str, Any] = {
+    "assistant_ensemble_weight": 0.5,
+    "bad_words_ids": [[5]],
+    "begin_suppress_tokens": [5],
+    "constraints": [{}],
+    "diversity_penalty": 0.5,
+    "dola_layers": "high",
+    "encoder_no_repeat_ngram_size": 3,
+    "encoder_repetition_penalty": 1.2,
+    "epsilon_cutoff": 3e-4,
+    "eta_cutoff": 3e-4,
+    "exponential_decay_length_penalty": [15, 1.6],
+    "force_words_ids": [[5]],
+    "forced_bos_token_id": 0,
+    "forced_eos_token_id": 2,
+    "guidance_scale": 1.5,
+    "max_length": 100,
+    "max_time": 3.0,
+    "min_length": 10,
+    "min_new_tokens": 10,
+    "no_repeat_ngram_size": 3,
+    "num_beam_groups": 2,
+    "num_beams": 4,
+    "num_return_sequences": 2,
+    "penalty_alpha": 0.6,
+    "remove_invalid_values": True,
+    "sequence_bias": [[[5], 2.0]],
+    "suppress_tokens": [5],
+    "token_healing": True,
+    "top_h": 0.5,
+    "typical_p": 0.9,
+    "watermarking_config": {"greenlist_ratio": 0.25},
+}
+
+
+@pytest.mark.parametrize("key", UNSERVED)
+def test_a_key_that_would_change_answers_is_told_of_where_it_does(tmp_path: Path, key: str) -> None:
+    value = EFFECTS[key]
+    (problem,) = read(tmp_path, **{key: value}).problems
+    assert f": {key} is {value!r}, which forerun does not do" in problem
+    for idle in (None, *UNSERVED[key]):
+        assert not read(tmp_path, **{key: idle}).problems
+    greedy = read(tmp_path, do_sample=False, **{key: value})
+    assert len(greedy.problems) == (key not in ONLY_SAMPLED)
+
+
+def test_defaults_of_transformers_change_nothing_and_are_not_told_of(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    defaults = transformers.GenerationConfig._get_default_generation_params()
+    assert not read(tmp_path, **transformers.GenerationConfig().to_dict()).problems
+    assert not read(tmp_path, **defaults).problems
+
+
+def test_a_limit_of_the_whole_context_cuts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}), encoding="utf-8")
+    assert not read(tmp_path, max_length=4096).problems
+    assert len(read(tmp_path, max_length=4095).problems) == 1
+
+
+def test_keys_that_nobody_knows_are_named_once(tmp_path: Path) -> None:
+    (problem,) = read(tmp_path, chat_format="chatml", max_window_size=6144, use_cache=True).problems
+    assert problem.endswith(": forerun does not know chat_format, max_window_size: ignored.")
+
+
+@pytest.mark.parametrize(("value", "stop"), [("###", ("###",)), (["a", "b"], ("a", "b")), ([], None)])
+def test_stop_strings_are_served(tmp_path: Path, value: Any, stop: tuple[str, ...] | None) -> None:
+    for do_sample in (True, False):
+        found = read(tmp_path, stop_strings=value, do_sample=do_sample)
+        assert (found.stop or None) == stop
+        assert found.params().stop == (stop or ())
+        assert not found.problems
+    assert json.loads(json.dumps(found.given)) == found.given
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "5", "\x00"])

@@ -7,7 +7,6 @@ keys mean what they mean to Hugging Face. Whether the tensors are as the configu
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,8 +37,6 @@ DEQUANTISE = (
     ".save_pretrained(NEW_FOLDER)"
 )
 MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +106,10 @@ def read_config(folder: Path) -> ModelConfig:
     """The configuration of the checkpoint in `folder`.
 
     Raises ModelNotFound without config.json, UnsupportedModel for what the decoder does not compute, ModelError for
-    damaged JSON. Warns of end-of-sequence tokens that are missing or that the model cannot say.
+    damaged JSON.
     """
     fields = read_fields(folder / "config.json")
-    return config_of(fields, *read_special_ids(folder, fields))
+    return config_of(fields, *read_special_ids(folder))
 
 
 def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ()) -> ModelConfig:
@@ -302,17 +299,17 @@ def read_dtype(fields: Fields) -> torch.dtype:
     return DTYPES[name]
 
 
-def read_special_ids(folder: Path, fields: Fields) -> tuple[int | None, tuple[int, ...]]:
-    """bos and all eos ids; generation_config.json, which may name several, counts before config.json."""
-    path = folder / "generation_config.json"
-    sources = [read_fields(path), fields] if path.exists() else [fields]
+def special_sources(folder: Path) -> list[Fields]:
+    """The files that name special ids, the one that counts first: generation_config.json may name several ends."""
+    paths = [folder / name for name in ("generation_config.json", "config.json")]
+    return [read_fields(path) for path in paths if path.exists()]
+
+
+def read_special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
+    """bos and all eos ids."""
+    sources = special_sources(folder)
     bos = next((ids[0] for ids in (token_ids(s, "bos_token_id") for s in sources) if ids), None)
-    eos = next((ids for ids in (token_ids(s, "eos_token_id") for s in sources) if ids), ())
-    size = fields.whole("vocab_size")
-    if not any(i < size for i in eos):
-        said = f"gives eos_token_id {shown(eos)} for a vocabulary of {size}" if eos else "names no eos_token_id"
-        log.warning("%s %s: generation ends only at max_tokens or a stop string", folder, said)
-    return bos, eos
+    return bos, next((ids for ids in (token_ids(s, "eos_token_id") for s in sources) if ids), ())
 
 
 def token_ids(fields: Fields, key: str) -> tuple[int, ...]:

@@ -1,9 +1,12 @@
-"""Whether a tokenizer and a model belong together, as far as numbers can say.
+"""Whether a tokenizer and a model belong together, as far as numbers can say, and what ends their answers.
 
 The rule follows what real checkpoints do. Models have rows that no token uses, since vocabularies are padded to round
 numbers (Qwen2.5 has 151,665 ids for up to 152,064 rows), and tokenizers have a few added tokens that the model was
 never given rows for, such as a padding token. So up to an eighth of the rows, or 128, may differ either way: more rows
 than that are warned of, and ids beyond the rows are refused if there are more, or if ordinary tokens are among them.
+
+Many chat checkpoints name `<|endoftext|>` as the model's end and `<|im_end|>` as the tokenizer's, which is what ends a
+turn. Both end an answer, as in vLLM; transformers ends at the model's alone.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import logging
 from pathlib import Path
 
 from forerun.errors import TokenizerError
-from forerun.models.config import ModelConfig
+from forerun.limits import shown
+from forerun.models.config import ModelConfig, special_sources, token_ids
+from forerun.text.files import TOKEN_FILES, read_optional
 from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -36,11 +41,29 @@ def check_fit(tokenizer: Tokenizer, folder: Path, config: ModelConfig, model: st
             rows,
             model,
         )
-    unknown = [i for i in config.eos_ids if tokenizer.surface(i) is None]
+
+
+def ends_of(tokenizer: Tokenizer, folder: Path, config: ModelConfig, model: Path) -> tuple[int, ...]:
+    """The ids that end an answer: those that the files in the folder `model` name, and the end of the tokenizer, which
+    is of `folder`.
+
+    Says in the log where the tokenizer's end is not among the model's, and where an end is of no use or there is none.
+    """
+    sources = special_sources(model)
+    source = next((each for each in sources if token_ids(each, "eos_token_id")), sources[-1])
+    named, last = token_ids(source, "eos_token_id"), tokenizer.eos_token_id
+    ends = config.eos_ids
+    if last is not None and last < config.vocab_size and last not in ends:
+        origin = next(path for path in map(folder.joinpath, TOKEN_FILES) if read_optional(path).values.get("eos_token"))
+        others = ", ".join(shown(tokenizer.surface(i)) for i in ends) or "none"
+        told = "%s names the end %r, and %s names %s: answers end at either"
+        log.warning(told, origin, tokenizer.eos_token, source.path, others)
+        ends = (*ends, last)
+    unknown = [i for i in ends if tokenizer.surface(i) is None]
     if unknown:
-        log.warning(
-            "%s names the end-of-sequence ids %s, which %s does not have: they end no answer",
-            model,
-            ", ".join(map(str, unknown[:3])),
-            folder / "tokenizer.json",
-        )
+        told = "%s names the end-of-sequence ids %s, which %s does not have: they end no answer"
+        log.warning(told, source.path, ", ".join(map(str, unknown[:3])), folder / "tokenizer.json")
+    if len(unknown) == len(ends):
+        what = f"gives eos_token_id {shown(named)} for a vocabulary of {config.vocab_size}" if named else "names no end"
+        log.warning("%s %s: generation ends only at max_tokens or a stop string", source.path, what)
+    return ends

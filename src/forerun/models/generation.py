@@ -1,8 +1,9 @@
 """GenerationDefaults: what a model's own generation_config.json asks of requests that do not say otherwise.
 
 The file decides which keys are read and what a key means here. A value that no request could have is left out and
-reported in `problems`; it does not keep the model from loading. End-of-sequence ids are read with the model's
-configuration, because they are facts about the model and not defaults.
+reported in `problems`; it does not keep the model from loading. So is every key that would change answers and is not
+served, and every key that is not known. Special ids are read with the model's configuration, because they are facts
+about the model and not defaults.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields, short
+from forerun.limits import shown
 from forerun.sampling.params import SamplingParams
 
 FILE = "generation_config.json"
@@ -24,26 +26,81 @@ KEYS = {  # of the file, and the parameter that each one sets
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
+    "stop_strings": "stop",
 }
-COUNTS = ("top_k", "max_tokens")
+COUNTS, SHARED = ("top_k", "max_tokens"), ("repetition_penalty", "max_tokens", "stop")  # the latter with greedy answers
+SERVED = (*KEYS, "do_sample", "bos_token_id", "eos_token_id")
 UNSERVED: dict[str, tuple[Any, ...]] = {  # keys that would change answers, and the values that change nothing
-    "num_beams": (1,),
-    "typical_p": (1,),
+    "assistant_ensemble_weight": (1,),
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "constraints": ([],),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
-    "penalty_alpha": (0,),
-    "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
-    "sequence_bias": ({}, []),
     "guidance_scale": (1,),
+    "max_length": (20,),  # which transformers takes where nothing is said, and wrote into many files
+    "max_time": (),
     "min_length": (0,),
     "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "remove_invalid_values": (False,),
+    "sequence_bias": ({}, []),
+    "suppress_tokens": ([],),
+    "token_healing": (False,),
+    "top_h": (1,),
+    "typical_p": (1,),
+    "watermarking_config": (),
 }
+ONLY_SAMPLED = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")  # of these: without effect on greedy answers
+HARMLESS = {
+    "how beams are searched, which num_beams asks for": ("early_stopping", "length_penalty", "low_memory"),
+    "how guesses are made, which change no answer": (
+        "assistant_confidence_threshold",
+        "assistant_early_exit",
+        "assistant_lookbehind",
+        "is_assistant",
+        "max_matching_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "prompt_lookup_num_tokens",
+        "speculation_type",
+        "target_lookbehind",
+        "use_mtp",
+    ),
+    "how it is computed": (
+        "cache_config",
+        "cache_implementation",
+        "compile_config",
+        "continuous_batching_config",
+        "disable_compile",
+        "max_cache_len",
+        "prefill_chunk_size",
+        "use_cache",
+    ),
+    "what is returned": (
+        "output_attentions",
+        "output_hidden_states",
+        "output_logits",
+        "output_scores",
+        "return_dict_in_generate",
+    ),
+    "a rule that draws do not depend on": ("renormalize_logits",),
+    "of encoders and batches": ("decoder_start_token_id", "pad_token_id"),
+    "about the file itself": ("_commit_hash", "_from_model_config", "transformers_version", "trust_remote_code"),
+}
+KNOWN = {*SERVED, *UNSERVED, *(key for keys in HARMLESS.values() for key in keys)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +113,7 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
     problems: tuple[str, ...] = ()
 
     @classmethod
@@ -68,33 +126,50 @@ class GenerationDefaults:
         if not path.exists():
             return cls()
         values, problems = read_fields(path).values, []
-        found: dict[str, float | int] = {}
+        defaults: dict[str, Any] = {}
         for key, name in KEYS.items():
             value = values.get(key)
             if value is None:
                 continue
             try:
-                SamplingParams(**{name: value})
-                found[name] = value if name in COUNTS else float(value)
+                checked = getattr(SamplingParams(**{name: value}), name)
+                defaults[name] = checked if name in COUNTS or name == "stop" else float(value)
             except (InvalidRequest, OverflowError) as error:
                 problems.append(f"{path}: {key} is not used as a default ({short(error)}).")
         if values.get("do_sample") is False:
-            found = {name: found[name] for name in ("repetition_penalty", "max_tokens") if name in found}
-            found["temperature"] = 0.0
+            defaults = {name: defaults[name] for name in SHARED if name in defaults} | {"temperature": 0.0}
+        context = read_fields(folder / "config.json").values if (folder / "config.json").exists() else {}
         problems += [
-            f"{path}: {key} asks for something that forerun does not do, and is ignored."
-            for key, idle in UNSERVED.items()
-            if values.get(key) is not None and not any(values[key] == value for value in idle)
+            f"{path}: {key} is {shown(values[key])}, which forerun does not do: it is ignored."
+            for key in UNSERVED
+            if has_effect(key, values, context.get("max_position_embeddings"))
         ]
-        return cls(**found, problems=tuple(problems))  # type: ignore[arg-type]
+        unknown = [short(key) for key in values if key not in KNOWN]
+        if unknown:
+            problems.append(f"{path}: forerun does not know {', '.join(unknown[:5])}: ignored.")
+        return cls(**defaults, problems=tuple(problems))
 
     @property
-    def given(self) -> Mapping[str, float | int]:
-        """The parameters that the model sets, by the names of SamplingParams."""
+    def given(self) -> Mapping[str, Any]:
+        """The parameters that the model sets, by the names of SamplingParams, as JSON has them."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "problems"}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: [*value] if name == "stop" else value for name, value in values.items() if value is not None}
 
     def params(self) -> SamplingParams:
         """The parameters of a request without any."""
-        values: Mapping[str, Any] = self.given
-        return SamplingParams(**values)
+        return SamplingParams(**self.given)
+
+
+def described(given: Mapping[str, Any], between: str) -> str:
+    """Parameters for a reader."""
+    return ", ".join(f"{name}{between}{shown(v) if name == 'stop' else f'{v:g}'}" for name, v in given.items())
+
+
+def has_effect(key: str, values: Mapping[str, Any], positions: object) -> bool:
+    """Whether a key that is not served would change answers of a model with so many positions."""
+    value = values.get(key)
+    if value is None or any(value == idle for idle in UNSERVED[key]):
+        return False
+    if key == "max_length" and isinstance(value, int) and isinstance(positions, int):
+        return value < positions
+    return key not in ONLY_SAMPLED or values.get("do_sample") is not False

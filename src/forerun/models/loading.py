@@ -28,7 +28,7 @@ from forerun.models.choice import Backend, BackendChoice, choose_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.device_linear import device_linears
-from forerun.models.fit import check_fit
+from forerun.models.fit import check_fit, ends_of
 from forerun.models.generation import GenerationDefaults
 from forerun.models.graphs import GraphRunner
 from forerun.models.native import find_kernels, kernels_name
@@ -154,11 +154,19 @@ class Blueprint:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that was asked for, the checkpoint's own or another's; TokenizerError if it cannot fit."""
-        other = self.spec.tokenizer
-        folder = self.folder if other is None else find_tokenizer(other)
+        folder = self.tokenizer_folder
         tokenizer = Tokenizer.load(folder)
         check_fit(tokenizer, folder, self.config, self.name)
         return tokenizer
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where it is."""
+        return self.folder if self.spec.tokenizer is None else find_tokenizer(self.spec.tokenizer)
+
+    def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The ids that end an answer, the tokenizer's own end among them; says in the log where files differ."""
+        return ends_of(tokenizer, self.tokenizer_folder, self.config, self.folder)
 
     def generation_defaults(self) -> GenerationDefaults:
         """What the checkpoint's own generation_config.json asks of requests that do not say otherwise."""

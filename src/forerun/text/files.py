@@ -18,6 +18,7 @@ from forerun.errors import TokenizerError
 from forerun.fields import INT32, Fields, read_fields, short
 from forerun.text.chat import ChatTemplate
 
+TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # what the first says counts
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 LISTED = ("additional_special_tokens", "extra_special_tokens")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
@@ -38,8 +39,7 @@ class TokenizerFiles:
     def read(cls, folder: Path) -> TokenizerFiles:
         """Raises TokenizerError where a file is missing or damaged. A chat template is read when it is needed."""
         backend = read_backend(folder / "tokenizer.json")
-        config = read_optional(folder / "tokenizer_config.json")
-        listed = read_optional(folder / "special_tokens_map.json")
+        config, listed = (read_optional(folder / name) for name in TOKEN_FILES)
         declare_added_tokens(backend, config)
         found = {name: token_text(config if config.values.get(name) else listed, name) for name in NAMED}
         named = {name: text for name, text in found.items() if text and backend.token_to_id(text) is not None}
