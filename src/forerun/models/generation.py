@@ -31,76 +31,32 @@ KEYS = {  # of the file, and the parameter that each one sets
 COUNTS, SHARED = ("top_k", "max_tokens"), ("repetition_penalty", "max_tokens", "stop")  # the latter with greedy answers
 SERVED = (*KEYS, "do_sample", "bos_token_id", "eos_token_id")
 UNSERVED: dict[str, tuple[Any, ...]] = {  # keys that would change answers, and the values that change nothing
-    "assistant_ensemble_weight": (1,),
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "constraints": ([],),
-    "diversity_penalty": (0,),
-    "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1,),
+    **dict.fromkeys("exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id".split(), ()),
+    **dict.fromkeys("dola_layers max_time watermarking_config".split(), ()),
+    **dict.fromkeys(
+        "diversity_penalty epsilon_cutoff eta_cutoff min_length min_new_tokens penalty_alpha".split(), (0,)
+    ),
+    **dict.fromkeys("encoder_no_repeat_ngram_size no_repeat_ngram_size".split(), (0,)),
+    **dict.fromkeys("remove_invalid_values token_healing".split(), (False,)),
+    **dict.fromkeys("assistant_ensemble_weight encoder_repetition_penalty guidance_scale".split(), (1,)),
+    **dict.fromkeys("num_beam_groups num_beams num_return_sequences top_h typical_p".split(), (1,)),
+    **dict.fromkeys("bad_words_ids begin_suppress_tokens constraints force_words_ids".split(), ([],)),
+    **dict.fromkeys("sequence_bias suppress_tokens".split(), ([], {})),
     "max_length": (20,),  # which transformers takes where nothing is said, and wrote into many files
-    "max_time": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "num_return_sequences": (1,),
-    "penalty_alpha": (0,),
-    "remove_invalid_values": (False,),
-    "sequence_bias": ({}, []),
-    "suppress_tokens": ([],),
-    "token_healing": (False,),
-    "top_h": (1,),
-    "typical_p": (1,),
-    "watermarking_config": (),
 }
 ONLY_SAMPLED = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")  # of these: without effect on greedy answers
-HARMLESS = {
-    "how beams are searched, which num_beams asks for": ("early_stopping", "length_penalty", "low_memory"),
-    "how guesses are made, which change no answer": (
-        "assistant_confidence_threshold",
-        "assistant_early_exit",
-        "assistant_lookbehind",
-        "is_assistant",
-        "max_matching_ngram_size",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "prompt_lookup_num_tokens",
-        "speculation_type",
-        "target_lookbehind",
-        "use_mtp",
-    ),
-    "how it is computed": (
-        "cache_config",
-        "cache_implementation",
-        "compile_config",
-        "continuous_batching_config",
-        "disable_compile",
-        "max_cache_len",
-        "prefill_chunk_size",
-        "use_cache",
-    ),
-    "what is returned": (
-        "output_attentions",
-        "output_hidden_states",
-        "output_logits",
-        "output_scores",
-        "return_dict_in_generate",
-    ),
-    "a rule that draws do not depend on": ("renormalize_logits",),
-    "of encoders and batches": ("decoder_start_token_id", "pad_token_id"),
-    "about the file itself": ("_commit_hash", "_from_model_config", "transformers_version", "trust_remote_code"),
+HARMLESS = {  # keys that change no answer, by what they are about
+    "how beams are searched, which num_beams asks for": "early_stopping length_penalty low_memory",
+    "how guesses are made": "assistant_confidence_threshold assistant_early_exit assistant_lookbehind is_assistant "
+    "max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule prompt_lookup_num_tokens "
+    "speculation_type target_lookbehind use_mtp",
+    "how it is computed": "cache_config cache_implementation compile_config continuous_batching_config "
+    "disable_compile max_cache_len prefill_chunk_size renormalize_logits use_cache",
+    "what is returned": "output_attentions output_hidden_states output_logits output_scores return_dict_in_generate",
+    "encoders and batches": "decoder_start_token_id pad_token_id",
+    "the file itself": "_commit_hash _from_model_config transformers_version trust_remote_code",
 }
-KNOWN = {*SERVED, *UNSERVED, *(key for keys in HARMLESS.values() for key in keys)}
+KNOWN = {*SERVED, *UNSERVED, *" ".join(HARMLESS.values()).split()}
 
 
 @dataclass(frozen=True, slots=True)
