@@ -30,20 +30,18 @@ KEYS = {  # of the file, and the parameter that each one sets
 }
 COUNTS, SHARED = ("top_k", "max_tokens"), ("repetition_penalty", "max_tokens", "stop")  # the latter with greedy answers
 SERVED = (*KEYS, "do_sample", "bos_token_id", "eos_token_id")
-UNSERVED: dict[str, tuple[Any, ...]] = {  # keys that would change answers, and the values that change nothing
-    **dict.fromkeys("exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id".split(), ()),
-    **dict.fromkeys("dola_layers max_time watermarking_config".split(), ()),
-    **dict.fromkeys(
-        "diversity_penalty epsilon_cutoff eta_cutoff min_length min_new_tokens penalty_alpha".split(), (0,)
-    ),
-    **dict.fromkeys("encoder_no_repeat_ngram_size no_repeat_ngram_size".split(), (0,)),
-    **dict.fromkeys("remove_invalid_values token_healing".split(), (False,)),
-    **dict.fromkeys("assistant_ensemble_weight encoder_repetition_penalty guidance_scale".split(), (1,)),
-    **dict.fromkeys("num_beam_groups num_beams num_return_sequences top_h typical_p".split(), (1,)),
-    **dict.fromkeys("bad_words_ids begin_suppress_tokens constraints force_words_ids".split(), ([],)),
-    **dict.fromkeys("sequence_bias suppress_tokens".split(), ([], {})),
-    "max_length": (20,),  # which transformers takes where nothing is said, and wrote into many files
-}
+CHANGING: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that change nothing, of keys that would change answers
+    ((), "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id max_time"),
+    ((), "watermarking_config"),
+    ((0,), "diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length min_new_tokens"),
+    ((0,), "no_repeat_ngram_size penalty_alpha"),
+    ((1,), "assistant_ensemble_weight encoder_repetition_penalty guidance_scale num_beam_groups num_beams"),
+    ((1,), "num_return_sequences top_h typical_p"),
+    ((20,), "max_length"),  # which transformers takes where nothing is said, and wrote into many files
+    ((False,), "remove_invalid_values token_healing"),
+    (([], {}), "bad_words_ids begin_suppress_tokens constraints force_words_ids sequence_bias suppress_tokens"),
+)
+UNSERVED = {key: idle for idle, keys in CHANGING for key in keys.split()}
 ONLY_SAMPLED = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")  # of these: without effect on greedy answers
 HARMLESS = {  # keys that change no answer, by what they are about
     "how beams are searched, which num_beams asks for": "early_stopping length_penalty low_memory",
