@@ -19,12 +19,25 @@ from forerun.limits import shown
 INT32 = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: these and their reciprocals fit into a float32
 AGAIN = "correct it or download the file again"
+BEGINNINGS = {  # of files that stand in the place of others: what they are, and what to do
+    b"version https://git-lfs": "is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder",
+    b"<": "is a web page and not the file itself: download the file (`hf download owner/name FILE`)",
+    b"GGUF": "is in GGUF, which is not read: use the original in safetensors",
+    b"PK": "is an archive, as torch.save writes them, and pickles are not read: use the version in safetensors",
+}
 
 
 def short(text: object) -> str:
     """A text for a message, such as another library's error: its beginning."""
     found = str(text)
     return found if len(found) <= 200 else found[:200] + "…"
+
+
+def mistaken(path: Path) -> str | None:
+    """What a file that cannot be read is in truth, and what to do; None where its beginning does not tell."""
+    with path.open("rb") as file:
+        beginning = file.read(64).lstrip()
+    return next((what for each, what in BEGINNINGS.items() if beginning.startswith(each)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,7 @@ def read_fields(
     except OSError as unreadable:
         raise damaged(f"{path} cannot be read ({unreadable.strerror}): make it a readable file") from unreadable
     except (ValueError, RecursionError) as broken:
-        raise damaged(f"{path} is damaged ({short(broken)}): download it again") from broken
+        raise damaged(f"{path} {mistaken(path) or f'is damaged ({short(broken)}): download it again'}") from broken
     if not isinstance(values, dict):
         raise damaged(f"{path} is damaged (not a JSON object): download it again")
     return Fields(path, values, error)

@@ -232,7 +232,7 @@ STRANGE = [
     "model.norm.bias",
     "model.embed_norm.weight",
     "model.layers.0.self_attn.q_proj.bias",
-    "model.layers.4.mlp.down_proj.weight_scale",
+    "model.layers.4.mlp.down_proj.factor",
     "model.layers.4.self_attn.q_norm.weight",
 ]
 

@@ -53,7 +53,7 @@ class TargetFacts:
     def table(self, name: str) -> Tensor:
         """A tensor with a row for each token."""
         c = self.config
-        return Checkpoint(self.folder, c.dtype).take(name, (c.vocab_size, c.hidden))
+        return Checkpoint.of_model(self.folder, c.dtype).take(name, (c.vocab_size, c.hidden))
 
 
 @dataclass(frozen=True, slots=True)

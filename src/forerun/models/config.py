@@ -16,6 +16,7 @@ from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
 from forerun.models.experts import ExpertsConfig, read_experts
 from forerun.models.families import FAMILIES, Family, Windows
+from forerun.models.foreign import PARTS, unquantised
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,10 +33,6 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
 UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
 WIDENED = "forerun_widened"  # the key of config.json by which a widened checkpoint says what it is
 SILU = ("silu", "swish")  # two names of one function
-DEQUANTISE = (
-    "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True))"
-    ".save_pretrained(NEW_FOLDER)"
-)
 MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
 
 
@@ -150,26 +147,26 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
 
 
 def find_family(fields: Fields) -> Family:
-    """The row of the table for this architecture; model_type decides where no architecture is named."""
+    """The row of the table for this architecture, or a base model of it; model_type decides where none is named."""
     names = fields.names("architectures")
-    found = [FAMILIES[name] for name in names if name in FAMILIES]
+    rows = [FAMILIES[name] for name in (each.replace("Model", "ForCausalLM") for each in names) if name in FAMILIES]
     if not names:
-        found = [family for family in FAMILIES.values() if family.name == fields.values.get("model_type")]
-    if found:
-        return found[0]
-    key = "architectures" if names else "model_type"
-    raise fields.refuse(key, f"supported are {', '.join(FAMILIES)}: choose a checkpoint of one of these")
+        rows = [family for family in FAMILIES.values() if family.name == fields.values.get("model_type")]
+    if rows:
+        return rows[0]
+    key, supported = "architectures" if names else "model_type", f"supported are {', '.join(FAMILIES)}"
+    for part in PARTS:
+        if isinstance(fields.values.get(part), dict):
+            kind = shown(fields.values[part].get("model_type"))
+            supported = f"this is a model of several parts, whose {part} is of type {kind}; {supported}, by themselves"
+    raise fields.refuse(key, f"{supported}: choose a checkpoint of one of these")
 
 
 def refuse_options(fields: Fields) -> None:
     """Raise UnsupportedModel for options that change what is computed and that the decoder does not have."""
-    for key in ("quantization_config", "compression_config"):
-        stored = fields.values.get(key)
-        if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":
-            wanted = f"MXFP4 is not read: use a bfloat16 version, or write one with transformers: {DEQUANTISE}"
-            raise fields.refuse(key, wanted)
-        if stored is not None:
-            raise fields.refuse(key, "quantised checkpoints are not read: use the float16 or bfloat16 original")
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if fields.values.get(key) is not None:
+            raise fields.refuse(key, unquantised(fields.values[key]))
     if fields.values.get("hidden_act", "silu") not in SILU:
         raise fields.refuse("hidden_act", "supported is silu: choose a checkpoint with it")
     if fields.values.get("partial_rotary_factor") not in (None, 1):

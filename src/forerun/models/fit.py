@@ -56,13 +56,13 @@ def ends_of(tokenizer: Tokenizer, folder: Path, config: ModelConfig, model: Path
     if last is not None and last < config.vocab_size and last not in ends:
         origin = next(path for path in map(folder.joinpath, TOKEN_FILES) if read_optional(path).values.get("eos_token"))
         others = ", ".join(shown(tokenizer.surface(i)) for i in ends) or "none"
-        told = "%s names the end %r, and %s names %s: answers end at either"
-        log.warning(told, origin, tokenizer.eos_token, source.path, others)
+        message = "%s names the end %r, and %s names %s: answers end at either"
+        log.warning(message, origin, tokenizer.eos_token, source.path, others)
         ends = (*ends, last)
     unknown = [i for i in ends if tokenizer.surface(i) is None]
     if unknown:
-        told = "%s names the end-of-sequence ids %s, which %s does not have: they end no answer"
-        log.warning(told, source.path, ", ".join(map(str, unknown[:3])), folder / "tokenizer.json")
+        message = "%s names the end-of-sequence ids %s, which %s does not have: they end no answer"
+        log.warning(message, source.path, ", ".join(map(str, unknown[:3])), folder / "tokenizer.json")
     if len(unknown) == len(ends):
         what = f"gives eos_token_id {shown(named)} for a vocabulary of {config.vocab_size}" if named else "names no end"
         log.warning("%s %s: generation ends only at max_tokens or a stop string", source.path, what)

@@ -84,7 +84,7 @@ class Blueprint:
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
         dtypes = number_formats(spec.dtype, config, placement.fixed)
-        checkpoint = Checkpoint(folder, dtypes[0])
+        checkpoint = Checkpoint.of_model(folder, dtypes[0])
         judged = check_weights(config, checkpoint)
         if placement.fixed and (judged.experts or judged.sinks):
             wanted = "use device cpu, or choose a checkpoint without them"
@@ -152,6 +152,10 @@ class Blueprint:
         of_layers, of_head = {None: (self.dtype.itemsize, self.dtype.itemsize), **HELD_BYTES}[self.quantize]
         return int(others * of_layers) + table * of_head
 
+    def checkpoint(self, dtype: torch.dtype) -> Checkpoint:
+        """Its tensors in this number format."""
+        return Checkpoint.of_model(self.folder, dtype)
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that was asked for, the checkpoint's own or another's; TokenizerError if it cannot fit."""
         folder = self.tokenizer_folder
@@ -188,7 +192,7 @@ class Blueprint:
             self.config, max_positions=min(max_model_len or self.config.max_positions, self.config.max_positions)
         )
         c = c if host is None else replace(c, vocab_size=host.config.vocab_size)
-        checkpoint, done = Checkpoint(self.folder, self.dtype), 0
+        checkpoint, done = self.checkpoint(self.dtype), 0
 
         def take(name: str, shape: tuple[int, ...]) -> Tensor:
             nonlocal done
@@ -244,7 +248,7 @@ class Blueprint:
     @property
     def weight_files(self) -> set[Path]:
         """The files that are loaded."""
-        return {entry.file for entry in Checkpoint(self.folder, self.dtype).stored.values()}
+        return {entry.file for entry in self.checkpoint(self.dtype).stored.values()}
 
 
 def sample(path: Path) -> bytes:

@@ -159,7 +159,7 @@ def no_modules(fields: Fields, model: str | None) -> str:
 def own_tables(tensors: MtpTensors, checkpoint: Checkpoint, target: Blueprint) -> Collection[str]:
     """The stored embeddings and heads of modules that are no copies of the target's."""
     size = (tensors.config.vocab_size, tensors.config.hidden)
-    whole, found = Checkpoint(target.folder, target.dtype), list[str]()
+    whole, found = target.checkpoint(target.dtype), list[str]()
     for name, is_head in tensors.tables().items():
         if name in checkpoint:
             shared = HEAD if is_head and not target.config.tied else TABLE

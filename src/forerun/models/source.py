@@ -16,6 +16,7 @@ from pathlib import Path
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.fields import read_fields
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEAD_NAMES, BUNDLED_HEADS, BUNDLED_NAMES
+from forerun.models.foreign import told_of
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
@@ -102,13 +103,16 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
     if not there:
         folder = fetch(name, revision, files)
         if not is_file(folder / needed):
-            raise ModelNotFound(f"{name} has no {needed} on the hub: choose a repository in Hugging Face's layout")
+            problem = told_of(folder) or f"has no {needed} on the hub: choose a repository in Hugging Face's layout"
+            raise ModelNotFound(f"{name} {problem}")
         return folder
     if revision is not None:
         raise InvalidRequest("revision", f"{revision!r} is for hub ids, and {name} is a folder: leave it out.")
     if not is_file(path / needed):
         beside = " and *.safetensors" if needed == "config.json" else ""
-        raise ModelNotFound(f"{path} has no {needed}: name the folder that holds {needed}{beside}")
+        problem = told_of(path)
+        more = f" and {problem}" if problem else f": name the folder that holds {needed}{beside}"
+        raise ModelNotFound(f"{path} has no {needed}{more}")
     return path
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,16 +19,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
-from forerun.fields import read_fields, short
+from forerun.fields import mistaken, read_fields, short
 from forerun.models.config import ModelConfig
+from forerun.models.foreign import BROKEN_OFF, ORIGINAL, foreign_tensors, told_of
 from forerun.models.mtp_names import find_modules
 from forerun.models.projections import layer_tensors, promised_tensors
 from forerun.models.spec import dtype_name
 
 STORED = ("F64", "F32", "F16", "BF16")  # number formats that mean what they say, without scales beside them
+MOST_SHARDS = 10_000  # of any model
 WHOLE = ("I64", "I32", "I16", "U8")
 HELD = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
+SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+OUTER, HEAD, TABLE = "model.", "lm_head.weight", "model.embed_tokens.weight"
 OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # of files that drafters are published in
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
@@ -55,9 +59,10 @@ def number_formats(
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies and what its file's header says of it."""
+    """Where a tensor lies, under which name, and what its file's header says of it."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     format: str
 
@@ -75,6 +80,14 @@ class Checkpoint:
         self.dtype = dtype
         self.stored = read_headers(folder)
 
+    @classmethod
+    def of_model(cls, folder: Path, dtype: torch.dtype) -> Checkpoint:
+        """The tensors of a whole model, which may have other names in front: those of a base model saved without its
+        head have no "model.", and wrappers put their own before it."""
+        checkpoint = cls(folder, dtype)
+        checkpoint.stored = by_usual_names(checkpoint.stored)
+        return checkpoint
+
     def __contains__(self, name: str) -> bool:
         return name in self.stored
 
@@ -91,7 +104,7 @@ class Checkpoint:
         """
         entry = self.find(name, shape)
         with opened(entry.file) as file:
-            tensor = torch.empty(shape, dtype=self.dtype).copy_(file.get_tensor(name))
+            tensor = torch.empty(shape, dtype=self.dtype).copy_(file.get_tensor(entry.name))
         if self.dtype == torch.float16 and entry.format != "F16" and tensor.isinf().any():
             raise UnsupportedModel(
                 f"{entry.file}: {name} has numbers above 65504, the largest of float16: use dtype bfloat16 or float32"
@@ -105,7 +118,7 @@ class Checkpoint:
             found = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
             raise UnsupportedModel(f"{self.folder}: {name} {found}; it must be whole numbers of shape {list(shape)}")
         with opened(entry.file) as file:
-            found_ids: Tensor = file.get_tensor(name)
+            found_ids: Tensor = file.get_tensor(entry.name)
             return found_ids.long()
 
     def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -120,22 +133,26 @@ class Checkpoint:
                 "use the config.json that came with the weights"
             )
         if entry.format not in STORED:
-            wanted = "quantised checkpoints are not read: use the float16 or bfloat16 original"
+            wanted = f"quantised checkpoints are not read: {ORIGINAL}"
             raise UnsupportedModel(f"{entry.file}: {name} is stored as {entry.format}; {wanted}")
         return entry
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of model.safetensors or, where that is absent, of the shards that the index lists."""
+    """Every tensor of model.safetensors or, where that is absent, of the shards that the index lists.
+
+    Shards without an index are known by their names, which say how many there are.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return read_header(single)
     if not index.exists():
-        raise no_weights(folder)
+        return {name: entry for file in shards_of(folder) for name, entry in read_header(file).items()}
     fields = read_fields(index, MissingWeights, MissingWeights)
     places = fields.inside("weight_map").values
     if not places or not all(is_file_name(shard) for shard in places.values()):
         raise fields.refuse("weight_map", f"it must give the name of a file in the folder for every tensor: {AGAIN}")
+    require_files([folder / name for name in sorted(set(places.values()))])
     shards = {name: read_header(folder / name) for name in sorted(set(places.values()))}
     for name, shard in places.items():
         if name not in shards[shard]:
@@ -143,6 +160,42 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                 f"{folder / shard} has no tensor {short(name)}, which {index.name} says it has: {AGAIN}"
             )
     return {name: shards[shard][name] for name, shard in places.items()}
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The shards of a checkpoint without an index, all of them."""
+    parts = [part for path in sorted(folder.glob("model-*")) if (part := SHARD.fullmatch(path.name))]
+    if not parts:
+        cure = "download the weights, or convert them if the model is published in another format only"
+        problem = told_of(folder) or f"has no model.safetensors and no model.safetensors.index.json: {cure}"
+        raise MissingWeights(f"{folder} {problem}")
+    number, count = parts[0].groups()
+    names = [f"model-{i:0{len(number)}}-of-{count}.safetensors" for i in range(1, min(int(count), MOST_SHARDS) + 1)]
+    if strange := sorted({part[0] for part in parts} - set(names)):
+        raise MissingWeights(f"{folder} has {names[0]} and {strange[0]}, of different sets: remove what is not its own")
+    require_files(files := [folder / name for name in names])
+    return files
+
+
+def require_files(files: Sequence[Path]) -> None:
+    """Raise MissingWeights where some of a checkpoint's files are not there."""
+    missing = [file for file in files if not file.exists()]
+    if missing:
+        others = f", and {len(missing) - 1} more of {len(files)} are too" if missing[1:] else ""
+        cause = told_of(missing[0].parent, BROKEN_OFF)
+        raise MissingWeights(f"{missing[0]} is missing{others}: {f'the folder {cause}' if cause else AGAIN}")
+
+
+def by_usual_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors by the names that a model's have here, whatever stands in front of its embedding, layers and norm."""
+    tables = [name for name in stored if name.endswith(TABLE.removeprefix(OUTER))]
+    if TABLE in stored or len(tables) != 1:
+        return dict(stored)
+    prefix = tables[0].removesuffix(TABLE.removeprefix(OUTER))
+    parts = tuple(f"{prefix}{part}." for part in ("embed_tokens", "layers", "norm"))
+    head = f"{prefix.removesuffix(OUTER)}{HEAD}"
+    names = {n: f"{OUTER}{n.removeprefix(prefix)}" if n.startswith(parts) else n for n in stored} | {head: HEAD}
+    return {names[name]: entry for name, entry in stored.items()}
 
 
 def is_file_name(value: object) -> bool:
@@ -158,7 +211,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with opened(file) as shard:
         for name in shard.keys():  # noqa: SIM118 (the handle is no mapping)
             part = shard.get_slice(name)
-            found[name] = StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
+            found[name] = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
     return found
 
 
@@ -171,26 +224,10 @@ def opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except SafetensorError as error:
-        size = file.stat().st_size
-        raise MissingWeights(f"{file} is damaged or incomplete ({size} bytes; {short(error)}): {AGAIN}") from error
+        damage = f"is damaged or incomplete ({file.stat().st_size} bytes; {short(error)}): {AGAIN}"
+        raise MissingWeights(f"{file} {mistaken(file) or damage}") from error
     except OSError as error:
         raise MissingWeights(f"{file} cannot be read ({short(error)}): make it a readable file") from error
-
-
-def no_weights(folder: Path) -> MissingWeights:
-    """The error for a folder without safetensors, by what lies there instead."""
-    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-    if not pickles:
-        wanted = "download the weights, or convert them if the model is published in another format only"
-        return MissingWeights(f"{folder} has no model.safetensors and no model.safetensors.index.json: {wanted}")
-    convert = (
-        "from transformers import AutoModelForCausalLM as M; "
-        f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder)!r})"
-    )
-    return MissingWeights(
-        f"{folder} has {pickles[0]} but no safetensors, and pickles can run code, so they are not read: convert it, if "
-        f'you trust it, with `python -c "{convert}"`'
-    )
 
 
 def draft_checkpoint(folder: Path, dtype: torch.dtype, layout: str) -> Checkpoint:
@@ -211,22 +248,29 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 
     A head stored beside an embedding it should be tied to counts where it differs from it. Raises as `check_tensors`.
     """
-    config = with_stored_names(config, checkpoint)
-    head_name, size = "lm_head.weight", (config.vocab_size, config.hidden)
-    if config.tied and head_name in checkpoint:
-        head, embedding = (checkpoint.take(n, size) for n in (head_name, "model.embed_tokens.weight"))
+    if problem := foreign_tensors(checkpoint.stored):
+        raise UnsupportedModel(f"{checkpoint.folder} is not read: {problem}")
+    config, size = with_stored_names(config, checkpoint), (config.vocab_size, config.hidden)
+    if not config.tied and HEAD not in checkpoint and TABLE in checkpoint:
+        cure = (
+            "save it with its head (AutoModelForCausalLM, not AutoModel), or download it again; if both are one table, "
+            "set tie_word_embeddings to true"
+        )
+        raise MissingWeights(f"{checkpoint.folder} has no tensor {HEAD}, and config.json does not tie it: {cure}")
+    if config.tied and HEAD in checkpoint:
+        head, embedding = (checkpoint.take(name, size) for name in (HEAD, TABLE))
         if not torch.equal(head, embedding):
             log.warning(
                 "%s: %s differs from the embedding though config.json ties them; it is used as stored "
                 "(set tie_word_embeddings to false to say so)",
                 checkpoint.folder,
-                head_name,
+                HEAD,
             )
             config = replace(config, tied=False)
     modules = find_modules(checkpoint.stored, config.layers)
     if modules is not None:
         log.info("%s ships MTP modules, which --draft mtp drafts with", checkpoint.folder)
-    idle = [head_name, *(modules.tensors if modules else ())]
+    idle = [HEAD, *(modules.tensors if modules else ())]
     check_tensors(promised_tensors(config), checkpoint, layers=config.layers, idle=idle)
     return config
 

@@ -320,7 +320,7 @@ def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
 
 def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -> None:
     """All tensors in shards, one of which is in memory at a time, and the index."""
-    checkpoint = Checkpoint(plan.source.folder, plan.wide.dtype)
+    checkpoint = plan.source.checkpoint(plan.wide.dtype)
     generator = torch.Generator().manual_seed(plan.seed)
     shapes = tensor_shapes(plan.wide)
     groups = shards(shapes, plan.wide.dtype.itemsize)

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from forerun.errors import TokenizerError
-from forerun.fields import INT32, Fields, read_fields, short
+from forerun.fields import INT32, Fields, mistaken, read_fields, short
 from forerun.text.chat import ChatTemplate
 
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # what the first says counts
@@ -59,6 +59,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
             "(AutoTokenizer.from_pretrained(model).save_pretrained(folder)), or give a folder that has it"
         )
     try:
+        if what := mistaken(path):
+            raise TokenizerError(f"{path} {what}")
         with damage_as_errors(str(path)):
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
             ids = backend.encode("a b é\n").ids  # a post-processor may name tokens that it does not describe

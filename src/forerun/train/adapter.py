@@ -23,7 +23,6 @@ from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import Blueprint
-from forerun.models.weights import Checkpoint
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
 from forerun.train.network import EMBEDDING, HEAD, NORM, WRITERS, LayerStack, fresh_weights, save_weights, trainable
@@ -74,7 +73,7 @@ class AdapterStudent:
         }
         place = Path("the adapter's config.json")
         config = config_of(Fields(place, values | {"vocab_size": 1, "tie_word_embeddings": True}))
-        checkpoint = Checkpoint(target.folder, torch.float32)
+        checkpoint = target.checkpoint(torch.float32)
         weights = fresh_weights(config, seed)
         del weights[EMBEDDING]
         weights = {name: tensor * (not name.endswith(WRITERS)) for name, tensor in weights.items()}

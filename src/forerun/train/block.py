@@ -41,7 +41,6 @@ from forerun.models.block_layout import (
 from forerun.models.decoder import rms_norm, rotate
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
-from forerun.models.weights import Checkpoint
 from forerun.sampling.winners import largest
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
@@ -100,7 +99,7 @@ class BlockStudent:
         weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
         for name in {MARKOV_W2, SUCCESSORS, CONFIDENCE, CONFIDENCE_BIAS} & set(weights):
             weights[name].zero_()
-        checkpoint = Checkpoint(target.folder, torch.float32)
+        checkpoint = target.checkpoint(torch.float32)
         embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
         head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
         weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))

@@ -25,7 +25,6 @@ from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
 from forerun.models.source import find_tokenizer
-from forerun.models.weights import Checkpoint
 from forerun.models.widen import copy_files
 from forerun.text.chat import OTHER_FILES
 from forerun.train.base import Predictions, TextBatch
@@ -124,7 +123,7 @@ class DraftModelStudent:
                 f"--init {init} has another tokenizer than {target.name}, whose law it is to learn token by token: "
                 "name a checkpoint of the same family, or leave --init out"
             )
-        checkpoint = Checkpoint(own.folder, torch.float32)
+        checkpoint = own.checkpoint(torch.float32)
         weights = {name: checkpoint.take(name, shape) for name, shape in promised_tensors(own.config)}
         values = dict(read_fields(own.folder / "config.json").values)
         device = target.placement.device

@@ -32,7 +32,6 @@ from forerun.models.eagle_fields import usual_taps
 from forerun.models.eagle_tensors import OFFSETS, PLACES, EagleForm, EagleTensors
 from forerun.models.loading import Blueprint
 from forerun.models.rope import rope_tables
-from forerun.models.weights import Checkpoint
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
 from forerun.train.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
@@ -107,7 +106,7 @@ class EagleStudent:
             for name, shape in tensors.shapes().items()
         }
         weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
-        checkpoint = Checkpoint(target.folder, torch.float32)
+        checkpoint = target.checkpoint(torch.float32)
         embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
         head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
         if not shared_head:

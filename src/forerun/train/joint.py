@@ -27,7 +27,6 @@ from forerun.fields import read_fields
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
-from forerun.models.weights import Checkpoint
 from forerun.models.widen import companions, copy_files
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.files import writable
@@ -61,7 +60,7 @@ class JointMedusaStudent:
     @classmethod
     def fresh(cls, target: Blueprint, heads: MedusaStudent, seed: int) -> JointMedusaStudent:
         """Heads with a target that is not tuned yet. Raises UnsupportedModel for one with experts or sinks."""
-        of, checkpoint = target.config, Checkpoint(target.folder, torch.float32)
+        of, checkpoint = target.config, target.checkpoint(torch.float32)
         device, dice = target.placement.device, torch.Generator().manual_seed(seed)
         fixed = {name: checkpoint.take(name, shape).to(device) for name, shape in promised_tensors(of)}
         adapters = {}
@@ -129,7 +128,7 @@ def check_free(folder: Path, heads: Path) -> None:
 
 def write_target(target: Blueprint, adapters: Mapping[str, Tensor], folder: Path, heads: Path) -> None:
     """Write a tuned target, whole; what lies beside its weights is as it was, but what config.json says of `heads`."""
-    config, checkpoint = target.config, Checkpoint(target.folder, torch.float32)
+    config, checkpoint = target.config, target.checkpoint(torch.float32)
     fixed = {name: checkpoint.take(name, shape) for name, shape in promised_tensors(config)}
     values = {**read_fields(target.folder / "config.json").values, TUNED: str(heads.resolve())}
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")

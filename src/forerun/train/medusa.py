@@ -22,7 +22,6 @@ from forerun.annotations import Float, Int
 from forerun.draft.spec import DraftSpec
 from forerun.models.loading import Blueprint
 from forerun.models.medusa import MOST_HEADS, MedusaConfig
-from forerun.models.weights import Checkpoint
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
 from forerun.train.network import EMBEDDING, HEAD, save_weights, trainable
@@ -52,7 +51,7 @@ class MedusaStudent:
         of, device = target.config, target.placement.device
         check_most("heads", num_heads or NUM_HEADS, MOST_HEADS)
         config = MedusaConfig(num_heads or NUM_HEADS, num_blocks or 1, of.hidden, of.vocab_size, not shared_head, hydra)
-        checkpoint = Checkpoint(target.folder, torch.float32)
+        checkpoint = target.checkpoint(torch.float32)
         table = (of.vocab_size, of.hidden)
         embedding = checkpoint.take(EMBEDDING, table)
         head = embedding if of.tied else checkpoint.take(HEAD, table)

@@ -29,7 +29,6 @@ from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN
 from forerun.models.mtp_tensors import MtpTensors
 from forerun.models.rope import rope_tables
-from forerun.models.weights import Checkpoint
 from forerun.train.base import Predictions, TextBatch
 from forerun.train.draft_model import HALF
 from forerun.train.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
@@ -87,7 +86,7 @@ class MtpStudent:
             name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
             for name, shape in MtpTensors(config, QWEN, of.layers).shapes().items()
         }
-        checkpoint = Checkpoint(target.folder, torch.float32)
+        checkpoint = target.checkpoint(torch.float32)
         embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
         head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
         gain = checkpoint.take(NORM, (of.hidden,))

@@ -1,0 +1,97 @@
+"""What a folder holds that is no checkpoint as forerun reads it, with the cure: other formats, parts, broken downloads.
+
+The file decides how such a folder is known, by its files, by config.json and by the names of its tensors, and what its
+user is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from forerun.errors import ModelError
+from forerun.fields import read_fields, short
+from forerun.limits import shown
+
+ORIGINAL = "use the float16 or bfloat16 original, with --quantize int8 or int4 where memory is short"
+WRITE = "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config={}).save_pretrained(NEW_FOLDER)"
+FOREIGN = (  # by which files a folder is known, the surest first; what it is; what to do
+    (
+        "adapter_config.json",
+        "is an adapter (LoRA) of {base}, and adapters are not read",
+        "merge it into its base with peft (`AutoPeftModelForCausalLM.from_pretrained({folder!r}).merge_and_unload()"
+        ".save_pretrained(NEW_FOLDER)`)",
+    ),
+    ("mmproj*.gguf", "has {name}, the part of a model that reads images", "name the folder of a language model"),
+    ("*.gguf", "has {name}, and GGUF is not read", "use the original in safetensors"),
+    ("modules.json", "is of sentence-transformers, whose models make vectors and no text", "choose a language model"),
+    ("model_index.json", "is a pipeline of diffusers, which makes images", "choose a language model"),
+    (
+        "pytorch_model*.bin",
+        "has {name} but no safetensors, and pickles can run code, so they are not read",
+        'convert it, if you trust it, with `python -c "from transformers import AutoModelForCausalLM as M; '
+        "M.from_pretrained({folder!r}, dtype='auto').save_pretrained({folder!r})\"`",
+    ),
+    (
+        "consolidated*",
+        "has {name}, weights in their publisher's own layout, which is not read",
+        "use the version of the model for Hugging Face transformers",
+    ),
+    ("*.safetensors", "has {name} but no model.safetensors", "rename it if it holds the whole model"),
+    *(
+        (f"*.{end}", "has {name}, and weights in this format are not read", "use the version in safetensors")
+        for end in ("onnx", "h5", "msgpack", "pt", "pth", "bin", "ckpt", "nemo")
+    ),
+)
+BROKEN_OFF = tuple(  # files that downloads leave when they are interrupted
+    (pattern, "lacks files whose download was interrupted, as {name} shows", "repeat it (`hf download owner/name`)")
+    for pattern in ("*.incomplete", ".cache/huggingface/download/*.incomplete", "../../blobs/*.incomplete", "*.aria2")
+)
+TENSORS = {  # by parts of tensors' names, the surest first: what they are
+    ".lora_A.": "of an adapter (LoRA)",
+    ".qweight": "quantised by GPTQ or AWQ",
+    ".quant_map": "quantised by bitsandbytes",
+    ".SCB": "quantised by bitsandbytes",
+    ".weight_scale_inv": "quantised to FP8 in blocks",
+    ".weight_packed": "quantised by compressed-tensors",
+    ".weight_scale": "quantised by compressed-tensors, or to FP8",
+    "_blocks": "quantised to MXFP4",
+    ".W_q": "quantised by HQQ",
+    ".codebooks": "quantised by AQLM",
+    ".trellis": "quantised by ExLlama",
+    ".q_weight": "quantised by ExLlama",
+    ".scales": "quantised by MLX",  # others have scales too, beside the names above
+}
+DEQUANTISED = {  # by quant_method in config.json: what transformers needs for writing 16 bits
+    "mxfp4": "Mxfp4Config(dequantize=True)",
+    "fp8": "FineGrainedFP8Config(dequantize=True)",
+    "compressed-tensors": "CompressedTensorsConfig(dequantize=True)",
+}
+PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # of models that read more than text
+
+
+def told_of(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*BROKEN_OFF, *FOREIGN)) -> str | None:
+    """What a folder without a readable checkpoint is instead, and what to do: a sentence whose subject, the folder, is
+    left out. None where nothing tells."""
+    for pattern, what, cure in kinds:
+        for path in sorted(folder.glob(pattern)):
+            base = read_fields(path, ModelError).values.get("base_model_name_or_path") if "{base}" in what else None
+            return f"{what}: {cure}".format(name=path.name, folder=str(folder), base=shown(base))
+    return None
+
+
+def foreign_tensors(names: Iterable[str]) -> str | None:
+    """What tensors of these names are that are not read, and what to do; None where they may be a model's."""
+    parts = {part for name in names for part in TENSORS if part in name}
+    part = next((part for part in TENSORS if part in parts), None)
+    cure = "merge it into its base with peft (merge_and_unload)" if part == ".lora_A." else ORIGINAL
+    return None if part is None else f"its tensors are {TENSORS[part]}, as names with {part} show: {cure}"
+
+
+def unquantised(described: object) -> str:
+    """What to do with a checkpoint of quantised weights, which config.json describes so."""
+    values = described if isinstance(described, dict) else {}
+    method = str(values.get("quant_method", "MLX" if "bits" in values else "another program"))
+    config = DEQUANTISED.get(method)
+    write = f", or write one with transformers (`{WRITE.format(config)}`)" if config else ""
+    return f"weights quantised by {short(method)} are not read: {ORIGINAL}{write}"
