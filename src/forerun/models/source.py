@@ -110,8 +110,8 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
         raise InvalidRequest("revision", f"{revision!r} is for hub ids, and {name} is a folder: leave it out.")
     if not is_file(path / needed):
         beside = " and *.safetensors" if needed == "config.json" else ""
-        problem = told_of(path)
-        more = f" and {problem}" if problem else f": name the folder that holds {needed}{beside}"
+        kind = told_of(path)
+        more = f" and {kind}" if kind else f": name the folder that holds {needed}{beside}"
         raise ModelNotFound(f"{path} has no {needed}{more}")
     return path
 
