@@ -216,14 +216,6 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, kind: str, text
     assert ours.vocab_size == len(theirs)
 
 
-def test_bos_where_the_configuration_alone_asks_for_it(tmp_path: Path) -> None:
-    source = DATA / "stories260k" / "tokenizer.json"
-    folder = save(tmp_path, tokenizers.Tokenizer.from_file(str(source)), bos_token="<s>", add_bos_token=True)
-    assert Tokenizer.load(folder).encode("Once") == [1, 403]
-    folder = save(tmp_path, llama_like(), bos_token="<s>", add_bos_token=True)
-    assert Tokenizer.load(folder).encode("Once") == [1, 403]
-
-
 def test_an_empty_text_is_the_bos_token() -> None:
     tokenizer = TOKENIZERS["stories"]
     assert tokenizer.encode("") == [tokenizer.bos_token_id] == [1]

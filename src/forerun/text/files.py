@@ -1,7 +1,10 @@
 """The files of a tokenizer: tokenizer.json, tokenizer_config.json and special_tokens_map.json of a Hugging Face folder.
 
-This file decides which tokens are special, which have a name, and which file is used where they differ. The result
-agrees with transformers. Damage of any kind is a TokenizerError that names the file and the key.
+This file decides which tokens are special, which have a name, and which file is used where they differ: tokenizer.json
+for how texts become ids, blanks and tokens around them included; tokenizer_config.json for names and chats. Its keys
+`add_bos_token`, `add_eos_token`, `add_prefix_space` and `legacy` repeat what tokenizer.json says, and are not read. The
+result agrees with transformers 5, except that some classes there build their own steps from the last two. Damage of any
+kind is a TokenizerError that names the file and the key.
 """
 
 from __future__ import annotations
@@ -28,11 +31,10 @@ AGAIN = "download or copy it again"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a folder says: the tokenizer, its tokens with a name, whether texts begin with BOS, how chats are spelt."""
+    """What a folder says: the tokenizer, its tokens with a name, and how chats are spelt."""
 
     backend: tokenizers.Tokenizer
     named: Mapping[str, str]
-    always_bos: bool
     template: ChatTemplate
 
     @classmethod
@@ -48,7 +50,7 @@ class TokenizerFiles:
         others = [text for key in LISTED for text in token_texts(config if key in config.values else listed, key)]
         mark_special(backend, [*named.values(), *others])
         template = ChatTemplate.load(folder, config.values.get("chat_template"))
-        return cls(backend, named, config.values.get("add_bos_token") is True, template)
+        return cls(backend, named, template)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

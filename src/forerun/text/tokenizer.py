@@ -46,14 +46,12 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         named: Mapping[str, str] | None = None,
-        always_bos: bool = False,
         template: ChatTemplate | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._named = dict(named or {})
-        self._always_bos = always_bos
         self._template = template or ChatTemplate(None, "this tokenizer")
         self._spelling = spelling_of(backend)
         self.bos_token, self.eos_token, self.pad_token = map(self._named.get, ("bos_token", "eos_token", "pad_token"))
@@ -68,7 +66,7 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a Hugging Face folder. Raises TokenizerError where a file is missing or damaged."""
         files = TokenizerFiles.read(Path(folder))
-        return cls(files.backend, named=files.named, always_bos=files.always_bos, template=files.template)
+        return cls(files.backend, named=files.named, template=files.template)
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
@@ -112,17 +110,15 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that tokenizer.json's post-processor puts around it.
 
-        Where it puts none, `add_bos_token: true` in tokenizer_config.json adds the BOS token in front. A text
-        without any token becomes the BOS token alone, for a model has to start from something.
+        A text without any token becomes the BOS token alone, for a model has to start from something.
         """
         try:
             with damage_as_errors("tokenizer.json"):
                 ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("prompt", f"{shown(text)} is not valid Unicode text ({error})") from error
-        missing = self._always_bos and (not ids or ids[0] != self.bos_token_id)
-        if add_special_tokens and self.bos_token_id is not None and (missing or not ids):
-            return [self.bos_token_id, *ids]
+        if add_special_tokens and self.bos_token_id is not None and not ids:
+            return [self.bos_token_id]
         return list(ids)
 
     def encode_within(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
