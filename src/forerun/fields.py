@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ def short(text: object) -> str:
 
 def mistaken(path: Path) -> str | None:
     """What a file that cannot be read is in truth, and what to do; None where its beginning does not tell."""
-    with path.open("rb") as file:
+    with suppress(OSError), path.open("rb") as file:
         beginning = file.read(64).lstrip()
-    return next((what for each, what in BEGINNINGS.items() if beginning.startswith(each)), None)
+        return next((what for each, what in BEGINNINGS.items() if beginning.startswith(each)), None)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

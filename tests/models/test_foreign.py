@@ -260,6 +260,11 @@ def test_a_file_in_anothers_place_says_what_it_is(
     refused(folder, error, re.escape(str(folder / name)), BEGINNINGS[content])
 
 
+def test_a_gguf_file_in_the_place_of_a_folder_says_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes(b"GGUF\x03")
+    refused(tmp_path / "model", ModelNotFound, "is in GGUF, which is not read: use the original")
+
+
 @pytest.mark.parametrize("content", BEGINNINGS, ids=lambda content: str(content[:4]))
 def test_a_tokenizer_that_was_not_fetched_says_so(content: bytes, folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(content)

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
-from forerun.fields import read_fields
+from forerun.fields import mistaken, read_fields
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEAD_NAMES, BUNDLED_HEADS, BUNDLED_NAMES
 from forerun.models.foreign import told_of
 
@@ -95,7 +95,7 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
     except (OSError, RuntimeError, ValueError) as error:  # no such home, a name too long, a folder that is locked
         raise ModelNotFound(f"{name[:200]!r} cannot be looked up ({error}): name another folder") from error
     if is_a_file:
-        raise ModelNotFound(f"{path} is a file: name the folder that holds {needed}")
+        raise ModelNotFound(f"{path} {mistaken(path) or f'is a file: name the folder that holds {needed}'}")
     if not there and name in BUNDLED:
         path, there = BUNDLED[name], BUNDLED[name].exists()
         if not there:
