@@ -207,6 +207,15 @@ def test_other_architectures_are_named(architecture: str, folder: Path) -> None:
     refused(configured(folder, architectures=[architecture]), UnsupportedModel, architecture, "supported are Llama")
 
 
+def test_a_model_of_sentence_transformers_says_so_where_it_is_no_language_model(folder: Path) -> None:
+    (folder / "modules.json").write_text("[]", encoding="utf-8")
+    assert Blueprint.of(str(folder)).config.family == "llama"  # some say text as well
+    configured(folder, architectures=["BertModel"])
+    refused(
+        folder, UnsupportedModel, r"architectures is \['BertModel'\]; the folder is of sentence-transformers, whose"
+    )
+
+
 OTHER_FORMATS = {
     "model.Q4_K_M.gguf": r"has model\.Q4_K_M\.gguf, and GGUF is not read: use the original",
     "mmproj-f16.gguf": r"has mmproj-f16\.gguf, the part of a model that reads images: name",

@@ -16,7 +16,7 @@ from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
 from forerun.models.experts import ExpertsConfig, read_experts
 from forerun.models.families import FAMILIES, Family, Windows
-from forerun.models.foreign import PARTS, unquantised
+from forerun.models.foreign import OF_OTHER_KINDS, PARTS, told_of, unquantised
 
 DTYPES = {
     "float32": torch.float32,
@@ -159,7 +159,8 @@ def find_family(fields: Fields) -> Family:
         if isinstance(fields.values.get(part), dict):
             kind = shown(fields.values[part].get("model_type"))
             supported = f"this is a model of several parts, whose {part} is of type {kind}; {supported}, by themselves"
-    raise fields.refuse(key, f"{supported}: choose a checkpoint of one of these")
+    other = told_of(fields.path.parent, OF_OTHER_KINDS)
+    raise fields.refuse(key, f"the folder {other}" if other else f"{supported}: choose a checkpoint of one of these")
 
 
 def refuse_options(fields: Fields) -> None:

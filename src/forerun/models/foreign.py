@@ -15,6 +15,10 @@ from forerun.limits import shown
 
 ORIGINAL = "use the float16 or bfloat16 original, with --quantize int8 or int4 where memory is short"
 WRITE = "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config={}).save_pretrained(NEW_FOLDER)"
+OF_OTHER_KINDS = (
+    ("modules.json", "is of sentence-transformers, whose models make vectors and no text", "choose a language model"),
+    ("model_index.json", "is a pipeline of diffusers, which makes images", "choose a language model"),
+)
 FOREIGN = (  # by which files a folder is known, the surest first; what it is; what to do
     (
         "adapter_config.json",
@@ -24,8 +28,7 @@ FOREIGN = (  # by which files a folder is known, the surest first; what it is; w
     ),
     ("mmproj*.gguf", "has {name}, the part of a model that reads images", "name the folder of a language model"),
     ("*.gguf", "has {name}, and GGUF is not read", "use the original in safetensors"),
-    ("modules.json", "is of sentence-transformers, whose models make vectors and no text", "choose a language model"),
-    ("model_index.json", "is a pipeline of diffusers, which makes images", "choose a language model"),
+    *OF_OTHER_KINDS,
     (
         "pytorch_model*.bin",
         "has {name} but no safetensors, and pickles can run code, so they are not read",
