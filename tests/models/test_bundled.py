@@ -58,7 +58,7 @@ def test_an_unknown_name_is_told_the_known_ones(name: str, elsewhere: Path) -> N
         find_checkpoint(name)
 
 
-def test_all_that_ships_is_below_45_megabytes() -> None:
+def test_all_that_ships_is_below_46_megabytes() -> None:
     package = FOLDER.parent
     shipped = [path for path in package.rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so")]
-    assert sum(path.stat().st_size for path in shipped) < 45e6
+    assert sum(path.stat().st_size for path in shipped) < 46e6
