@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[[LLM], object], type[ForerunError], str]] = {
     "too long": (
         lambda llm: llm.generate("a " * 9000),
         PromptTooLong,
-        "prompt: [0-9]+ tokens.* of 512: shorten",
+        "prompt: .*maximum context length is 512 tokens.*: shorten",
     ),
     "second prompt": (lambda llm: llm.generate(["The", []]), InvalidRequest, "prompt: it is empty"),
     "params": (
