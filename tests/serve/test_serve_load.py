@@ -43,7 +43,7 @@ from serve.servers import (
     posted,
     running,
     until,
-)  # fmt: skip
+)
 
 HOUR_S = 3600.0
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}

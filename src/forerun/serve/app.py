@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -271,15 +271,9 @@ class HttpRoutes:
 
 
 def application(service: Service) -> FastAPI:
-    """The application over a service, which it closes when it ends."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(service.close)
-
+    """The application over a service."""
     # The pages that show the interface would load scripts from elsewhere.
-    app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
     routes = HttpRoutes(service)
     table: list[tuple[str, str, Handler, Endpoint | None]] = [
         ("POST", "/v1/completions", routes.completions, "completions"),

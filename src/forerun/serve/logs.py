@@ -16,7 +16,7 @@ from forerun.serve.record import RequestRecord
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 REQUESTS = "forerun.serve.requests"
-LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.WARNING}
+LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.ERROR}  # its warnings are of what clients send
 OF_ACCESS = (ACCESS, REQUESTS)
 
 

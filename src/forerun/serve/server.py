@@ -11,7 +11,6 @@ import errno
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,12 +18,12 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.config import STARTUP_FAILURE
 
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.serve.app import application
 from forerun.serve.connections import GRACE_S, HEAD_S, Connection, Connections, keep_little_unsent, most_connections
+from forerun.serve.envelope import MOST_HEAD_BYTES
 from forerun.serve.hosts import is_loopback
 from forerun.serve.keys import warn_of_readers
 from forerun.serve.service import Service
@@ -54,9 +53,6 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so."""
         self.loop = asyncio.get_running_loop()
-        await self.lifespan.startup()
-        if self.lifespan.should_exit:
-            sys.exit(STARTUP_FAILURE)
         tls: dict[str, Any] = {}
         if self.config.ssl is not None:
             tls = {"ssl": self.config.ssl, "ssl_handshake_timeout": HEAD_S, "ssl_shutdown_timeout": GRACE_S}
@@ -81,6 +77,7 @@ class DrainingServer(uvicorn.Server):
         """End, once all that could be sent was sent."""
         self.connections.close()
         await super().shutdown(sockets)
+        await asyncio.to_thread(self.service.close)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal; at the second, end at once."""
@@ -152,8 +149,9 @@ def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = l
         http="h11",
         backlog=BACKLOG,
         access_log=False,
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         log_config=None,
-        lifespan="on",
+        lifespan="off",
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=1,

@@ -1,0 +1,216 @@
+"""Full disks: answers go on whatever becomes of the log, of standard output, and of what is kept between starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from forerun import streams
+from forerun.streams import BackgroundStream, unfailing_stderr
+from serve.servers import PATIENCE_S, ROOT, SMALL, TARGET, httpx, until
+from serve.test_serve_load import expected
+
+OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
+needs_posix = pytest.mark.skipif(os.name != "posix", reason="/dev/full and pipes are of POSIX")
+
+
+@needs_posix
+def test_a_reader_that_stops_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has not taken is bounded, and what is written once it reads again arrives."""
+    monkeypatch.setattr(streams, "PATIENCE_S", 0.05)
+    reader, writer = os.pipe()
+    stream = BackgroundStream(writer, "utf-8")
+    began_s = time.monotonic()
+    for _ in range(4 * streams.MOST_PENDING_BYTES // 1024):
+        print("x" * 1023, file=stream, flush=True)
+    assert time.monotonic() - began_s < 10
+    assert stream.num_pending_bytes <= streams.MOST_PENDING_BYTES
+    found = bytearray()
+    thread = threading.Thread(target=lambda: found.extend(b"".join(iter(lambda: os.read(reader, 1 << 16), b""))))
+    thread.start()
+    until(lambda: not stream.num_pending_bytes)
+    print("späť", file=stream)
+    until(lambda: not stream.num_pending_bytes)
+    stream.close()
+    print("too late", file=stream)
+    assert not stream.thread.is_alive()
+    os.close(writer)
+    thread.join(PATIENCE_S)
+    os.close(reader)
+    assert found.decode().endswith("x\nspäť\n")
+
+
+@needs_posix
+def test_an_end_does_not_wait_for_a_reader_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "PATIENCE_S", 0.05)
+    reader, writer = os.pipe()
+    stream = BackgroundStream(writer, "utf-8")
+    stream.write("x" * 200_000)
+    began_s = time.monotonic()
+    stream.close()
+    assert time.monotonic() - began_s < 5
+    os.close(reader)
+    stream.thread.join(PATIENCE_S)
+    os.close(writer)
+
+
+@needs_posix
+@pytest.mark.parametrize("what", ["full", "no reader", "closed"])
+def test_whoever_writes_to_a_broken_stream_goes_on(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = os.open("/dev/full", os.O_WRONLY)
+    if what == "no reader":
+        os.close(number)
+        reader, number = os.pipe()
+        os.close(reader)
+    with open(number, "w", closefd=False) as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        with unfailing_stderr():
+            if what == "closed":
+                os.close(number)
+            stream = sys.stderr
+            assert isinstance(stream, BackgroundStream)
+            for _ in range(100):
+                print("text", file=sys.stderr, flush=True)
+                until(lambda: not stream.num_pending_bytes)
+        assert sys.stderr is broken
+    if what != "closed":
+        os.close(number)
+
+
+def test_streams_in_memory_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stderr
+    with unfailing_stderr():
+        assert sys.stderr is before or isinstance(sys.stderr, BackgroundStream)
+        print("text", file=sys.stderr)
+    assert capsys.readouterr().err == "text\n"
+
+
+@needs_posix
+def test_no_socket_takes_the_place_of_a_closed_stream() -> None:
+    """Libraries write to descriptor 2 whatever is behind it."""
+    code = "import socket; from forerun.streams import guard_streams; guard_streams(); print(socket.socket().fileno())"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -c '{code}' <&- 2>&-"], env=env, capture_output=True, check=True
+    )
+    assert int(run.stdout) > 2
+
+
+@contextmanager
+def serving(redirect: str, *options: str, **env: str) -> Iterator[httpx.Client]:
+    """The command itself in a shell, with its streams as told; it has to drain well at the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        sys.executable,
+        "-m",
+        "forerun",
+        "serve",
+        "--model",
+        str(TARGET),
+        "--draft",
+        f"model:{SMALL}",
+        "--depth",
+        "3",
+    ]
+    words += ["--dtype", "float32", "--port", str(port), "--access-log", *options]
+    line = "exec " + " ".join(words) + " " + redirect
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"} | env
+    process = subprocess.Popen(["bash", "-c", line], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S) as http:
+
+            def ready() -> bool:
+                assert process.poll() is None, f"it ended with {process.returncode}"
+                with suppress(httpx.ConnectError):
+                    return bool(http.get("/ready").status_code == 200)
+                return False
+
+            until(ready, pause_s=0.05)
+            yield http
+            assert http.post("/v1/completions", json=OK).json()["choices"][0]["text"] == expected()
+            assert "forerun:generation_tokens_total" in http.get("/metrics").text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@needs_posix
+@pytest.mark.parametrize(
+    "redirect",
+    [
+        "2>/dev/full",
+        *(
+            pytest.param(redirect, marks=pytest.mark.full)
+            for redirect in (
+                "2>&-", ">&-", "<&- >&- 2>&-", ">/dev/full 2>&1", "2> >(exec true)", "> >(exec true) 2>&1",
+                "2> >(exec sleep 60)",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_server_goes_on_whatever_becomes_of_its_streams(redirect: str) -> None:
+    with serving(redirect) as http:
+        for number in range(30):
+            assert http.get(f"/nowhere/{number}/{'x' * 8000}").status_code == 404  # together more than a pipe holds
+        assert http.post("/v1/completions", json={**OK, "temprature": 1}).status_code == 400
+
+
+@needs_posix
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["full", "read-only", "nowhere"])
+def test_a_server_goes_on_without_a_place_for_what_it_keeps(where: str, tmp_path: Path) -> None:
+    """Compiled kernels, measured costs and times of kernels; and past answers, whose disk becomes full later."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    home = "/dev/null/home" if where == "nowhere" else str(folder)
+    mounted = where != "nowhere" and shutil.which("mount")
+    if where != "nowhere" and not (
+        mounted
+        and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False).returncode == 0
+    ):
+        pytest.skip("no file system can be mounted here")
+    try:
+        past = folder / "past.jsonl"
+        draft = ["--draft", f"suffix:{past}"] if where == "full" else []
+        if where == "full":
+            (folder / "fill").write_bytes(bytes(40_000))
+        elif mounted:
+            subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        with serving("2>/dev/full", *draft, HOME=home, XDG_CACHE_HOME=f"{home}/cache") as http:
+            with suppress(OSError), (folder / "more").open("wb", buffering=0) as file:
+                while where == "full":
+                    file.write(bytes(1 << 10))
+            for seed in range(5):
+                assert http.post("/v1/completions", json={**OK, "seed": seed, "max_tokens": 200}).status_code == 200
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_is_full_under_the_measured_costs_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.engine import kept_costs
+    from forerun.models import choice
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(kept_costs, "replace_file", full)
+    monkeypatch.setattr(choice, "replace_file", full)
+    kept_costs.keep("key", {})
+    choice.keep_times({"a": [1.0]})

@@ -1,0 +1,181 @@
+"""Hosts and ids: pages of other sites cannot ask, the server's own can, and every answer has an id that the log has."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.errors import InvalidRequest
+from forerun.serve.envelope import ACCESS
+from forerun.serve.hosts import Hosts
+from forerun.serve.logs import REQUESTS
+from forerun.serve.problems import ApiError
+from forerun.serve.settings import ServeSettings
+from serve.servers import Running, drafting, httpx, openai, running
+from serve.test_serve_load import expected
+
+OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
+LOCAL = [
+    "localhost",
+    "LOCALHOST:8000",
+    "localhost.",
+    "a.localhost",
+    "127.0.0.1",
+    "127.0.0.1:80",
+    "127.9.9.9",
+    "[::1]:99",
+]
+ELSEWHERE = [
+    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "evillocalhost", "0.0.0.0",
+    "10.0.0.1", "[::2]", "", "localhost@evil.example", "localhost:x", "localhost/", "[::1", "a b", "localhost\x00",
+]  # fmt: skip
+ADDRESSES = [
+    ("GET", "/"), ("GET", "/page/app.js"), ("GET", "/page/settings"), ("GET", "/metrics"), ("GET", "/health"),
+    ("HEAD", "/ready"), ("GET", "/v1/models"), ("GET", "/openapi.json"), ("GET", "/nowhere"), ("OPTIONS", "/v1/models"),
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with drafting() as llm, running(llm) as found:
+        yield found
+
+
+def refused(hosts: Hosts, host: str | None, origin: str | None = None, scheme: str = "http") -> str:
+    """The code of the refusal of such a request; empty where it is answered."""
+    try:
+        hosts.check([] if host is None else [host], [] if origin is None else [origin], scheme)
+    except ApiError as error:
+        return error.code if error.status == 403 and "--allowed-hosts" in error.message else error.message
+    return ""
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])
+def test_on_the_loopback_only_its_names_are_hosts(bound: str) -> None:
+    hosts = Hosts(bound, frozenset())
+    assert [refused(hosts, host) for host in LOCAL] == [""] * len(LOCAL)
+    assert {refused(hosts, host) for host in ELSEWHERE} == {"host_not_allowed"}
+    assert not refused(hosts, None), "HTTP/1.0 has none, and browsers always send it"
+    widened = Hosts(bound, frozenset({"a.example"}))
+    assert not refused(widened, "A.example:8443")
+    assert not refused(widened, "a.example", "https://a.example")
+    assert not refused(widened, "localhost:8000", "https://a.example:99"), "behind a proxy that sets Host"
+    assert refused(widened, "b.a.example") == "host_not_allowed"
+    assert refused(widened, "a.example", "http://b.example") == "origin_not_allowed"
+
+
+def test_other_addresses_have_the_names_that_they_are_given() -> None:
+    for host in (*LOCAL, *ELSEWHERE):
+        assert not refused(Hosts("0.0.0.0", frozenset()), host)
+    named = Hosts("0.0.0.0", frozenset({"a.example"}))
+    assert [refused(named, host) for host in ("a.example", "localhost", "10.0.0.1")] == ["", "", "host_not_allowed"]
+    everybody = Hosts("127.0.0.1", frozenset({"*"}))
+    assert not any(refused(everybody, host, "null") for host in (*LOCAL, *ELSEWHERE))
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0", "::"])
+def test_an_origin_is_the_host_or_refused(bound: str) -> None:
+    hosts = Hosts(bound, frozenset())
+    for host in LOCAL:
+        assert not refused(hosts, host, f"http://{host}".lower())
+        assert not refused(hosts, host, f"https://{host}".lower(), "https")
+        for origin in (f"https://{host}", "http://evil.example", "null", "", host, f"http://{host}/", f"file://{host}"):
+            assert refused(hosts, host, origin) == "origin_not_allowed"
+    assert not refused(hosts, "localhost:80", "http://localhost")
+    assert not refused(hosts, "localhost", "https://localhost:443", "https")
+    assert refused(hosts, "localhost:8000", "http://localhost") == "origin_not_allowed"
+    assert refused(hosts, "localhost:8000", "http://127.0.0.1:8000") == "origin_not_allowed"
+    assert refused(hosts, None, "http://localhost") == "origin_not_allowed"
+
+
+@settings(max_examples=30)
+@given(st.text(max_size=40), st.text(max_size=40), st.sampled_from(["http", "https"]))
+def test_whatever_a_client_sends_is_answered_or_refused(host: str, origin: str, scheme: str) -> None:
+    for hosts in (Hosts("127.0.0.1", frozenset()), Hosts("0.0.0.0", frozenset({"a.example"}))):
+        assert refused(hosts, host, origin, scheme) in ("", "host_not_allowed", "origin_not_allowed")
+
+
+@pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a b", "a/b", "[::1"])
+def test_what_is_no_name_of_a_host_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"allowed_hosts: .* no name of a host"):
+        ServeSettings(allowed_hosts=frozenset({name}))
+
+
+@pytest.mark.parametrize(("method", "path"), ADDRESSES)
+def test_every_address_refuses_other_sites_and_gives_an_id(server: Running, method: str, path: str) -> None:
+    with server.http() as http:
+        plain = http.request(method, path, json=OK)
+        own_page = http.request(method, path, json=OK, headers={"Origin": server.url})
+        assert plain.status_code == own_page.status_code != 403
+        answers = [plain, own_page]
+        for headers, code in (
+            ({"Host": "evil.example"}, "host_not_allowed"),
+            ({"Origin": "http://evil.example"}, "origin_not_allowed"),
+            ({"Host": "evil.example", "Origin": "http://evil.example"}, "host_not_allowed"),
+        ):
+            answer = http.request(method, path, json=OK, headers=headers)
+            assert answer.status_code == 403
+            if method != "HEAD":
+                assert answer.json()["error"]["code"] == code
+                assert "evil.example" in answer.json()["error"]["message"]
+            answers.append(answer)
+        ids = {answer.headers["x-request-id"] for answer in answers}
+        assert len(ids) == len(answers)
+        named = http.request(method, path, json=OK, headers={"X-Request-Id": "run 7/3 'a'"})
+        assert named.headers["x-request-id"] == "run 7/3 'a'"
+
+
+@pytest.mark.parametrize("sent", [b"", b"a" * 129, b"caf\xe9", b"a\tb"])
+def test_an_id_that_cannot_be_taken_over_is_replaced(server: Running, sent: bytes) -> None:
+    with server.http() as http:
+        answer = http.get("/health", headers={b"X-Request-Id": sent})
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_the_log_has_the_id_of_the_answer(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), server.http(headers={"X-Request-Id": 'mine" id=x'}) as http:
+        whole = http.post("/v1/completions", json=OK)
+        with http.stream("POST", "/v1/completions", json={**OK, "stream": True}) as stream:
+            stream.read()
+        refused_one = http.post("/v1/completions", json={})
+    ids = ['mine" id=x'] * 3
+    assert [each.headers["x-request-id"] for each in (whole, stream, refused_one)] == ids
+    records = {name: [each for each in caplog.records if each.name == name] for name in (ACCESS, REQUESTS)}
+    assert [len(each) for each in records.values()] == [3, 2]
+    for record in (*records[ACCESS], *records[REQUESTS]):
+        assert record.fields["request_id"] == ids[0]  # type: ignore[attr-defined]
+        assert f"request_id={json.dumps(ids[0])}" in record.message
+    assert next(record.fields["id"] for record in records[REQUESTS]) == whole.json()["id"]  # type: ignore[attr-defined]
+
+
+def test_openais_client_shows_the_id_of_an_answer_and_of_an_error(server: Running) -> None:
+    client = server.client()
+    answer = client.completions.create(model="stories", **OK)
+    assert answer._request_id.startswith("req_")
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="stories", **OK, temperature=-1)
+    assert error.value.request_id.startswith("req_")
+
+
+def test_an_allowed_host_reaches_the_server(tmp_path: Path) -> None:
+    with drafting() as llm, running(llm, allowed_hosts=frozenset({"models.example"})) as server, server.http() as http:
+        headers = {"Host": "models.example", "Origin": "https://models.example"}
+        answer = http.post("/v1/completions", json=OK, headers=headers)
+        assert answer.json()["choices"][0]["text"] == expected()
+        assert http.get("/", headers={"Host": "other.example"}).status_code == httpx.codes.FORBIDDEN
+
+
+def test_refusals_are_counted(server: Running) -> None:
+    with server.http() as http:
+        http.get("/metrics", headers={"Host": "evil.example"})
+        http.get("/nowhere")
+        text = http.get("/metrics").text
+    assert 'forerun:http_responses_total{status="403"}' in text
+    assert 'forerun:http_responses_total{status="404"}' in text
