@@ -132,7 +132,8 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
             client.close()
     finally:
         assert server.loop is not None
-        server.loop.call_soon_threadsafe(server.drain)
+        with suppress(RuntimeError):  # it has ended already
+            server.loop.call_soon_threadsafe(server.drain)
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
         assert not llm.engine.has_work

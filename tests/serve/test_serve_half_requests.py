@@ -22,7 +22,7 @@ from serve.servers import Running, drafting, ended, head, posted, running, until
 from serve.test_serve_load import certificate_at, expected
 
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,8 @@ ELSEWHERE = [
 ADDRESSES = [
     ("GET", "/"), ("GET", "/page/app.js"), ("GET", "/page/settings"), ("GET", "/metrics"), ("GET", "/health"),
     ("HEAD", "/ready"), ("GET", "/v1/models"), ("GET", "/openapi.json"), ("GET", "/nowhere"), ("OPTIONS", "/v1/models"),
-    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize"),
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
+    ("POST", "/tokenize"),
 ]  # fmt: skip
 
 
