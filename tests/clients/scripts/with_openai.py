@@ -4,6 +4,7 @@ from typing import Literal
 
 import openai
 from checks import (
+    CONTEXT,
     FORMAT,
     KEY,
     MESSAGES,
@@ -153,10 +154,16 @@ def responses():
     is_forecast(client.responses.create(**body).output[-1].arguments)
 
 
-@check("errors: the context, a value, a field, the model, the key, the address")
-def errors():
-    with raises(openai.BadRequestError, "maximum context length"):
+@check("errors: the context")
+def overflow():
+    with raises(openai.BadRequestError, "maximum context length", "context_length_exceeded"):
         chat(messages=[{"role": "user", "content": TOO_LONG}])
+    with raises(openai.BadRequestError, "maximum context length", "context_length_exceeded"):
+        chat(max_tokens=CONTEXT)
+
+
+@check("errors: a value, a field, the model, the key, the address")
+def errors():
     with raises(openai.BadRequestError, "temperature"):
         chat(temperature=-1)
     with raises(openai.BadRequestError, "top_j"):
