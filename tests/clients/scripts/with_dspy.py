@@ -9,7 +9,6 @@ from checks import (
     MODEL,
     PROMPT,
     SAMPLING,
-    SHORT,
     TEXT,
     TOO_LONG,
     URL,
@@ -20,6 +19,11 @@ from checks import (
     raises,
     run_checks,
 )
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": {**CITY, "required": ["city"]}}}
+FORMED = {"max_tokens": 200, "response_format": FORMAT}  # it asks models that it does not know for no format by itself
 
 
 class Forecast(dspy.Signature):
@@ -50,18 +54,19 @@ def through_litellm():
 
 @check("completions: the text of a plain request")
 def completions():
-    equal(model(f"text-completion-openai/{MODEL}", model_type="text")(PROMPT), [plain_completion()])
+    asked = f"{PROMPT}\n\nBEGIN RESPONSE:"  # what it makes of a prompt
+    equal(model(f"text-completion-openai/{MODEL}", model_type="text")(PROMPT), [plain_completion(prompt=asked)])
 
 
 @check("a program with a typed field, by a JSON schema")
 def programs():
-    with dspy.context(lm=model(max_tokens=200), adapter=dspy.JSONAdapter()):
+    with dspy.context(lm=model(**FORMED), adapter=dspy.JSONAdapter()):
         assert dspy.Predict(Forecast)(question=TEXT).city in ("Rome", "Oslo")
 
 
 @check("a program, streamed")
 async def streams():
-    with dspy.context(lm=model(max_tokens=200, **SHORT), adapter=dspy.JSONAdapter()):
+    with dspy.context(lm=model(**FORMED), adapter=dspy.JSONAdapter()):
         program = dspy.streamify(dspy.Predict(Forecast))
         pieces = [piece async for piece in program(question=TEXT)]
     assert pieces[-1].city in ("Rome", "Oslo"), pieces

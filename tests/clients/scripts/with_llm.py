@@ -50,7 +50,7 @@ def completions():
 
 @check("a response")
 def responses():
-    assert llm("-m", "responses", TEXT, "-o", "max_output_tokens", "24").strip()
+    assert llm("-m", "responses", TEXT, "-o", "max_tokens", "24").strip()
 
 
 @check("a schema")
