@@ -1,4 +1,4 @@
-"""AIPerf: short load tests of completions, chats and responses, which read the server's metrics too."""
+"""AIPerf: short load tests of completions, chats, responses and messages, which read the server's metrics too."""
 
 import json
 import os
@@ -47,6 +47,11 @@ def streamed_completions():
 @check("responses, streamed")
 def streamed_responses():
     measured("responses", "--streaming")
+
+
+@check("messages of Anthropic's form, streamed")
+def streamed_messages():
+    measured("messages", "--streaming")
 
 
 run_checks()
