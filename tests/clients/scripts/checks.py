@@ -84,16 +84,17 @@ def equal(value: object, expected: object) -> None:
 
 
 @contextmanager
-def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
+def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *words: str) -> Iterator[None]:
     """Raise an AssertionError unless the block raises this kind of error, with these words in its text or code."""
+    caught: BaseException | None = None
     try:
         yield
     except kind as error:
-        shown = f"{error} ({getattr(error, 'code', '')})"
-        missing = [word for word in words if word not in shown]
-        assert not missing, f"{type(error).__name__} without {missing}: {shown}"
-    else:
-        raise AssertionError(f"no {kind.__name__} was raised")
+        caught = error
+    assert caught is not None, f"no {kind} was raised"
+    shown = f"{caught} ({getattr(caught, 'code', '')})"
+    missing = [word for word in words if word not in shown]
+    assert not missing, f"{type(caught).__name__} without {missing}: {shown}"
 
 
 def plain(path: str, **body: Any) -> Any:
@@ -111,16 +112,13 @@ def plain(path: str, **body: Any) -> Any:
 
 def plain_chat(**body: Any) -> str:
     """The text of a chat that was asked for without any client."""
-    text: str = plain("/v1/chat/completions", **{"messages": MESSAGES, **SAMPLING, **body})["choices"][0]["message"][
-        "content"
-    ]
-    return text
+    answer = plain("/v1/chat/completions", **{"messages": MESSAGES, **SAMPLING, **body})
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def plain_completion(**body: Any) -> str:
     """The text of a completion so."""
-    text: str = plain("/v1/completions", **{"prompt": PROMPT, **SAMPLING, **body})["choices"][0]["text"]
-    return text
+    return str(plain("/v1/completions", **{"prompt": PROMPT, **SAMPLING, **body})["choices"][0]["text"])
 
 
 def is_forecast(value: Any) -> None:

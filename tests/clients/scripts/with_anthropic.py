@@ -61,9 +61,8 @@ def streams():
 
 @check("messages: asynchronous")
 async def asynchronous():
-    async with anthropic.AsyncAnthropic(api_key=KEY, **SERVED) as other:
-        async with other.messages.stream(**BODY) as stream:
-            text = "".join([piece async for piece in stream.text_stream])
+    async with anthropic.AsyncAnthropic(api_key=KEY, **SERVED) as other, other.messages.stream(**BODY) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
     equal(text, plain_chat(temperature=0))
 
 

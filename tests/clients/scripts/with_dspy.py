@@ -20,7 +20,6 @@ from checks import (
     run_checks,
 )
 
-
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": {**CITY, "required": ["city"]}}}
 FORMED = {"max_tokens": 200, "response_format": FORMAT}  # it asks models that it does not know for no format by itself

@@ -9,13 +9,14 @@ from checks import FORECAST, KEY, MODEL, PROMPT, TEXT, URL, check, equal, is_for
 
 FOLDER = Path.cwd() / "llm"
 FOLDER.mkdir()
-MODELS = f"""
-- {{model_id: chat, model_name: {MODEL}, api_base: {URL}, api_key_name: served, supports_schema: true, supports_tools: true}}
-- {{model_id: completion, model_name: {MODEL}, api_base: {URL}, api_key_name: served, completion: true}}
-- {{model_id: responses, model_name: {MODEL}, api_base: {URL}, api_key_name: served, responses: true}}
-- {{model_id: other, model_name: other, api_base: {URL}, api_key_name: served}}
-"""
-(FOLDER / "extra-openai-models.yaml").write_text(MODELS, "utf-8")
+SERVED = {"model_name": MODEL, "api_base": URL, "api_key_name": "served"}
+MODELS = [
+    {**SERVED, "model_id": "chat", "supports_schema": True, "supports_tools": True},
+    {**SERVED, "model_id": "completion", "completion": True},
+    {**SERVED, "model_id": "responses", "responses": True},
+    {**SERVED, "model_id": "other", "model_name": "other"},
+]
+(FOLDER / "extra-openai-models.yaml").write_text(json.dumps(MODELS), "utf-8")  # which is YAML too
 (FOLDER / "keys.json").write_text(json.dumps({"served": KEY}), "utf-8")
 FIXED = ["-o", "seed", "7", "-o", "temperature", "0.8", "-o", "max_tokens", "24"]
 TOOL = 'def weather(city: str) -> str:\n    "The weather of a city."\n    return "sunny"\n'

@@ -66,8 +66,20 @@ def evaluate(kind, arguments, *tasks, options=()):
     """The results of tasks, by name."""
     out = Path.cwd() / f"results-{len(list(Path.cwd().glob('results-*')))}"
     command = [sys.executable, "-m", "lm_eval", "run", "--model", kind, "--model_args", arguments]
-    command += ["--tasks", ",".join(tasks), "--include_path", TASKS, "--output_path", out, "--batch_size", "2", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OPENAI_API_KEY": KEY}, check=False)
+    command += [
+        "--tasks",
+        ",".join(tasks),
+        "--include_path",
+        TASKS,
+        "--output_path",
+        out,
+        "--batch_size",
+        "2",
+        *options,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OPENAI_API_KEY": KEY}, check=False
+    )
     print(done.stdout, done.stderr)
     told = [line for line in done.stderr.splitlines() if "Response text" in line] or [done.stderr[-700:]]
     assert done.returncode == 0, told[0]
