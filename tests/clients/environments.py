@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,16 +21,16 @@ def environment_python(client: Client, cache: Path) -> Path:
     """The Python of a client's environment, which is made if need be. Raises InstallationFailed."""
     folder = cache / "environments" / client.name
     python, mark = folder / "bin" / "python", folder / MARK
-    steps = [step for step in (client.first, client.requirements) if step]
-    wanted = "\n".join(" ".join(step) for step in steps)
+    wanted = "\n".join(" ".join(step) for step in client.steps)
     if mark.exists() and mark.read_text("utf-8") == wanted:
         return python
-    print(f"installing {wanted.splitlines()[-1]} into {folder} ...", file=sys.stderr, flush=True)
+    print(f"installing {client.package} {client.version} into {folder} ...", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    for step in steps:
+    for step in client.steps:
         command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step]
-        pip = subprocess.run(command, capture_output=True, text=True, check=False)
+        variables = os.environ | dict(client.variables)
+        pip = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
         if pip.returncode:
             raise InstallationFailed("\n".join(pip.stderr.splitlines()[-5:]))
     mark.write_text(wanted, "utf-8")

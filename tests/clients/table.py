@@ -11,16 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client: its package at PyPI with the version, and packages that are installed in the same step.
+    """One client: its package at PyPI with the version, and how its environment is made.
 
-    `first` is installed alone before that, for packages that would otherwise be taken in another build.
+    `first` is installed before it, for packages that would otherwise be taken in another build, and `beside` with it.
+    `alone` are options of pip with which the package itself is installed, and then what is `beside` it follows;
+    `variables` are set meanwhile.
     """
 
     name: str
     package: str
     version: str
-    beside: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def script(self) -> str:
@@ -28,12 +32,40 @@ class Client:
         return f"with_{self.name.replace('-', '_')}.py"
 
     @property
-    def requirements(self) -> tuple[str, ...]:
-        """What is installed at last."""
-        return f"{self.package}=={self.version}", *self.beside
+    def steps(self) -> list[tuple[str, ...]]:
+        """The arguments of each call of `pip install`."""
+        requirement = f"{self.package}=={self.version}"
+        rest = [(*self.alone, requirement), self.beside] if self.alone else [(requirement, *self.beside)]
+        return [step for step in (self.first, *rest) if step]
 
 
-TORCH = ("torch==2.13.0",)
+TORCH = ("torch==2.13.0",)  # by itself, so that pip takes a build for CPUs where it is told of one
+VLLM_IMPORTS = ("xgrammar==0.2.8", "apache-tvm-ffi==0.1.15.post2")  # their own needs are large, and not used
+VLLM_NEEDS = (
+    "aiohttp",
+    "cachetools",
+    "cbor2",
+    "cloudpickle",
+    "einops",
+    "fastapi",
+    "llguidance",
+    "msgspec",
+    "openai",
+    "openai-harmony",
+    "partial_json_parser",
+    "pillow",
+    "prometheus_client",
+    "psutil",
+    "py-cpuinfo",
+    "pybase64",
+    "pydantic",
+    "pyzmq",
+    "regex",
+    "requests",
+    "tqdm",
+    "transformers==5.20.0",
+    "uvloop",
+)
 CLIENTS = (
     Client("openai", "openai", "3.57.0"),
     Client("langchain", "langchain-openai", "1.7.4"),
@@ -49,5 +81,21 @@ CLIENTS = (
     Client("lm-eval", "lm-eval[api]", "0.4.13", beside=("transformers==5.24.0",)),
     Client("aiperf", "aiperf", "0.13.0"),
     Client("guidellm", "guidellm", "0.8.1", first=TORCH),
+    Client(  # without its kernels and what they need, which are gigabytes; only the source can be had so
+        "vllm-bench",
+        "vllm",
+        "0.33.0",
+        first=(*TORCH, "jinja2", "packaging", "setuptools<81", "setuptools_scm", "wheel"),
+        alone=(
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-binary",
+            "vllm",
+            "xgrammar==0.2.8",
+            "apache-tvm-ffi==0.1.15.post2",
+        ),
+        variables=(("VLLM_TARGET_DEVICE", "empty"), ("VLLM_VERSION_OVERRIDE", "0.33.0")),
+        beside=VLLM_NEEDS,
+    ),
     Client("aider", "aider-chat", "0.86.2"),
 )
