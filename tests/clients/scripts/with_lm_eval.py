@@ -101,7 +101,7 @@ def likelihoods():
 
 @check("local-completions: with the server's tokenizer, and chats by its template")
 def remote_tokenizer():
-    remote = f"{COMPLETIONS},tokenizer_backend=remote"
+    remote = f"{COMPLETIONS},tokenizer_backend=remote,auth_token={KEY}"
     assert evaluate("local-completions", remote, "choice")["choice"]["acc,none"] > 0.6
     evaluate("local-completions", remote, "written", options=["--apply_chat_template"])
 
