@@ -1,5 +1,6 @@
 """OpenAI's own client: completions, chats and responses, whole and streamed, with everything that its users set."""
 
+import asyncio
 from typing import Literal
 
 import openai
@@ -89,8 +90,6 @@ def idle_fields():
 
 @check("chat: asynchronous, eight at once")
 async def at_once():
-    import asyncio
-
     async with openai.AsyncOpenAI(**ASYNC) as asynchronous:
         asked = [
             asynchronous.chat.completions.create(model=MODEL, messages=MESSAGES, **SAMPLING | {"seed": seed})
