@@ -1,4 +1,4 @@
-"""`forerun serve`: answer requests over HTTP, as OpenAI's clients send them."""
+"""`forerun serve`: answer requests over HTTP, as OpenAI's and Anthropic's clients send them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class ServeOptions:
 @with_options(EXAMPLES)
 @unfailing_stderr()
 def serve(where: ModelOptions, server: ServeOptions) -> None:
-    """Answer requests over HTTP, as OpenAI's clients send them.
+    """Answer requests over HTTP, as OpenAI's and Anthropic's clients send them.
 
     The same seed, body and fingerprint give the same answer, whatever the load. docs/serving.md shows requests, errors,
     metrics and limits. Needs the extra forerun[serve].
