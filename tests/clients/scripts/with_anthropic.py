@@ -109,10 +109,14 @@ def models():
     equal([model.id for model in client.models.list()], [MODEL])
 
 
-@check("errors: the context, a value, the model, the key")
-def errors():
+@check("errors: the context, in the words that agents look for")
+def overflow():
     with raises(anthropic.BadRequestError, "prompt is too long"):
         client.messages.create(**{**BODY, "messages": [{"role": "user", "content": TOO_LONG}]})
+
+
+@check("errors: a value, the model, the key")
+def errors():
     with raises(anthropic.BadRequestError, "temperature"):
         client.messages.create(**{**BODY, "extra_body": {"temperature": -1}})
     with raises(anthropic.NotFoundError, "not_found_error"):
