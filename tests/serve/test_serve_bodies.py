@@ -239,6 +239,20 @@ def test_an_answer_may_be_as_long_as_the_context_and_what_is_not_asked_for_is_cu
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
+def test_an_overflow_has_the_words_that_other_programs_look_for(server: Running) -> None:
+    """The code, and in the message what litellm, LangChain and pydantic-ai know an overflow by."""
+    long = {"messages": [{"role": "user", "content": "a " * 600}]}
+    full = {"max_tokens": None, "max_completion_tokens": 511}
+    for fields, param, words in (
+        (long, "messages", "prompt is too long"),
+        (full, "max_completion_tokens", "context_length_exceeded"),
+    ):
+        error = server.post("/v1/chat/completions", **CHAT | fields).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert words in error["message"]
+        assert "this model's maximum context length is 512" in error["message"]
+
+
 def test_a_value_that_cannot_be_served_names_its_field_once(server: Running) -> None:
     answer = server.post("/v1/completions", prompt="a", temperature=-1)
     assert answer.json()["error"]["message"].startswith("temperature: -1")

@@ -131,6 +131,11 @@ def test_an_answer_is_that_of_the_chat_whole_and_streamed(server: Running, field
     assert count == {"input_tokens": answer["usage"]["prompt_tokens"]}
 
 
+def test_an_answer_has_the_id_that_anthropics_client_reads(server: Running) -> None:
+    answer = server.post("/v1/messages", **BODY)
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
 def test_a_stop_sequence_ends_and_is_named(server: Running) -> None:
     text = whole(server, temperature=0, max_tokens=40)["content"][0]["text"]
     stop = text[10:14]
@@ -200,7 +205,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
         ({"max_tokens": 5000}, "maximum context length is 512 tokens"),
         (
             {"messages": [{"role": "user", "content": "a " * 2000}]},
-            "messages: this model's maximum context length is 512",
+            "messages: the prompt is too long: this model's max",
         ),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),

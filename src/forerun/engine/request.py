@@ -158,6 +158,6 @@ class Requests:
         if num_tokens >= self.max_length:
             raise PromptTooLong(
                 "prompt",
-                f"this model's maximum context length is {self.max_length} tokens, and {num_tokens} of the prompt "
-                "leave no room for an answer: shorten it.",
+                f"the prompt is too long: this model's maximum context length is {self.max_length} tokens, and "
+                f"{num_tokens} of the prompt leave no room for an answer: shorten it.",
             )

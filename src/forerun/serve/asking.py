@@ -162,7 +162,8 @@ def require_room(asked: Asked, prompt_lengths: Seq[int], room: int) -> None:
         raise refused(
             asked.limit_field,
             f"{asked.limit_field}: this model's maximum context length is {room} tokens, and {longest} of the prompt "
-            f"with {params.max_tokens} of the answer are more: ask for at most {room - longest}, or leave it out.",
+            f"with {params.max_tokens} of the answer are more ({TOO_MANY_TOKENS}): ask for at most {room - longest}, "
+            "or leave it out.",
             TOO_MANY_TOKENS,
         )
 

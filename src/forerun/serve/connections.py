@@ -21,7 +21,7 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.serve.envelope import CLOSE, HEAD_TOO_LARGE, ID_HEADER, new_id, written
+from forerun.serve.envelope import CLOSE, HEAD_TOO_LARGE, id_headers, new_id, written
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import BODY_S
 
@@ -197,7 +197,7 @@ class Connection(H11Protocol):
             problem = HEAD_TOO_LARGE if status == 431 else ApiError(status, message, code="invalid_http")
             body = written(problem.body)
             length = (b"content-length", str(len(body)).encode())
-            headers = [(b"content-type", b"application/json"), length, (ID_HEADER.encode(), new_id().encode()), CLOSE]
+            headers = [(b"content-type", b"application/json"), length, *id_headers(new_id()), CLOSE]
             events = (
                 h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()),
                 h11.Data(data=body),

@@ -22,7 +22,7 @@ from forerun.serve.metrics import Metrics
 from forerun.serve.problems import ApiError
 
 ACCESS = "forerun.serve.access"
-ID_HEADER = "x-request-id"
+ID_HEADER, ANTHROPICS = "x-request-id", "request-id"  # clients of Anthropic's read the latter
 CLIENTS_ID = re.compile(r"[ -~]{1,128}")
 CLOSE = (b"connection", b"close")
 VERSIONS = ("1.0", "1.1")
@@ -61,7 +61,7 @@ class Envelope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 more = [CLOSE] if closes and status >= 400 else []
-                message["headers"] = [*message["headers"], (ID_HEADER.encode(), request_id.encode()), *more]
+                message["headers"] = [*message["headers"], *id_headers(request_id), *more]
                 self.metrics.answered.labels(str(status)).inc()
                 log_access(scope, status, request_id)
             await send(message)
@@ -90,6 +90,11 @@ def log_access(scope: Scope, status: int, request_id: str) -> None:
     fields = {"method": method, "path": path, "status": status, "request_id": request_id}
     line = '%s - "%s %s HTTP/%s" %d request_id=%s'
     access_log.info(line, client, method, path, version, status, json.dumps(request_id), extra={"fields": fields})
+
+
+def id_headers(request_id: str) -> list[tuple[bytes, bytes]]:
+    """The headers that say which request an answer belongs to."""
+    return [(name.encode(), request_id.encode()) for name in (ID_HEADER, ANTHROPICS)]
 
 
 def new_id() -> str:

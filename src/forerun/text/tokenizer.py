@@ -134,8 +134,8 @@ class Tokenizer:
             if 2 * count >= 3 * limit:
                 raise PromptTooLong(
                     "prompt",
-                    f"this model's maximum context length is {limit} tokens, and its first {size} characters alone "
-                    f"are {count} tokens: shorten it.",
+                    f"the prompt is too long: this model's maximum context length is {limit} tokens, and its first "
+                    f"{size} characters alone are {count} tokens: shorten it.",
                 )
             size *= 2
         return self.encode(text, add_special_tokens)
