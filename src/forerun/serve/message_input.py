@@ -26,11 +26,11 @@ def chat_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     chat["messages"] = messages = [*system_message(given.get("system")), *conversation(given.get("messages"))]
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat["continue_final_message"] = True
-    thinking = given.get("thinking", {})
-    if not isinstance(thinking, dict) or thinking.get("type", "adaptive") not in ("enabled", "adaptive", "disabled"):
+    thinking, options = given.get("thinking", {"type": "disabled"}), given.get("chat_template_kwargs", {})
+    if not isinstance(thinking, dict) or thinking.get("type") not in ("enabled", "adaptive", "disabled"):
         raise refused("thinking", f'thinking: {shown(thinking)} is not served: use the type "adaptive" or "disabled".')
-    if thinking and thinking["type"] != "disabled":
-        chat["chat_template_kwargs"] = {"enable_thinking": True} | dict(given.get("chat_template_kwargs", {}))
+    if thinking["type"] != "disabled" and isinstance(options, dict):
+        chat["chat_template_kwargs"] = {"enable_thinking": True} | options
     if thinking.get("display") == "omitted":
         chat["include_reasoning"] = False
     return chat | chat_tools(given)
@@ -124,7 +124,7 @@ def chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in CHOICES:
+    elif isinstance(kind, str) and kind in CHOICES:
         fields["tool_choice"] = CHOICES[kind]
     elif choice != {}:
         problem = f"tool_choice: {shown(choice)} has none of the types {', '.join((*CHOICES, 'tool'))}."
