@@ -30,6 +30,7 @@ BASES: dict[Endpoint, dict[str, Any]] = {
     "completions": {"prompt": "Once"},
     "chat": {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}{{ tools }}<tool_call></tool_call>"},
     "responses": {"input": "Hi", "chat_template": "{{ messages[0].content }}"},
+    "messages": {"messages": MESSAGES, "max_tokens": 1, "chat_template": "{{ messages[0].content }}"},
 }
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 SHAPES: Mapping[str, Callable[[int], Any]] = {  # values of about so many bytes
@@ -117,6 +118,23 @@ def test_a_long_body_is_judged_in_a_moment_and_in_a_few_words(raw: str, code: st
     assert time.thread_time() - began_s < LIMIT_S
     assert body["error"]["code"] == code
     assert len(json.dumps(body)) < 1500
+
+
+LONG_TEMPLATE = "{{ messages[0].content }}{{ tools }}{# " + "a long one. " * 5_000 + " #}"
+OF_CHATS: Mapping[str, Mapping[str, Any]] = {
+    "names": {"messages": [{"role": "user", "content": "Hi"} | {f"name_{i}": 1 for i in range(50_000)}]},
+    "functions": {
+        "tools": [{"type": "function", "function": {"name": "f" * 400_000}}],
+        "tool_choice": {"type": "function", "function": {"name": "g"}},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OF_CHATS)
+def test_a_long_chat_is_judged_in_a_moment_and_in_a_few_words(kind: str) -> None:
+    taken_s, problem = asked({**BASES["chat"], "chat_template": LONG_TEMPLATE, **OF_CHATS[kind]}, "chat", lenient=False)
+    assert taken_s < LIMIT_S
+    assert 0 < len(problem) < 1500
 
 
 def test_of_many_unknown_names_the_log_names_a_few(caplog: pytest.LogCaptureFixture) -> None:

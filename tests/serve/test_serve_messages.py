@@ -197,6 +197,12 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     }
 
 
+def test_null_is_as_good_as_nothing() -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": None}
+    chat = chat_fields({"messages": HI, "tools": [WEATHER | {"type": None, "strict": None}], "tool_choice": choice})
+    assert chat == chat_fields({"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "auto"}})
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [

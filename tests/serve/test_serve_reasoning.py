@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from forerun.serve import reasoning
+from forerun.serve.asking import prepared
 from forerun.serve.parts import AnswerForm, AnswerSplitter, TokenCounter
 from forerun.serve.reasoning import ReasoningTags, reasoning_tags
-from serve.servers import Running, drafting, running
+from forerun.serve.settings import ServeSettings
+from serve.servers import Running, drafting, plain, running
 from serve.special_tokens import Spelled
 
 THINK = ReasoningTags("<think>", "</think>")
@@ -88,6 +90,17 @@ def test_the_template_and_the_prompt_decide(
     template: str, prompt: str, continued: str | None, tags: ReasoningTags | None
 ) -> None:
     assert reasoning_tags(template, prompt, continued) == tags
+
+
+@pytest.mark.parametrize("content", ["<think>so far", ["<think>", "so far"], [{"type": "text", "text": "<think>so"}]])
+def test_an_answer_goes_on_from_its_text_however_that_is_given(content: Any) -> None:
+    body = {
+        "messages": [{"role": "assistant", "content": content}],
+        "chat_template": "{{ messages[0].content }}!{# until </think> #}",
+        "continue_final_message": True,
+    }
+    asked, _ = prepared(body, "chat", plain(), "", ServeSettings(trust_request_templates=True))
+    assert asked.form.reasoning == OPENED
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ reason. The template renders in a process of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.llm import LLM
-from forerun.messages import ChatOptions
+from forerun.messages import ChatOptions, with_text
 from forerun.request import Request
 from forerun.serve.body import NameCheck, served_members, switch
 from forerun.serve.harmony import history
@@ -24,6 +25,7 @@ from forerun.serve.settings import ServeSettings
 from forerun.serve.template_forms import is_harmony
 from forerun.serve.tools import tool_list, with_objects
 
+WORD = re.compile(r"\w+")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -43,7 +45,7 @@ class ChatBody:
     @property
     def continued(self) -> Any:
         """The text that the answer goes on from, if it does."""
-        return self.messages[-1].get("content") if self.options.continue_final_message else None
+        return with_text(self.messages[-1]).get("content") if self.options.continue_final_message else None
 
     def request(self, llm: LLM, field: str = "messages") -> Request:
         """The prompt as a request. Raises InvalidRequest where the template refuses the `field` that it is from."""
@@ -99,9 +101,9 @@ def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[
     for message in messages:
         if not isinstance(message, dict):
             raise refused("messages", f"messages: {shown(message)} is no object with a role and a content.")
-    names = {name for message in messages for name in message}
+    words, names = set(WORD.findall(template)), {name for message in messages for name in message}
     idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
-    known, check = {**MESSAGE, **{name: SERVED for name in idle if name in template}}, NameCheck(lenient)
+    known, check = {**MESSAGE, **dict.fromkeys(idle & words, SERVED)}, NameCheck(lenient)
     kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
     check.tell()
     return history(with_objects(kept)) if is_harmony(template) else with_objects(kept)

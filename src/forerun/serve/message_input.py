@@ -129,8 +129,8 @@ def chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
     elif choice != {}:
         problem = f"tool_choice: {shown(choice)} has none of the types {', '.join((*CHOICES, 'tool'))}."
         raise refused("tool_choice", problem)
-    one = choice.get("disable_parallel_tool_use", False)
-    if not isinstance(one, bool):
+    one = choice.get("disable_parallel_tool_use")
+    if not isinstance(one, bool | None):
         name = "tool_choice.disable_parallel_tool_use"
         raise refused(name, f"{name}: {shown(one)} must be true or false.")
     return fields | ({"parallel_tool_calls": False} if one else {})
@@ -138,7 +138,7 @@ def chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def chat_tool(tool: Any, name: str) -> dict[str, Any]:
     """One tool of a chat."""
-    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+    if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         problem = f"{name}: {shown(tool)} is no tool of the caller's: give a name, a description and an input_schema"
         raise refused("tools", f"{problem}; the server has no tools of its own.", "unsupported_parameter")
     function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}

@@ -112,7 +112,7 @@ def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mappin
     elif kind == "function" and (name := named(choice)) is not None and name in schemas:
         return "required", {name: schemas[name]}, True
     known = '"none", "auto", "required", allowed_tools'
-    problem = f"tool_choice: {shown(choice)} is none of {known} and the functions {', '.join(schemas)}."
+    problem = f"tool_choice: {shown(choice)} is none of {known} and the functions {shown([*schemas])}."
     raise refused("tool_choice", problem)
 
 
