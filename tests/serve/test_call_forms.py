@@ -295,23 +295,29 @@ def test_calls_in_reasoning_are_no_calls() -> None:
         assert parts(form, [text[:cut], text[cut:]]) == expected
 
 
-ENDLESS = [
+ENDLESS: list[tuple[str, ...]] = [  # forms, what is repeated, and what stands behind it
     ("Hermes", '<tool_call>{"a": "'), ("Hermes", "<tool_call>{"), ("Hermes", " "), ("Hermes", "<"),
     ("Qwen3-Coder", "<tool_call>\n<function=weather>\n<parameter=city>\n"),
     ("Qwen3-Coder", "<tool_call><function=weather><parameter=city></parameter>"),
     ("Qwen3-Coder", "<tool_call><function=weather></function></tool_call"),
+    ("Qwen3-Coder", "<tool_call><function=weather><parameter=city>A</parameter>", "</parameter></function>."),
+    ("Qwen3-Coder", "<tool_call><function=weather><parameter=list>[", "]</parameter></function>."),
+    ("Qwen3-Coder", "<tool_call><function=weather><parameter=a></parameter><parameter=list>", "</parameter></function>."),
+    ("GLM-4.5", "<tool_call>weather<arg_key>a</arg_key><arg_value>", "</arg_value><arg_key>a</arg_key>"),
     ("GLM-4.5", "<tool_call>weather<arg_key>"), ("GLM-4.5", "<tool_call>weather<arg_key>a</arg_key><arg_value>"),
     ("Mistral", '[TOOL_CALLS]weather[ARGS]{"'), ("Llama 3", '{"a":"'), ("Llama 3", '["\\'),
     ("Harmony", "<|channel|>"), ("Harmony", "<|channel|>final<|message|>"), ("Harmony", "<|start|>"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "unit"), ENDLESS)
-def test_splitting_takes_time_in_proportion_to_the_text(name: str, unit: str) -> None:
+@pytest.mark.parametrize("case", ENDLESS, ids=str)
+def test_splitting_takes_time_in_proportion_to_the_text(case: tuple[str, ...]) -> None:
     """Quadratic time would be 64 times as long for 8 times the text."""
 
+    name, unit, *end = case
+
     def time_of(size: int, pieces: Any) -> float:
-        text, form = unit * (size // len(unit)), answer(name, FUNCTIONS)
+        text, form = unit * (size // len(unit)) + "".join(end), answer(name, FUNCTIONS)
         started = time.process_time()
         parts(form, pieces(text))
         return time.process_time() - started

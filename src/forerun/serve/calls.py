@@ -86,6 +86,19 @@ class CallForm:
         return calls
 
 
+@dataclass(frozen=True, slots=True)
+class ValueEnd:
+    """The end of every value that the places from `begin` to `place` are in; the next `tag` ends at `behind`.
+
+    All are places in the whole answer. Without a tag there is no such end.
+    """
+
+    begin: int
+    place: int
+    behind: int
+    tag: str
+
+
 HERMES = CallForm("Hermes", "object", "<tool_call>\n", "\n</tool_call>")
 QWEN_CODER = CallForm(
     "Qwen3-Coder", "tagged", "<tool_call>\n", "\n</tool_call>", function=("<function=", ">\n"),
@@ -130,30 +143,55 @@ def read_named(form: CallForm, text: GrowingText, functions: Functions) -> Scan[
 
 
 def read_tagged(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
-    """The name and the parameters."""
+    """The name and the parameters. Values behind which no call came before are not read to their end again."""
     names = {f"{form.function[0]}{name}{form.function[1].strip()}": name for name in functions}
     name = names.get((yield from text.one_of(names)))
     if name is None:
         return []
-    first, last = form.parameter[0], form.last or form.closing.strip()
-    types = {key: types_of(alternatives) for key, alternatives in parameters_of(functions[name]).items()}
-    arguments: dict[str, Any] = {}
+    passed: list[int] = []
+    call = yield from read_parameters(form, text, name, functions, passed)
+    if call is None:
+        text.memory["hopeless", name].update(passed)
+    return [call] if call else []
+
+
+def read_parameters(
+    form: CallForm, text: GrowingText, name: str, functions: Functions, passed: list[int]
+) -> Scan[ToolCall | None]:
+    """A call of this function from its parameters on; `passed` gets the places behind the values that were read."""
+    first, last, closing = form.parameter[0], form.last or form.closing.strip(), form.closing.strip()
+    types: dict[str, set[str]] = text.once(("types", name), lambda: types_by_name(functions[name]))
+    hopeless: set[int] = text.once(("hopeless", name), set)
+    values: dict[str, slice] = {}
     yield from text.run(BLANKS)
     tag = yield from text.one_of((first, last))
     while tag == first:
         key = yield from text.run(KEY)
         if not (yield from text.one_of((form.parameter[1].strip(),))):
-            return []
-        written, tag = yield from read_value(form, text, types.get(key, set()))
-        arguments[key] = typed(written, types.get(key, set()))
-    if tag and not form.last:
-        text.at -= len(tag)  # the closing, which stands behind all forms
-    call = call_of(name, arguments, functions) if tag else None
-    return [call] if call else []
+            return None
+        values[key], tag = yield from read_value(form, text, types.get(key, set()))
+        if text.place in hopeless:
+            return None
+        passed.append(text.place)
+    text.at -= 0 if form.last else len(tag)  # the closing, which stands behind all forms
+    end = text.at
+    yield from text.run(BLANKS)
+    if not tag or not (yield from text.one_of((closing,))):
+        return None
+    text.at = end
+    written = {key: text.text[span] for key, span in values.items()}
+    if not form.value[0].strip():
+        written = {key: value.removeprefix("\n").removesuffix("\n") for key, value in written.items()}
+    return call_of(name, {key: typed(value, types.get(key, set())) for key, value in written.items()}, functions)
 
 
-def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple[str, str]]:
-    """A value, and the text behind it, with which the next parameter begins or the parameters end; "" for none.
+def types_by_name(schema: Mapping[str, Any]) -> dict[str, set[str]]:
+    """The types that each parameter of a function may have."""
+    return {key: types_of(alternatives) for key, alternatives in parameters_of(schema).items()}
+
+
+def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple[slice, str]]:
+    """Where a value is, and the text behind it, with which the next parameter begins or they end; "" for none.
 
     An ending that neither follows is part of the value. Where JSON is due, an ending inside of its strings is too.
     """
@@ -161,22 +199,28 @@ def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple
     if opening := form.value[0].strip():
         yield from text.run(BLANKS)
         if not (yield from text.one_of((opening,))):
-            return "", ""
+            return slice(0), ""
     start = text.at
-    if text.unclosed is not None and start >= text.unclosed:
-        return "", ""
     if types and "string" not in types:
         yield from text.run(BLANKS)
         text.at = text.at if (yield from text.json()) else start
+    end: ValueEnd | None = text.memory.get(ValueEnd)
+    if end is None or not end.begin <= text.place <= end.place:
+        end = text.memory[ValueEnd] = yield from next_end(text, ending, (first, last))
+    text.at = end.behind - text.num_forgotten
+    return slice(start, end.place - text.num_forgotten), end.tag
+
+
+def next_end(text: GrowingText, ending: str, tags: tuple[str, str]) -> Scan[ValueEnd]:
+    """Where a value ends that the place is in."""
+    begin = text.place
     while (yield from text.upto(ending)):
-        end = text.at
+        place = text.place
         yield from text.run(BLANKS)
-        if tag := (yield from text.one_of((first, last))):
-            value = text.text[start : end - len(ending)]
-            return (value if opening else value.removeprefix("\n").removesuffix("\n")), tag
-        text.at = end
-    text.unclosed = start
-    return "", ""
+        if tag := (yield from text.one_of(tags)):
+            return ValueEnd(begin, place - len(ending), text.place, tag)
+        text.at = place - text.num_forgotten
+    return ValueEnd(begin, text.place, text.place, "")
 
 
 def typed(written: str, types: set[str]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Generator
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Scanned = TypeVar("Scanned")
 Scan = Generator[None, None, Scanned]
@@ -44,13 +44,25 @@ class GrowingText:
         self.at = 0
         self.ended = ended
         self.before = ""  # the blanks in front of the last tag that `passage` came to
-        self.unclosed: int | None = None  # from here on no value of a parameter has an end; known once the text ended
+        self.num_forgotten = 0  # letters in front of the text
+        self.memory: dict[object, Any] = {}  # what holds for later readings too
 
     def append(self, piece: str) -> None:
         """Let the text grow."""
         text, self.text = self.text, ""  # only a string that nothing else holds grows in place
         text += piece
         self.text = text
+
+    @property
+    def place(self) -> int:
+        """The place in the whole answer, which stays when text is forgotten."""
+        return self.num_forgotten + self.at
+
+    def once(self, key: object, make: Callable[[], Any]) -> Any:
+        """What `make` gives, which is called for the first reading that asks."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        return self.memory[key]
 
     @property
     def over(self) -> bool:
@@ -131,7 +143,7 @@ class GrowingText:
             if tag or self.ended:
                 self.at, self.before = (tag.end(), self.text[firm:end]) if tag else (end, "")
                 return tag[0] if tag else ""
-            self.text = self.text[firm:]
+            self.text, self.num_forgotten = self.text[firm:], self.num_forgotten + firm
             self.at, shown, firm, seen = 0, 0, 0, end - firm
             yield
 
