@@ -1,7 +1,8 @@
 """Matchers: what a compiled grammar allows after a text, by llguidance.
 
-This is the only file that imports llguidance. It decides how a tokenizer is described to it, which grammars are refused
-and with which limits: every mask is computed within a fixed amount of work, so that no grammar can hold up a batch.
+This file and `trial.py` alone import llguidance. This one decides how a tokenizer is described to it, which grammars
+are refused and with which limits: every mask is computed within a fixed amount of work, so that no grammar can hold up
+a batch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from forerun.errors import InvalidGrammar, MissingPackage
 from forerun.sampling.grammar import Grammar
+from forerun.sampling.trial import UNTRIED_CHARACTERS, problem_of_trial
 
 KEPT_GRAMMARS = 64  # compiled ones that are kept: servers are asked with the same few again and again
 SHOWN_CHARACTERS = 300  # of what llguidance says
@@ -133,6 +135,8 @@ class Matchers:
             source = json.dumps({"grammars": self._sources(grammar, "start")})
         except ValueError as error:
             raise InvalidGrammar(f"llguidance refuses it: {brief(str(error))}") from error
+        if grammar.num_characters > UNTRIED_CHARACTERS and (problem := self._problem(source)) is not None:
+            raise InvalidGrammar(f"llguidance refuses it: {brief(problem)}")
         limits = guidance.LLParserLimits(verbose_errors=False)
         inner = guidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if inner.is_error():
@@ -141,6 +145,11 @@ class Matchers:
         if not matcher.fork().mask().any():
             raise InvalidGrammar("it allows no text at all, or none but the empty one: allow at least one character.")
         return matcher
+
+    def _problem(self, source: str) -> str | None:
+        """What a trial in another process finds wrong with a grammar."""
+        names = {token: self._texts.names(token) or "" for token in self._texts.special}
+        return problem_of_trial(source, len(self._texts.spelled), names)
 
     def _sources(self, grammar: Grammar, name: str) -> list[dict[str, Any]]:
         """A grammar and its parts, as llguidance's own format writes them."""

@@ -1,0 +1,93 @@
+"""Trial: a long grammar is compiled in a process of its own before this one compiles it.
+
+llguidance follows references by recursion and builds automata without a limit of time, so that a few thousand rules
+overflow the stack, which ends the process, and a long expression takes minutes. This file decides which grammars are
+long enough for that, and how much time, memory and stack such a grammar may take.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+UNTRIED_CHARACTERS = 4000  # a shorter grammar has a few hundred rules, and the stack holds ten times as many
+LIMIT_S = 2  # of processor time: ten times what long schemas that people write take
+PATIENCE_S = 20.0  # by the clock, on a busy machine or a system without the other limit
+MOST_MEMORY = 1 << 30  # bytes
+STACK_BYTES = 1 << 22  # half of what threads have, so that what holds here holds there
+TOO_MUCH = "compiling it takes too much time, memory or depth."
+PROGRAM = "import sys; sys.path += sys.argv[1:]; from forerun.sampling.trial import main; main()"
+
+
+def problem_of_trial(source: str, num_tokens: int, special: Mapping[int, str]) -> str | None:
+    """What is wrong with a grammar in llguidance's own format, for a vocabulary of so many ids; None where it compiles.
+
+    `special` has the names of the ids that the grammar may name. Takes at most PATIENCE_S, and is safe for any source.
+    """
+    origins = [spec.origin for name in ("forerun", "llguidance") if (spec := find_spec(name)) is not None]
+    folders = dict.fromkeys(str(Path(origin).absolute().parents[1]) for origin in origins if origin is not None)
+    command = [sys.executable, "-I", "-S", "-c", PROGRAM, *folders]
+    request = json.dumps([source, num_tokens, list(special.items())]).encode()
+    try:
+        done = subprocess.run(command, input=request, capture_output=True, timeout=PATIENCE_S, process_group=0)
+    except subprocess.TimeoutExpired:
+        return TOO_MUCH
+    return json.loads(done.stdout)[0] if done.returncode == 0 else TOO_MUCH
+
+
+class StandInVocabulary:
+    """A vocabulary of as many ids as the real one, for llguidance: the bytes, the special tokens, and filling."""
+
+    def __init__(self, num_tokens: int, special: Sequence[tuple[int, str]]) -> None:
+        self.eos_token_id, self.bos_token_id = num_tokens, None
+        ordinary = [bytes([i]) if i < 256 else b"\xff" + i.to_bytes(4, "big") for i in range(num_tokens)]
+        self.tokens = [*ordinary, b"<end of the grammar>"]
+        for token, name in special:
+            self.tokens[token] = name.encode()
+        self.special_token_ids = [num_tokens, *(token for token, _ in special)]
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def limit_resources() -> None:
+    """Bound this process's time and memory, and let it leave no image of it when it crashes, where that can be done."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+
+
+def compile_grammar(source: str, num_tokens: int, special: Sequence[tuple[int, str]]) -> str | None:
+    """Compile a grammar and compute its first mask; what llguidance says against it, if anything."""
+    import llguidance
+
+    vocabulary: Any = llguidance.TokenizerWrapper(StandInVocabulary(num_tokens, special))
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(vocabulary), source, log_level=0, limits=limits)
+    if matcher.is_error():
+        return str(matcher.get_error())
+    matcher.compute_bitmask()
+    return None
+
+
+def main() -> None:
+    """Compile the grammar of the request on standard input, and write what is wrong with it; or end in the attempt."""
+    request = json.load(sys.stdin.buffer)
+    limit_resources()
+    threading.stack_size(STACK_BYTES)
+    outcome = list[str | None]()
+    thread = threading.Thread(target=lambda: outcome.append(compile_grammar(*request)))
+    thread.start()
+    thread.join()
+    sys.stdout.write(json.dumps(outcome))
+    sys.exit(not outcome)

@@ -1,0 +1,101 @@
+"""Trials: no grammar, however deep or slow, ends this process or holds it for long, and honest ones pass."""
+
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+from tests.sampling.test_grammar import requests
+
+from forerun.errors import InvalidGrammar
+from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
+from forerun.sampling.matcher import Matchers
+from forerun.sampling.trial import LIMIT_S, TOO_MUCH, UNTRIED_CHARACTERS, problem_of_trial
+
+CHAINS: dict[str, Callable[[int], Grammar]] = {  # grammars that are as deep, or as much work, as they are long
+    "rules": lambda n: Grammar.lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'),
+    "a circle of rules": lambda n: Grammar.lark(
+        "start: r0\n" + "".join(f'r{i}: "x" r{(i + 1) % n}\n' for i in range(n))
+    ),
+    "terminals": lambda n: Grammar.lark(
+        "start: T0\n" + "".join(f'T{i}: T{i + 1} "a"\n' for i in range(n)) + f'T{n}: "a"'
+    ),
+    "special tokens": lambda n: Grammar.lark(
+        "start: <s> r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'
+    ),
+    "references": lambda n: of_definitions(n, lambda to: {"$ref": to}),
+    "properties": lambda n: of_definitions(n, lambda to: {"properties": {"a": {"$ref": to}}}),
+    "items": lambda n: of_definitions(n, lambda to: {"items": {"$ref": to}}),
+    "conjunctions": lambda n: of_definitions(n, lambda to: {"allOf": [{"$ref": to}, {"$ref": to}]}),
+    "alternatives": lambda n: of_definitions(n, lambda to: {"anyOf": [{"$ref": to}, {"type": "null"}]}),
+    "options": lambda n: Grammar.regex("a?" * n),
+    "groups": lambda n: Grammar.regex("(" * n + "a" + ")" * n),
+    "parentheses": lambda n: Grammar.lark("start: " + "(" * n + '"a"' + ")" * n),
+    "negations": lambda n: Grammar.lark("start: A\nA: " + "~(" * n + '"a"' + ")" * n),
+}
+
+
+def of_definitions(n: int, link: Callable[[str], object]) -> Grammar:
+    """A chain of definitions, each of which leads to the next."""
+    links = {str(i): link(f"#/$defs/{i + 1}") for i in range(n)}
+    return Grammar.json({"$ref": "#/$defs/0", "$defs": {**links, str(n): {"type": "string"}}})
+
+
+def longest(kind: str, most: int) -> Grammar:
+    """The longest grammar of a kind that has at most so many characters."""
+    low, high = 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            low, high = (middle, high) if CHAINS[kind](middle).num_characters <= most else (low, middle)
+        except InvalidGrammar:
+            high = middle
+    return CHAINS[kind](low)
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize(
+    "most", [UNTRIED_CHARACTERS, pytest.param(40_000, marks=pytest.mark.full), MOST_GRAMMAR_CHARACTERS]
+)
+def test_a_grammar_of_any_depth_is_compiled_or_refused_soon(kind: str, most: int) -> None:
+    """In a thread, as in a server. A stack that overflows would end this process, and all tests with it."""
+    grammar, outcome = longest(kind, most), list[str]()
+
+    def attempt() -> None:
+        try:
+            Matchers(requests().spelled_tokens).matcher(grammar)
+            outcome.append("")
+        except InvalidGrammar as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join(10 * LIMIT_S)
+    assert outcome, "it still compiles"
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_what_is_compiled_without_a_trial_needs_less_than_half_of_the_stack(kind: str) -> None:
+    """As a trial shows, whose stack is half as large."""
+    matchers = Matchers(requests().spelled_tokens)
+    source = json.dumps({"grammars": matchers._sources(longest(kind, UNTRIED_CHARACTERS), "start")})
+    assert problem_of_trial(source, 512, {1: "<s>"}) != TOO_MUCH
+
+
+def test_what_is_too_deep_is_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidGrammar, match=TOO_MUCH):
+        Matchers(requests().spelled_tokens).matcher(CHAINS["rules"](10_000))
+
+
+def test_long_honest_grammars_pass_and_mean_what_short_ones_mean() -> None:
+    schema = {"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(900)}}
+    assert len(json.dumps(schema)) > 5 * UNTRIED_CHARACTERS
+    padding = "// " + "a" * UNTRIED_CHARACTERS + "\n"
+    matchers = Matchers(requests().spelled_tokens)
+    for grammar in (Grammar.json(schema), Grammar.choice([f"choice {i}" for i in range(900)])):
+        assert matchers.matcher(grammar).mask().any()
+    for text in ('start: "a" <s>', "start: <s> /b*/", "start: <[300-310]>"):
+        short, long = Grammar.lark(text), Grammar.lark(padding + text)
+        assert (matchers.matcher(short).mask() == matchers.matcher(long).mask()).all()
+    with pytest.raises(InvalidGrammar, match="nothing"):
+        matchers.matcher(Grammar.lark(padding + "start: nothing"))
