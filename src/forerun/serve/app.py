@@ -129,7 +129,7 @@ class HttpRoutes:
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
-        return json_response(writer.whole())
+        return Response(await self.service.whole(writer), media_type="application/json")
 
     async def events(self, writer: Writer, deltas: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
         """The events of a stream. An error behind the first is an event too, and the last."""

@@ -38,6 +38,7 @@ SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number 
 LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 PROMPTS = ("prompt", "messages", "input")  # the fields that a prompt comes from
 MOST_CHAT_LOGPROBS = 128
+FEW_LOGPROBS = 1 << 20  # of one body, which take half a gigabyte until they are written; a full context has 21 a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Asked:
     `limit_field` is the field that says how many tokens an answer may have, if one does. `form` says how its reasoning
     is written, which is told if `include_reasoning` says so, and how it calls the functions of the `tools`. `body`
     is what was sent, for answers that repeat it, and `arms` are the names of what drafts. With `echo` a completion
-    begins with its prompt; with `only_prompt` it is the prompt alone, and the one token behind it is not told.
+    begins with its prompt; with `only_prompt` it is the prompt alone, and the one token behind it is not told. The
+    answers have at most `num_logprobs` log-probabilities.
     """
 
     endpoint: Endpoint
@@ -63,6 +65,7 @@ class Asked:
     return_token_ids: bool = False
     echo: bool = False
     only_prompt: bool = False
+    num_logprobs: int = 0
     arms: Seq[str] = ()
     body: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,7 +83,24 @@ def prepared(
         asked = asked_of(body, endpoint, llm, tenant, settings)
         answers = llm.ask(asked.requests)
     require_room(asked, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
-    return asked, answers
+    most = max(FEW_LOGPROBS, 21 * llm.plan.max_model_len)
+    if (number := num_logprobs(answers)) > most:
+        name = next((name for name in ("prompt_logprobs", "top_logprobs") if body.get(name) is not None), "logprobs")
+        problem = f"{number} log-probabilities, of all tokens, samples and prompts together, are more than {most}"
+        raise refused(name, f"{name}: {problem}: ask for fewer, or for fewer tokens, samples or prompts at once.")
+    return replace(asked, num_logprobs=number), answers
+
+
+def num_logprobs(answers: Answers) -> int:
+    """How many log-probabilities the answers to one body may have, those of their prompts included, before it runs."""
+    number = 0
+    for _, samples in answers.requests:
+        first, params = samples[0], samples[0].params
+        if params.prompt_logprobs is not None:
+            number += first.num_prompt * (params.prompt_logprobs + 1)
+        if params.logprobs is not None:
+            number += len(samples) * first.room * (params.logprobs + 1)
+    return number
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from forerun.output import Answers
 from forerun.serve.answers import AnswerWriter, Writer, counts_of
 from forerun.serve.asking import Asked, prepared
 from forerun.serve.body import parsed_body
+from forerun.serve.envelope import written, written_pieces
 from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.logs import RequestLog
@@ -33,6 +35,7 @@ from forerun.serve.spelled import TokenTexts
 from forerun.serve.uploads import Uploads
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+QUICK_LOGPROBS = 2000  # take some milliseconds to write
 T = TypeVar("T")
 MakeWriter = Callable[[Asked, Answers, TokenTexts, str], Writer]
 WRITERS: Mapping[Endpoint, MakeWriter] = {
@@ -64,6 +67,7 @@ class Service:
         self.metrics = Metrics(llm, self.gate)
         self.texts = TokenTexts(llm.tokenizer)
         self.started = int(time.time())
+        self.long_answers = ThreadPoolExecutor(1, "long answers")
         self.front = AsyncLLM(llm)
         self.sinks: list[RecordSink] = [RequestLog()]
         if settings.otlp_endpoint:
@@ -82,6 +86,7 @@ class Service:
     def close(self) -> None:
         """Stop the engine's thread; whoever is still waiting is told so."""
         self.front.close()
+        self.long_answers.shutdown(wait=False, cancel_futures=True)
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
             sink.close()
@@ -109,6 +114,17 @@ class Service:
                 shown = request.prompt if request.prompt is not None else request.prompt_token_ids
                 log.info("%s %r %r", endpoint, shown, request.sampling_params)
         return WRITERS[endpoint](asked, answers, self.texts, self.model_name)
+
+    async def whole(self, writer: Writer) -> bytes:
+        """The answer to a body that is no stream, in JSON.
+
+        A long one is written in another thread, and one after the other, since while it is it has several forms.
+        """
+        if writer.asked.num_logprobs <= QUICK_LOGPROBS:
+            return written(writer.whole())
+        return await asyncio.get_running_loop().run_in_executor(
+            self.long_answers, lambda: b"".join(written_pieces(writer.whole()))
+        )
 
     async def deltas(self, visit: Visit, writer: Writer) -> AsyncGenerator[Delta, None]:
         """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""
