@@ -8,6 +8,7 @@ long enough for that, and how much time, memory and stack such a grammar may tak
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 UNTRIED_CHARACTERS = 4000  # a shorter grammar has a few hundred rules, and the stack holds ten times as many
 LIMIT_S = 2  # of processor time: ten times what long schemas that people write take
 PATIENCE_S = 20.0  # by the clock, on a busy machine or a system without the other limit
+NICENESS = 10  # whoever is answered comes first
 MOST_MEMORY = 1 << 30  # bytes
 STACK_BYTES = 1 << 22  # half of what threads have, so that what holds here holds there
 TOO_MUCH = "compiling it takes too much time, memory or depth."
@@ -59,8 +61,10 @@ class StandInVocabulary:
 
 def limit_resources() -> None:
     """Bound this process's time and memory, and let it leave no image of it when it crashes, where that can be done."""
-    with suppress(ImportError, OSError, ValueError):
+    with suppress(ImportError, OSError, ValueError, AttributeError):
         import resource
+
+        os.nice(NICENESS)
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 1))

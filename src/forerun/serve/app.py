@@ -184,11 +184,12 @@ class HttpRoutes:
         self.tenant(request)
         return json_response(tokenizer_info(self.service))
 
-    async def text_work(self, request: Request, work: Callable[[Service, bytes], dict[str, Any]]) -> Response:
+    async def text_work(self, request: Request, work: Callable[[Service, dict[str, Any]], dict[str, Any]]) -> Response:
         """Work of the tokenizer, in another thread; its bodies count among those that are let in."""
         visit, raw = await self.entered(request)
         try:
-            return json_response(await asyncio.to_thread(work, self.service, raw))
+            body = await self.service.body(raw)
+            return json_response(await self.service.work(body, lambda: work(self.service, body)))
         finally:
             self.service.gate.leave(visit)
 

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import secrets
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 

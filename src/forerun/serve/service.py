@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
@@ -32,9 +33,12 @@ from forerun.serve.schema import Endpoint
 from forerun.serve.settings import BODY_S, ServeSettings
 from forerun.serve.spans import SpanSink
 from forerun.serve.spelled import TokenTexts
+from forerun.serve.structured import FIELDS_OF_FORM
 from forerun.serve.uploads import Uploads
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+SLOW_FIELDS = ("chat_template", "tools", *FIELDS_OF_FORM)
+NUM_SLOW_BODIES = 2  # that are read at once, each with a process of its own for what it brings
 QUICK_LOGPROBS = 2000  # take some milliseconds to write
 T = TypeVar("T")
 MakeWriter = Callable[[Asked, Answers, TokenTexts, str], Writer]
@@ -67,6 +71,7 @@ class Service:
         self.metrics = Metrics(llm, self.gate)
         self.texts = TokenTexts(llm.tokenizer)
         self.started = int(time.time())
+        self.slow_bodies = ThreadPoolExecutor(NUM_SLOW_BODIES, "slow bodies")
         self.long_answers = ThreadPoolExecutor(1, "long answers")
         self.front = AsyncLLM(llm)
         self.sinks: list[RecordSink] = [RequestLog()]
@@ -86,7 +91,8 @@ class Service:
     def close(self) -> None:
         """Stop the engine's thread; whoever is still waiting is told so."""
         self.front.close()
-        self.long_answers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.slow_bodies, self.long_answers):
+            pool.shutdown(wait=False, cancel_futures=True)
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
             sink.close()
@@ -98,16 +104,29 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def writer(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Writer:
-        """A body, checked and made into sequences, with the writer of its answer; nothing runs yet.
+        """A body, checked and made into sequences, with the writer of its answer; nothing runs yet."""
+        body = await self.body(raw)
+        return await self.work(body, partial(self.read, visit, endpoint, body))
 
-        Reading and tokenizing a long body takes time, so it is done in another thread.
-        """
-        return await asyncio.to_thread(self.read, visit, endpoint, raw)
-
-    def read(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Writer:
-        """The same in this thread."""
-        body = parsed_body(raw)
+    async def body(self, raw: bytes) -> dict[str, Any]:
+        """The JSON object of a body for the model that is served; long ones take time, hence in another thread."""
+        body = await asyncio.to_thread(parsed_body, raw)
         self.check_model(body.get("model"))
+        return body
+
+    async def work(self, body: Mapping[str, Any], task: Callable[[], T]) -> T:
+        """What a task gives that reads a body, in another thread.
+
+        Where the body brings what has to be compiled or run, which may take seconds, it is one of few threads that are
+        for such bodies alone, so that others do not wait for them.
+        """
+        if all(body.get(name) is None for name in SLOW_FIELDS):
+            return await asyncio.to_thread(task)
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self.slow_bodies, context.run, task)
+
+    def read(self, visit: Visit, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
+        """The writer of a body's answer, in this thread."""
         asked, answers = prepared(body, endpoint, self.llm, visit.tenant, self.settings)
         if self.settings.log_prompts:
             for request, _ in answers.requests:

@@ -7,17 +7,15 @@ from typing import Any
 from forerun.errors import ChatTemplateError
 from forerun.limits import shown
 from forerun.serve.asking import prompt_named
-from forerun.serve.body import parsed_body, served_fields, switch
+from forerun.serve.body import served_fields, switch
 from forerun.serve.conversation import ChatBody
 from forerun.serve.message_input import chat_fields
 from forerun.serve.problems import MISSING, refused
 from forerun.serve.service import Service
 
 
-def tokenized(service: Service, raw: bytes) -> dict[str, Any]:
+def tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """The token ids of `prompt`, or of `messages` in the chat template; their number, and the limit."""
-    body = parsed_body(raw)
-    service.check_model(body.get("model"))
     given = served_fields(body, "tokenize", service.settings.lenient)
     llm, prompt = service.llm, given.get("prompt")
     if (prompt is None) == ("messages" not in given):
@@ -36,10 +34,8 @@ def tokenized(service: Service, raw: bytes) -> dict[str, Any]:
     return own
 
 
-def detokenized(service: Service, raw: bytes) -> dict[str, Any]:
+def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """The text of `tokens`."""
-    body = parsed_body(raw)
-    service.check_model(body.get("model"))
     tokens = served_fields(body, "detokenize", service.settings.lenient).get("tokens")
     num_ids = service.llm.requests.num_ids
     if tokens is None:
@@ -52,10 +48,8 @@ def detokenized(service: Service, raw: bytes) -> dict[str, Any]:
     return {"prompt": service.llm.tokenizer.decode(tokens)}
 
 
-def counted(service: Service, raw: bytes) -> dict[str, Any]:
+def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """How many tokens the prompt of a body of /v1/messages has."""
-    body = parsed_body(raw)
-    service.check_model(body.get("model"))
     chat = ChatBody.of(
         chat_fields(served_fields(body, "messages", service.settings.lenient)), service.llm, service.settings
     )
