@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -129,10 +130,50 @@ def test_what_is_drawn_from_a_grammar_is_read_as_calls(name: str) -> None:
     assert whole
 
 
+@pytest.mark.parametrize("pattern", [r"^a\/b$", "^a/b$", r"^a[/]b$", r"^a\x2fb$"])
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM-4.5"])
+def test_a_pattern_may_have_slashes_in_any_spelling(name: str, pattern: str) -> None:
+    schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
+    grammar = ToolUse([], {"f": schema}, NAMED[name], "required", False).grammar({})
+    assert accepts(grammar, written(name, ("f", {"a": "a/b"})))
+    assert not accepts(grammar, written(name, ("f", {"a": "ab"})))
+
+
+@pytest.mark.parametrize("kind", [str, int])
+def test_all_of_many_choices_may_be_made(kind: Any) -> None:
+    schema = {"properties": {"a": {"enum": [kind(i) for i in range(200)]}}}
+    grammar = ToolUse([], {"f": schema}, NAMED["Qwen3-Coder"], "required", False).grammar({})
+    for i, right in ((0, True), (63, True), (64, True), (199, True), (200, False)):
+        assert accepts(grammar, written("Qwen3-Coder", ("f", {"a": kind(i)}))) == right
+
+
+@pytest.mark.parametrize("beside", [{}, {"description": "One of them."}])
+@pytest.mark.parametrize("inside", [{}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"type": ["string"]}])
+def test_one_definition_may_be_meant_very_often(beside: Any, inside: Any) -> None:
+    """It is not copied as often, which would take gigabytes."""
+    often = {f"p{i}": {"$ref": "#/$defs/d", **beside} for i in range(8_000)}
+    schema = {"$defs": {"d": {f"k{i}": 0 for i in range(8_000)} | inside}, "properties": often}
+    began_s = time.thread_time()
+    with pytest.raises(ApiError) as refusal:
+        ToolUse([], {"f": schema}, NAMED["Qwen3-Coder"], "required", True).grammar({})
+    text = "<tool_call><function=f><parameter=p1>7</parameter></function></tool_call>"
+    assert [kind for kind, _ in parts(answer("Qwen3-Coder", {"f": schema}), [text])] == ["call"]
+    assert time.thread_time() - began_s < 1
+    assert len(str(refusal.value)) < 300
+
+
 UNKEPT = [
     ({"properties": {"a": {"type": "string", "format": "date"}}}, "'format' of a text"),
     ({"properties": {"a": {"type": "string"}}, "minProperties": 1}, "'minProperties' of the arguments of 'f'"),
     ({"properties": {"a>b": {"type": "string"}}}, "the name 'a>b'"),
+    ({"properties": {"a": {"anyOf": [{"const": i} for i in range(65)]}}}, "more than 64 alternatives of 'a'"),
+    (
+        {
+            "$defs": {"d": {f"k{i}": 0 for i in range(2_000)}},
+            "properties": {f"p{i}": {"$ref": "#/$defs/d", "title": ""} for i in range(2_000)},
+        },
+        "all that the references",
+    ),
     ({"anyOf": [{"properties": {}, "patternProperties": {}}]}, "'patternProperties'"),
 ]
 

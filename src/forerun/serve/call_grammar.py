@@ -10,14 +10,24 @@ import re
 from collections.abc import Callable, Mapping
 
 from forerun.errors import InvalidGrammar
-from forerun.sampling.grammar import Grammar, quoted
+from forerun.limits import shown
+from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar, quoted
 from forerun.serve.calls import KEY, CallForm, CallKind
-from forerun.serve.parameters import DEFINITIONS, Schema, object_of, parameters_of, required_of
+from forerun.serve.parameters import (
+    DEFINITIONS,
+    MOST_ALTERNATIVES,
+    Room,
+    Schema,
+    object_of,
+    parameters_of,
+    required_of,
+)
 
 MOST_CALLS = 16  # of one answer that must call
 REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment", *DEFINITIONS}
 OF_OBJECTS = REMARKS | {"type", "properties", "required", "additionalProperties", "$schema", "$id"}
 OF_TEXT = REMARKS | {"type", "enum", "const", "pattern", "minLength", "maxLength"}
+SLASH = re.compile(r"(\\.)|/", re.DOTALL)  # or what is escaped already
 ANY = "ANY: /(.|\\n)*/"
 Parts = dict[str, Grammar]
 
@@ -79,26 +89,35 @@ def of_object(schema: Schema | None) -> Grammar:
 
 def tagged_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts: Parts) -> str:
     """A call as a name and parameters, in the order of the schema."""
+    of_object(schema)  # one that is too long for a grammar is not read
     ending = form.value[1].strip()
     rules = [f"until_{i}[lazy]: ANY {quoted(ending)}"]
     whole = {} if schema is None else object_of(schema)
     if unkept := whole.keys() - OF_OBJECTS:
-        raise unserved(form, f"{sorted(unkept)[0]!r} of the arguments of {name!r}")
-    parameters = {} if schema is None else parameters_of(schema)
+        raise unserved(form, f"{shown(min(unkept))} of the arguments of {shown(name)}")
+    room = Room()
+    parameters = {} if schema is None else parameters_of(schema, room)
+    if room.num_members < 0:
+        raise unserved(form, f"all that the references in the arguments of {shown(name)} stand for")
     required = [] if schema is None else required_of(schema)
-    uses = []
+    uses, size = [], 0
     if not parameters and whole.get("additionalProperties") is not False:
         uses.append(f"any_{i}*")
         head = f"{quoted(form.parameter[0])} /[^<>\\n]+/ {quoted(form.parameter[1] + form.value[0])}"
         rules.append(f"any_{i}: {head} until_{i} {lark(form.value[1].partition(ending)[2])}")
     for k, (key, alternatives) in enumerate(parameters.items()):
         if not KEY.fullmatch(key):
-            raise unserved(form, f"the name {key!r}")
+            raise unserved(form, f"the name {shown(key)}")
+        if len(alternatives) > MOST_ALTERNATIVES:
+            raise unserved(form, f"more than {MOST_ALTERNATIVES} alternatives of {shown(key)}")
         values = [text_rule(form, f"{i}_{k}_{j}", leaf, rules) for j, leaf in enumerate(alternatives) if is_text(leaf)]
         if not values:
             definitions = {word: schema[word] for word in DEFINITIONS if schema and word in schema}
             parts[f"value_{i}_{k}"] = Grammar.json({**definitions, "anyOf": list(alternatives)})
             values = [f"@value_{i}_{k} {quoted(form.value[1])}"]
+            size += parts[f"value_{i}_{k}"].num_characters
+            if size > MOST_GRAMMAR_CHARACTERS:
+                raise InvalidGrammar(f"it has more than {MOST_GRAMMAR_CHARACTERS} characters: write shorter schemas.")
         elif any(leaf.get("type") == "null" for leaf in alternatives):
             values.append(quoted(f"null{form.value[1]}"))
         rules.append(f"value_{i}_{k}: {' | '.join(values)}")
@@ -118,7 +137,7 @@ def text_rule(form: CallForm, place: str, leaf: Schema, rules: list[str]) -> str
     """Text as a value, with what stands behind it."""
     end, ending = form.value[1], form.value[1].strip()
     if unkept := leaf.keys() - OF_TEXT:
-        raise unserved(form, f"{sorted(unkept)[0]!r} of a text")
+        raise unserved(form, f"{shown(min(unkept))} of a text")
     choices = leaf.get("enum", [leaf["const"]] if "const" in leaf else None)
     if isinstance(choices, list):
         return " | ".join(quoted(f"{choice}{end}") for choice in choices if isinstance(choice, str))
@@ -127,7 +146,7 @@ def text_rule(form: CallForm, place: str, leaf: Schema, rules: list[str]) -> str
         forms.append(f"(?s:.{{{leaf.get('minLength', 0)},{leaf.get('maxLength', '')}}})")
     if not forms:
         return f"until_{place.partition('_')[0]} {lark(end.partition(ending)[2])}"
-    written = " & ".join(f"/{each.replace('/', chr(92) + '/')}/" for each in forms)
+    written = " & ".join(f"/{SLASH.sub(lambda part: part[1] or chr(92) + '/', each)}/" for each in forms)
     rules.append(f"TEXT_{place}: {written} & ~/(.|\\n)*{regex(ending)}(.|\\n)*/")
     rules.append(f"ENDED_{place}: TEXT_{place} {quoted(end)}")
     return f"ENDED_{place}"

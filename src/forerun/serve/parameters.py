@@ -7,23 +7,48 @@ where a schema names alternatives or refers to its definitions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 MOST_DEPTH = 32  # of references and alternatives
 MOST_ALTERNATIVES = 64
+MOST_MEMBERS = 100_000
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 DEFINITIONS = ("$defs", "definitions")
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 Schema = Mapping[str, Any]
 
 
-def parameters_of(schema: Schema) -> dict[str, list[Schema]]:
-    """The alternatives of every parameter, by its name; those of one that is only required allow anything."""
+@dataclass(slots=True)
+class Room:
+    """How many members of schemas may still be copied, for references can repeat one schema very often."""
+
+    num_members: int = MOST_MEMBERS
+
+    def joined(self, first: Schema, second: Schema) -> Schema:
+        """A schema with the members of both; an empty one where there is no room."""
+        if not first or not second:
+            return first or second
+        self.num_members -= len(first) + len(second)
+        return {**first, **second} if self.num_members >= 0 else {}
+
+    def without(self, word: str, schema: Schema) -> Schema:
+        """A schema without one of its members; an empty one where there is no room."""
+        self.num_members -= len(schema)
+        return {name: value for name, value in schema.items() if name != word} if self.num_members >= 0 else {}
+
+
+def parameters_of(schema: Schema, room: Room | None = None) -> dict[str, list[Schema]]:
+    """The alternatives of every parameter, by its name; those of one that is only required allow anything.
+
+    Of more than MOST_ALTERNATIVES one more is given. Where there is no room any more, anything is allowed.
+    """
+    room = room or Room()
     properties = object_of(schema).get("properties")
     named: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
     named |= {name: {} for name in required_of(schema) if name not in named}
-    return {name: list(islice(leaves(each, schema), MOST_ALTERNATIVES)) for name, each in named.items()}
+    return {name: list(islice(leaves(each, schema, room), MOST_ALTERNATIVES + 1)) for name, each in named.items()}
 
 
 def required_of(schema: Schema) -> list[str]:
@@ -34,7 +59,7 @@ def required_of(schema: Schema) -> list[str]:
 
 def object_of(schema: Schema) -> Schema:
     """The schema of all arguments together, behind its references."""
-    return next(leaves(schema, schema), {})
+    return next(leaves(schema, schema, Room()), {})
 
 
 def types_of(alternatives: list[Schema]) -> set[str]:
@@ -42,32 +67,36 @@ def types_of(alternatives: list[Schema]) -> set[str]:
     return {str(leaf["type"]) for leaf in alternatives if "type" in leaf}
 
 
-def leaves(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
+def leaves(schema: Any, root: Schema, room: Room, depth: int = 0) -> Iterator[Schema]:
     """The alternatives of a schema, each with one type or none. References into the definitions are followed."""
     if not isinstance(schema, Mapping) or depth > MOST_DEPTH:
         yield {}
         return
-    rest = dict(schema)
-    several = next((word for word in ALTERNATIVES if rest.get(word) and isinstance(rest[word], list)), None)
-    if "$ref" in rest:
-        yield from leaves(referred(rest.pop("$ref"), root) | rest, root, depth + 1)
-    elif several is not None and (several != "allOf" or len(rest[several]) == 1):
-        for each in rest.pop(several):
-            yield from leaves({**rest, **each} if isinstance(each, Mapping) else each, root, depth + 1)
-    elif isinstance(rest.get("type"), list):
-        for each in rest["type"]:
-            yield from leaves({**rest, "type": each}, root, depth + 1)
-    elif "type" not in rest and ("enum" in rest or "const" in rest):
-        for value in rest["enum"] if isinstance(rest.get("enum"), list) else [rest.get("const")]:
-            yield {**rest, "enum": [value], "type": TYPES.get(type(value), "null")}
+    several = next((word for word in ALTERNATIVES if schema.get(word) and isinstance(schema[word], list)), None)
+    if "$ref" in schema:
+        whole = room.joined(referred(schema["$ref"], root), room.without("$ref", schema))
+        yield from leaves(whole, root, room, depth + 1)
+    elif several is not None and (several != "allOf" or len(schema[several]) == 1):
+        rest = room.without(several, schema)
+        for each in schema[several]:
+            yield from leaves(room.joined(rest, each) if isinstance(each, Mapping) else each, root, room, depth + 1)
+    elif isinstance(schema.get("type"), list):
+        for each in schema["type"]:
+            yield from leaves(room.joined(schema, {"type": each}), root, room, depth + 1)
+    elif "type" not in schema and ("enum" in schema or "const" in schema):
+        values: dict[str, list[Any]] = {}
+        for value in schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]:
+            values.setdefault(TYPES.get(type(value), "null"), []).append(value)
+        for kind, enum in values.items():
+            yield room.joined(schema, {"enum": enum, "type": kind})
     else:
-        yield rest
+        yield schema
 
 
-def referred(reference: object, root: Schema) -> dict[str, Any]:
+def referred(reference: object, root: Schema) -> Schema:
     """The definition that a reference names; an empty schema for any other reference."""
     _, _, path = str(reference).partition("#/")
     kind, _, name = path.partition("/")
     known = root.get(kind) if kind in DEFINITIONS else None
     found = known.get(name) if isinstance(known, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else {}
+    return found if isinstance(found, Mapping) else {}
