@@ -20,7 +20,7 @@ from forerun.serve.settings import ServeSettings
 from forerun.text.chat import ChatTemplate
 from forerun.text.renderer import Renderer
 from forerun.text.tokenizer import Tokenizer
-from serve.servers import PATIENCE_S, TEMPLATE, drafting, plain, running
+from serve.servers import PATIENCE_S, TEMPLATE, drafting, plain, running, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": TEMPLATE}
 SETTINGS = ServeSettings(trust_request_templates=True)
@@ -121,3 +121,25 @@ def test_bodies_that_take_long_to_read_leave_others_the_threads(monkeypatch: pyt
                 release.set()
             assert plain_one.status_code == 200
             assert {each.result().status_code for each in slow} == {400}
+
+
+def test_bodies_that_wait_to_be_read_at_the_end_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = threading.Event()
+    monkeypatch.setattr(service, "NUM_SLOW_BODIES", 1)
+    monkeypatch.setattr(service, "prepared", lambda *body: held.wait(PATIENCE_S) and prepared(*body))
+    with drafting() as llm, running(llm, drain_s=0.1) as server, ThreadPoolExecutor(3) as pool:
+        sent = [pool.submit(server.post, "/v1/chat/completions", **CHAT) for _ in range(3)]
+        try:
+            until(lambda: server.server.service.slow_bodies._work_queue.qsize() == 2)
+            server.server.loop.call_soon_threadsafe(server.server.drain)
+            until(lambda: sum(each.done() for each in sent) >= 2)
+        finally:
+            held.set()
+        answers = [each.result() for each in sent if each.exception() is None]
+    assert len(answers) >= 2
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_closed")
+    assert "Traceback" not in caplog.text
+    assert 'File "' not in caplog.text

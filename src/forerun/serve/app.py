@@ -237,7 +237,8 @@ class HttpRoutes:
     def told(self, error: BaseException) -> ApiError:
         """An error as an answer; those that nobody foresaw are logged."""
         problem = problem_of(error)
-        if problem.status >= 500 and not isinstance(error, ApiError):
+        ends = isinstance(error, EngineClosed) and self.service.front.closing
+        if problem.status >= 500 and not isinstance(error, ApiError) and not ends:
             # The message of an error that nobody foresaw may hold what was asked; where it was raised does not.
             own = isinstance(error, ForerunError) or self.service.settings.log_prompts
             what = str(error) if own else type(error).__name__

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from forerun.async_llm import AsyncLLM
 from forerun.engine.delta import Delta
+from forerun.errors import EngineClosed
 from forerun.limits import shown
 from forerun.llm import LLM
 from forerun.output import Answers
@@ -122,8 +123,7 @@ class Service:
         """
         if all(body.get(name) is None for name in SLOW_FIELDS):
             return await asyncio.to_thread(task)
-        context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(self.slow_bodies, context.run, task)
+        return await self.within(self.slow_bodies, partial(contextvars.copy_context().run, task))
 
     def read(self, visit: Visit, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
         """The writer of a body's answer, in this thread."""
@@ -141,9 +141,16 @@ class Service:
         """
         if writer.asked.num_logprobs <= QUICK_LOGPROBS:
             return written(writer.whole())
-        return await asyncio.get_running_loop().run_in_executor(
-            self.long_answers, lambda: b"".join(written_pieces(writer.whole()))
-        )
+        return await self.within(self.long_answers, lambda: b"".join(written_pieces(writer.whole())))
+
+    async def within(self, pool: ThreadPoolExecutor, task: Callable[[], T]) -> T:
+        """What a task gives in one of these threads. Raises EngineClosed where the service is closed before."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, task)
+        except (asyncio.CancelledError, RuntimeError) as error:
+            if not self.front.closing:
+                raise
+            raise EngineClosed from error
 
     async def deltas(self, visit: Visit, writer: Writer) -> AsyncGenerator[Delta, None]:
         """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""
