@@ -545,7 +545,16 @@ def test_an_interrupted_training_says_where_it_goes_on(tmp_path: Path) -> None:
     assert folder.next_start() == "goes on from step 12"
 
 
-@pytest.mark.parametrize("kept", ['{"plain_s": 1, "drafted_s": []}', '{"plain_s": NaN, "drafted_s": [1]}', "{", "[]"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        '{"plain_s": 1, "drafted_s": []}',
+        '{"plain_s": NaN, "drafted_s": [1]}',
+        '{"plain_s": 1, "drafted_s": [NaN, 2]}',
+        "{",
+        "[]",
+    ],
+)
 def test_round_times_that_are_damaged_are_none(kept: str, tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text(json.dumps(RoundTimes(0.5, [0.6, 0.75]).as_object()))

@@ -67,7 +67,7 @@ class RoundTimes:
             found = cls(min(float(values["plain_s"]), *drafted_s), drafted_s)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return found if found.plain_s > 0 else None
+        return found if all(each_s > 0 for each_s in (found.plain_s, *drafted_s)) else None
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
