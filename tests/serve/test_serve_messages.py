@@ -228,6 +228,7 @@ def test_null_is_as_good_as_nothing() -> None:
         ({"tools": [{"type": "web_search_20260101", "name": "web_search"}]}, "no tool of the caller's"),
         ({"tools": [WEATHER]}, "tools: the chat template does not show tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice"),
+        ({"tools": [WEATHER | {"strict": 1}]}, "must be true or false"),
         ({"tools": [WEATHER], "tool_choice": {"type": []}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": 3}}, "true or false"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "there are no budgets"),

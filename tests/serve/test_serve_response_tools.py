@@ -132,6 +132,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools", "other kinds are not served"),
     ({"tools": TOOLS}, "tools", r'"function" is not served here: a function has name'),
     ({"tools": [{"type": "function", "parameters": {}}]}, "tools", "no name of a function"),
+    ({"tools": [{**WEATHER, "strict": "true"}]}, "tools", "must be true or false"),
     ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools", '"defer_loading" is not served here'),
     ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", 'and the functions ["weather", '),
     ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "is none of"),

@@ -49,6 +49,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
         ({"tools": [3]}, "tools", "no list of tools"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "no name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools", "no JSON schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": "true"}}]}, "tools", "true or false"),
         ({"tools": TOOLS[:1] * 2}, "tools", "same name"),
         ({"tools": TOOLS * 65}, "tools", "at most 128"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "weather"),

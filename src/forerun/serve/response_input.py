@@ -108,7 +108,7 @@ def tool_of(tool: Any, name: str) -> dict[str, Any]:
         if key not in (*OF_FUNCTIONS, *OF_TOOLS) and value is not None and value is not False:
             problem = f"{name}: {shown(key)} is not served here: a function has {', '.join(OF_FUNCTIONS)}"
             raise refused("tools", f"{problem}.", "unsupported_parameter")
-    strict = {"strict": True} if tool.get("strict") is True else {}
+    strict = {"strict": tool["strict"]} if tool.get("strict") not in (None, False) else {}
     own = {key: tool[key] for key in OF_FUNCTIONS if tool.get(key) is not None}
     return {"type": "function", "function": own | strict}
 

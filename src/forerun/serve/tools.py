@@ -95,6 +95,8 @@ def function_of(tool: Any, name: str) -> tuple[str, Mapping[str, Any]]:
         raise refused("tools", f"{name}: {shown(own)} is no name of a function.")
     if not isinstance(schema, dict | None):
         raise refused("tools", f"{name}: the parameters {shown(schema)} are no JSON schema.")
+    if not isinstance(function.get("strict"), bool | None):
+        raise refused("tools", f"{name}: strict: {shown(function['strict'])} must be true or false.")
     return own, NOTHING if schema is None else schema
 
 
