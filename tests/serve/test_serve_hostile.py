@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -143,3 +144,16 @@ def test_bodies_that_wait_to_be_read_at_the_end_are_told_so(
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_closed")
     assert "Traceback" not in caplog.text
     assert 'File "' not in caplog.text
+
+
+def test_no_depth_of_what_is_repeated_is_a_fault_of_the_server() -> None:
+    """Python reads a little deeper than it writes, since the stack is deeper then."""
+    with drafting() as llm, running(llm) as server, server.http() as http:
+        statuses = []
+        for depth in range(930, 1000, 3):
+            asked = {"input": "Once", "chat_template": TEMPLATE, "max_output_tokens": 1}
+            sent = json.dumps(asked)[:-1] + f', "metadata": {{"a": {"[" * depth + "]" * depth}}}}}'
+            answer = http.post("/v1/responses", content=sent, headers={"Content-Type": "application/json"})
+            statuses.append(answer.status_code)
+    assert statuses == sorted(statuses)
+    assert set(statuses) == {200, 400}

@@ -93,6 +93,8 @@ def problem_of(error: BaseException) -> ApiError:
         return refused("chat_template", str(error))
     if isinstance(error, UnknownKeyword | TokenizerError):
         return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, RecursionError):  # what could be read may still be too deep to be repeated in the answer
+        return ApiError(400, "the body is nested too deep.", code="invalid_value")
     if isinstance(error, OutOfMemory | MemoryError):
         message = f"{error if isinstance(error, OutOfMemory) else NO_MEMORY} Other requests go on."
         return ApiError(503, message, code=OUT_OF_MEMORY, kind=FAULT_OF_SERVER)
