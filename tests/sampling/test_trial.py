@@ -1,17 +1,25 @@
 """Trials: no grammar, however deep or slow, ends this process or holds it for long, and honest ones pass."""
 
+import gc
 import json
+import math
 import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from tests.sampling.test_grammar import requests
 
-from forerun.errors import InvalidGrammar
+import forerun.sampling.matcher as module
+from forerun.errors import ForerunError, InvalidGrammar
+from forerun.llm import LLM
 from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
-from forerun.sampling.matcher import Matchers
+from forerun.sampling.matcher import Matcher, Matchers
+from forerun.sampling.params import SamplingParams
 from forerun.sampling.trial import LIMIT_S, TOO_MUCH, UNTRIED_CHARACTERS, problem_of_trial
+from sampling.test_grammar import requests
 
+STORIES = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 CHAINS: dict[str, Callable[[int], Grammar]] = {  # grammars that are as deep, or as much work, as they are long
     "rules": lambda n: Grammar.lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'),
     "a circle of rules": lambda n: Grammar.lark(
@@ -99,3 +107,36 @@ def test_long_honest_grammars_pass_and_mean_what_short_ones_mean() -> None:
         assert (matchers.matcher(short).mask() == matchers.matcher(long).mask()).all()
     with pytest.raises(InvalidGrammar, match="nothing"):
         matchers.matcher(Grammar.lark(padding + "start: nothing"))
+
+
+@pytest.mark.parametrize("pattern", ["(a{9}){9}", "a*b"])
+def test_a_grammar_whose_masks_take_long_is_not_kept(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What llguidance has computed for it may take 100 MB. It can still be asked for, and so can others."""
+    matchers, grammar = Matchers(requests().spelled_tokens), Grammar.regex(pattern)
+    monkeypatch.setattr(module, "HEAVY_S", math.inf)
+    light = matchers.matcher(Grammar.regex("a*"))
+    first = matchers.matcher(grammar)
+    assert first is matchers.matcher(grammar)
+    monkeypatch.setattr(module, "HEAVY_S", 0.0)
+    mask = first.fork().mask()
+    monkeypatch.setattr(module, "HEAVY_S", math.inf)
+    again = matchers.matcher(grammar)
+    assert again is not first
+    assert (again.mask() == mask).all()
+    assert light is matchers.matcher(Grammar.regex("a*"))
+
+
+def test_memory_of_failed_requests_is_given_back() -> None:
+    """Though their errors, which hold the matchers, refer to themselves."""
+    llm, left = LLM(str(STORIES), dtype="float32"), list[weakref.ref[Matcher]]()
+    gc.disable()
+    try:
+        for number in range(3):
+            grammar = Grammar.regex(f"((((a{{50}}){{50}}){{50}}){{{50 + number}}})")
+            with pytest.raises(ForerunError):
+                llm.generate("a", SamplingParams(max_tokens=20, grammar=grammar))
+            left.append(weakref.ref(next(reversed(llm.requests.matchers._kept.values())).matcher))  # type: ignore[arg-type]
+        llm.requests.matchers.matcher(Grammar.regex("a"))
+        assert [each() for each in left] == [None] * 3
+    finally:
+        gc.enable()

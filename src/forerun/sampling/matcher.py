@@ -7,8 +7,10 @@ a batch.
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from forerun.sampling.grammar import Grammar
 from forerun.sampling.trial import UNTRIED_CHARACTERS, problem_of_trial
 
 KEPT_GRAMMARS = 64  # compiled ones that are kept: servers are asked with the same few again and again
+HEAVY_S = 0.05  # a mask; such a grammar may have 100 MB
 SHOWN_CHARACTERS = 300  # of what llguidance says
 BLANKS = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}  # between parts of JSON; a model could go on with them for ever
 DEAD_END = "NoExtension"  # what llguidance calls it where nothing can follow and the text is not whole
@@ -42,6 +45,13 @@ class SpelledTokens:
     names: Callable[[int], str | None]
 
 
+@dataclass(slots=True)
+class Weight:
+    """Whether a grammar is one whose masks take long, or more work than is allowed; its matchers share that."""
+
+    heavy: bool = False
+
+
 class Matcher:
     """A grammar and the place of a text in it.
 
@@ -50,12 +60,12 @@ class Matcher:
     that the matcher is of no use.
     """
 
-    def __init__(self, inner: Any, end: int) -> None:
-        self._inner, self._end = inner, end
+    def __init__(self, inner: Any, end: int, weight: Weight | None = None) -> None:
+        self._inner, self._end, self._weight = inner, end, weight or Weight()
 
     def fork(self) -> Matcher:
         """A matcher at the same place, independent of this one."""
-        return Matcher(self._inner.deep_copy(), self._end)
+        return Matcher(self._inner.deep_copy(), self._end, self._weight)
 
     def read(self, tokens: Sequence[int]) -> int:
         """Move behind as many of these tokens as the grammar allows there; how many that are."""
@@ -70,11 +80,18 @@ class Matcher:
 
     def mask(self) -> Mask:
         """A bit for every id, the lowest first, set where the id may come next; a copy. No id ends the text."""
+        start_s = time.monotonic()
         bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint32).copy()
+        self._weight.heavy |= time.monotonic() - start_s > HEAVY_S
         if not self._inner.get_error().startswith(DEAD_END):
             self._check()
         bits[self._end // 32] &= ~bit(self._end)
         return bits
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it is not worth its memory: what was computed for masks stays with the grammar."""
+        return self._weight.heavy
 
     @property
     def accepts(self) -> bool:
@@ -89,6 +106,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
+            self._weight.heavy = True
             raise InvalidGrammar(
                 f"llguidance gives up on it behind this text: {brief(self._inner.get_error())} Use a simpler grammar."
             )
@@ -120,6 +138,7 @@ class Matchers:
         Raises InvalidGrammar, with the reason, for a grammar that cannot be served.
         """
         with self._lock:
+            self._drop_heavy()
             own = self._kept.setdefault(grammar, KeptGrammar())
             self._kept.move_to_end(grammar)
             while len(self._kept) > KEPT_GRAMMARS:
@@ -127,6 +146,18 @@ class Matchers:
         with own.lock:
             own.matcher = own.matcher or self._compiled(grammar)
             return own.matcher
+
+    def _drop_heavy(self) -> None:
+        """Keep no grammar that has shown to be heavy.
+
+        The errors of requests that it has failed refer to it, and to themselves, so the collector has to look for it:
+        it does not know that so few objects have 100 MB.
+        """
+        heavy = [grammar for grammar, kept in self._kept.items() if kept.matcher is not None and kept.matcher.heavy]
+        for grammar in heavy:
+            del self._kept[grammar]
+        if heavy:
+            gc.collect()
 
     def _compiled(self, grammar: Grammar) -> Matcher:
         with self._lock:
