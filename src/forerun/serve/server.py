@@ -76,6 +76,8 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End, once all that could be sent was sent."""
+        if self.force_exit:
+            log.warning("A second signal: %d answers that were not sent are ended.", self.connections.num_busy)
         self.connections.close()
         await super().shutdown(sockets)
         await asyncio.to_thread(self.service.close)
@@ -101,7 +103,10 @@ class DrainingServer(uvicorn.Server):
     async def end_when_empty(self) -> None:
         """End when every answer has been sent, or the time for it is over."""
         most_s = self.service.settings.drain_s
-        if await self.all_sent(most_s):
+        sent = await self.all_sent(most_s)
+        if self.force_exit:
+            return
+        if sent:
             log.info("Every request is answered; the server ends.")
         else:
             log.warning("%d answers that were not sent after %g s are ended.", self.connections.num_busy, most_s)
