@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import MissingWeights, ModelError, ModelNotFound, TokenizerError, UnsupportedModel
-from forerun.models.foreign import TENSORS
+from forerun.models.foreign import TENSORS, foreign_tensors
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.text.tokenizer import Tokenizer
@@ -130,6 +130,10 @@ def test_all_missing_shards_are_counted_and_a_broken_off_download_is_known(folde
     part.parent.mkdir(parents=True)
     part.touch()
     refused(folder, MissingWeights, "is missing, .* download was interrupted, as aWQ.* shows: repeat it")
+
+
+def test_a_name_that_only_resembles_one_blames_no_format() -> None:
+    assert foreign_tensors(["visual.trunk_blocks.0.weight", "model.scales_head.weight"]) is None
 
 
 @pytest.mark.parametrize("part", TENSORS)

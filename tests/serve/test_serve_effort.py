@@ -9,7 +9,7 @@ import pytest
 from forerun.serve.asking import prepared
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
-from serve.servers import plain
+from serve.servers import drafting, plain, running
 
 TRUSTING = ServeSettings(trust_request_templates=True)
 
@@ -38,6 +38,14 @@ def test_an_effort_reaches_the_template_that_reads_it(endpoint: str) -> None:
     assert prompt_of(endpoint, SWITCH, "none") == "Hi<think></think>"
     assert prompt_of(endpoint, SWITCH, None) == "Hi"
     assert prompt_of(endpoint, NEVER, "none") == "Hi"
+
+
+def test_the_tokens_of_a_chat_are_those_of_its_effort() -> None:
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": LEVELS, "reasoning_effort": "low"}
+    with drafting() as llm, running(llm) as server:
+        tokens = server.post("/tokenize", **fields, add_special_tokens=False).json()["tokens"]
+        chat = server.post("/v1/chat/completions", **fields, max_tokens=1, return_token_ids=True).json()
+    assert tokens == chat["prompt_token_ids"]
 
 
 @pytest.mark.parametrize(("endpoint", "param"), [("chat", "reasoning_effort"), ("responses", "reasoning.effort")])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from forerun.serve import connections, uploads
 from forerun.serve.problems import ApiError
-from forerun.serve.uploads import Uploads
+from forerun.serve.uploads import MOST_AT_ONCE, Upload, Uploads
 from serve.servers import Running, drafting, ended, head, posted, running, until
 from serve.test_serve_load import certificate_at, expected
 
@@ -145,6 +145,17 @@ def test_bodies_in_any_order_hold_at_most_what_they_may(steps: list[tuple[int, i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uploads, "MOST_AT_ONCE", 3)
         asyncio.run(work())
+
+
+def test_what_comes_of_a_refused_body_is_not_kept() -> None:
+    async def send() -> tuple[int, list[bytes]]:
+        all_uploads = Uploads(most_bytes=100, most_s=30.0)
+        refused = Upload(asyncio.timeout(None), ApiError(408, "late", code="body_too_slow"))
+        for _ in range(2 * MOST_AT_ONCE):
+            all_uploads.add(refused, b"x" * 60)
+        return all_uploads.num_bytes, refused.pieces
+
+    assert asyncio.run(send()) == (0, [])
 
 
 def test_a_drain_refuses_bodies_that_are_on_their_way() -> None:

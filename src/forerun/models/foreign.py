@@ -50,7 +50,7 @@ BROKEN_OFF = tuple(  # files that downloads leave when they are interrupted
     (pattern, "lacks files whose download was interrupted, as {name} shows", "repeat it (`hf download owner/name`)")
     for pattern in ("*.incomplete", ".cache/huggingface/download/*.incomplete", "../../blobs/*.incomplete", "*.aria2")
 )
-TENSORS = {  # by parts of tensors' names, the surest first: what they are
+TENSORS = {  # by the ends of tensors' names, or what stands in them, the surest first: what they are
     ".lora_A.": "of an adapter (LoRA)",
     ".qweight": "quantised by GPTQ or AWQ",
     ".quant_map": "quantised by bitsandbytes",
@@ -85,7 +85,7 @@ def told_of(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*BROKEN_OFF, 
 
 def foreign_tensors(names: Iterable[str]) -> str | None:
     """What tensors of these names are that are not read, and what to do; None where they may be a model's."""
-    parts = {part for name in names for part in TENSORS if part in name}
+    parts = {part for name in names for part in TENSORS if name.endswith(part) or (part[-1] == "." and part in name)}
     part = next((part for part in TENSORS if part in parts), None)
     cure = "merge it into its base with peft (merge_and_unload)" if part == ".lora_A." else ORIGINAL
     return None if part is None else f"its tensors are {TENSORS[part]}, as names with {part} show: {cure}"

@@ -142,7 +142,7 @@ FIELDS: Mapping[str, BodyField] = {
     **_each("served", "tools", "tool_choice", endpoints=("chat", "responses", "tokenize")),
     **_each("served", "max_completion_tokens", endpoints=CHAT),
     **_each("served", "top_logprobs", "include_reasoning", "parallel_tool_calls", endpoints=TALKS),
-    **_each("served", "reasoning_effort", endpoints=CHAT),
+    **_each("served", "reasoning_effort", endpoints=("chat", "tokenize")),
     **_each("served", "instructions", "max_output_tokens", "include", endpoints=RESPONSES),
     "input": _object(ITEM, RESPONSES),
     "reasoning": _object(REASONING, RESPONSES),

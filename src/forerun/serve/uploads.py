@@ -60,7 +60,9 @@ class Uploads:
         return b"".join(upload.pieces)
 
     def add(self, upload: Upload, piece: bytes) -> None:
-        """Keep the next piece of a body, at the cost of older bodies if need be."""
+        """Keep the next piece of a body, at the cost of older bodies if need be; of one that was refused, nothing."""
+        if upload not in self.under_way:
+            return
         upload.num_bytes += len(piece)
         self.num_bytes += len(piece)
         if upload.num_bytes > self.most_bytes:
