@@ -46,7 +46,10 @@ def quiet(server: Running) -> bool:
     return not (gate.num_in + gate.held.total() + server.server.connections.num_busy)
 
 
-def test_who_does_not_read_holds_no_place_and_does_not_lengthen_the_queue(server: Running) -> None:
+def test_who_does_not_read_holds_no_place_and_does_not_lengthen_the_queue(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "WRITE_S", LONG_S)
     alone = server.post("/v1/completions", **OK).json()["choices"]
     gate = server.server.service.gate
     socks = [unread(server, stream=True) for _ in range(gate.num_places + 1)]
