@@ -57,7 +57,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 
 $(SERVER): $(RUNTIME)
 	@echo "Installing what the server needs into $(VENV) ..."
-	@$(PIP) -e '.[serve]'
+	@$(PIP) -e '.[serve,grammar]'
 	@touch $@
 
 $(TOOLS): $(RUNTIME)

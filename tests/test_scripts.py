@@ -1,6 +1,7 @@
-"""The scripts that guard the repository do fail where they should: scripts/size and scripts/test-full."""
+"""The scripts that guard the repository fail where they should, and those that start others start the right ones."""
 
 import datetime
+import os
 import runpy
 import shutil
 import subprocess
@@ -8,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from forerun.demo.material import Pair
+from forerun.draft.spec import parse_spec
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 PROOFS = """
@@ -128,7 +132,7 @@ def test_the_demo_installs_no_tools_and_the_tests_do() -> None:
     assert "make serve" in planned("demo")
     assert (
         planned("serve").index("-e .\n")
-        < planned("serve").index("-e '.[serve]'")
+        < planned("serve").index("-e '.[serve,grammar]'")
         < planned("serve").index("scripts/serve")
     )
     for target in ("test", "test-full", "check"):
@@ -140,3 +144,23 @@ def test_torch_comes_from_its_own_index_where_one_is_named() -> None:
     assert "--index-url URL torch" in planned("demo", TORCH_INDEX="URL")
     assert "TORCH_INDEX" not in planned("demo", TORCH_INDEX="URL")
     assert "TORCH_INDEX=https://" in planned("demo")
+
+
+def test_the_served_models_are_those_of_the_demo(tmp_path: Path) -> None:
+    """The command that scripts/serve starts, with the bundled pair as it is in place of the widened one."""
+    folder, programs = tmp_path / "scripts", tmp_path / "bin"
+    folder.mkdir()
+    programs.mkdir()
+    shutil.copy(SCRIPTS / "serve", folder)
+    plain = "from forerun.demo.material import Pair; Pair.widened = classmethod(lambda cls: cls())"
+    stubs = {"forerun": 'printf "%s\\n" "$@"', "python": f'exec {sys.executable} -c "{plain}\n$2"'}
+    for name, body in stubs.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    path, source = f"{programs}{os.pathsep}{os.environ['PATH']}", str(SCRIPTS.parent / "src")
+    env, command = os.environ | {"PATH": path, "PYTHONPATH": source}, ["bash", str(folder / "serve"), "--port", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    words = run.stdout.splitlines()[1:]
+    options = dict(zip(words[1::2], words[2::2], strict=True))
+    assert (words[0], options["--model"], options["--port"]) == ("serve", Pair().target, "0")
+    assert str(parse_spec(options["--draft"]).members[-1]) == Pair().draft

@@ -40,6 +40,11 @@ FOREIGN = (  # by which files a folder is known, the surest first; what it is; w
         "has {name}, weights in their publisher's own layout, which is not read",
         "use the version of the model for Hugging Face transformers",
     ),
+    (
+        "model.safetensors",
+        "has {name}, but a file beside it is missing",
+        "download the rest (`hf download owner/name`)",
+    ),
     ("*.safetensors", "has {name} but no model.safetensors", "rename it if it holds the whole model"),
     *(
         (f"*.{end}", "has {name}, and weights in this format are not read", "use the version in safetensors")
@@ -48,7 +53,13 @@ FOREIGN = (  # by which files a folder is known, the surest first; what it is; w
 )
 BROKEN_OFF = tuple(  # files that downloads leave when they are interrupted
     (pattern, "lacks files whose download was interrupted, as {name} shows", "repeat it (`hf download owner/name`)")
-    for pattern in ("*.incomplete", ".cache/huggingface/download/*.incomplete", "../../blobs/*.incomplete", "*.aria2")
+    for pattern in (
+        "*.incomplete",
+        ".cache/huggingface/download/*.incomplete",
+        "../../blobs/*.incomplete",
+        "*.aria2",
+        "*.part",
+    )
 )
 TENSORS = {  # by the ends of tensors' names, or what stands in them, the surest first: what they are
     ".lora_A.": "of an adapter (LoRA)",

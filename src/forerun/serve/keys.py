@@ -63,7 +63,9 @@ class ApiKeys:
                 found = name
         if scheme.lower() != SCHEME or found is None:
             problem = "there is no API key" if not authorization else "the API key is not a known one"
-            raise ApiError(401, f"{problem}: send Authorization: Bearer KEY.", code="invalid_api_key")
+            raise ApiError(
+                401, f"{problem}: send Authorization: Bearer KEY, or x-api-key: KEY.", code="invalid_api_key"
+            )
         return found
 
 

@@ -24,7 +24,7 @@ from forerun.fields import short
 MISTAKE_OF_CALLER, FAULT_OF_SERVER = "invalid_request_error", "server_error"
 INTERNAL = "the server met an error that it was not prepared for; its log says which. Other requests go on."
 
-CLOSED = "the engine has stopped, so that this request is not answered to its end, and no other is any more."
+CLOSED = "the server is shutting down or its engine has stopped, so this request is not answered to its end."
 
 NO_MEMORY = "the server has no memory left for this request: ask for less at once."
 

@@ -221,7 +221,11 @@ SHARED = (  # with a chat
     *("model", "stream", "speculation", "logit_bias", "structured_outputs", "chat_template", "chat_template_kwargs"),
 )
 OTHERWISE: Mapping[Endpoint, Mapping[str, BodyField]] = {  # names that mean something else here
-    "chat": {"echo": _not(False, answer="who sent the messages knows them", only=CHAT)},
+    "completions": {"messages": _not(answer="/v1/chat/completions takes it", only=COMPLETIONS)},
+    "chat": {
+        "echo": _not(False, answer="who sent the messages knows them", only=CHAT),
+        "prompt": _not(answer="/v1/completions takes it", only=CHAT),
+    },
     "responses": {"prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES)},
 }
 

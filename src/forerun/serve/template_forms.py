@@ -44,7 +44,7 @@ def call_form(tokenizer: Tokenizer, template: str | None) -> CallForm:
     """
     if NAME not in written(tokenizer, template, [USER], failing=InvalidRequest):
         problem = "tools: the chat template does not show tools to the model: use a model whose template does"
-        raise refused("tools", f"{problem}, or give one as chat_template.", "unsupported_parameter")
+        raise refused("tools", f"{problem}.", "unsupported_parameter")
     reply, _, _ = written(tokenizer, template, [USER, {"role": "assistant", "content": REPLY}]).partition(REPLY)
     for conversation in CONVERSATIONS:
         text = written(tokenizer, template, conversation)
