@@ -89,7 +89,8 @@ class Running:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         host, port = self.url.removeprefix("http://").split(":")
         sock.connect((host, int(port)))
-        sock.sendall(sent)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the server may end it at the first bytes
+            sock.sendall(sent)
         return sock
 
 
