@@ -205,22 +205,7 @@ odd = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=2)
         | st.dictionaries(
-            st.sampled_from(
-                [
-                    "type",
-                    "enum",
-                    "const",
-                    "anyOf",
-                    "allOf",
-                    "$ref",
-                    "$defs",
-                    "a",
-                    "properties",
-                    "required",
-                    "pattern",
-                    "minLength",
-                ]
-            ),
+            st.sampled_from(WORDS),
             inner,
         )
     ),

@@ -144,12 +144,12 @@ class AnswerWriter:
     def with_prompt(self, index: int, prompt: Seq[TokenLogprobs], lists: Mapping[str, Any]) -> dict[str, Any]:
         """The log-probabilities of a completion, behind those of its prompt, whose first token has none."""
         echo, (_, samples) = self.echo_of(index), self.answers.requests[index // self.asked.n]
-        own = completion_lists(prompt, self.texts, OffsetCounter())
+        behind_first = completion_lists(prompt, self.texts, OffsetCounter())
         first = self.texts.text_of(samples[0].tokens[0])
         return {
-            "tokens": [first, *own["tokens"], *lists["tokens"]],
-            "token_logprobs": [None, *own["token_logprobs"], *lists["token_logprobs"]],
-            "top_logprobs": [None, *own["top_logprobs"], *lists["top_logprobs"]],
+            "tokens": [first, *behind_first["tokens"], *lists["tokens"]],
+            "token_logprobs": [None, *behind_first["token_logprobs"], *lists["token_logprobs"]],
+            "top_logprobs": [None, *behind_first["top_logprobs"], *lists["top_logprobs"]],
             "text_offset": [*echo.offsets, *lists["text_offset"]],
         }
 

@@ -119,8 +119,8 @@ def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOption
         raise refused("chat_template", f"chat_template: {problem}.", "unsupported_parameter")
     if template is not None and not isinstance(template, str):
         raise refused("chat_template", f"chat_template: {shown(template)} is no text.")
-    own = {"self", "messages", "conversation", "tokens", "tools", "tokenize", *TEMPLATE} - {"documents"}
-    if not isinstance(options, dict) or own & options.keys():
+    reserved = {"self", "messages", "conversation", "tokens", "tools", "tokenize", *TEMPLATE} - {"documents"}
+    if not isinstance(options, dict) or reserved & options.keys():
         raise refused("chat_template_kwargs", f"chat_template_kwargs: {shown(options)} is no object of other options.")
     goes_on = switch(given, "continue_final_message")
     return ChatOptions(

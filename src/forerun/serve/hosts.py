@@ -34,7 +34,7 @@ class Authority:
         return match and cls(match["name"].strip("[]").removesuffix("."), match["port"])
 
     def origin(self, scheme: str) -> tuple[str, str, str | None]:
-        """The same as an origin."""
+        """The origin of pages that came from this host by the scheme."""
         return scheme, self.name, self.port or DEFAULT_PORTS.get(scheme)
 
 

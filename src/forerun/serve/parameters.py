@@ -98,5 +98,5 @@ def referred(reference: object, root: Schema) -> Schema:
     _, _, path = str(reference).partition("#/")
     kind, _, name = path.partition("/")
     known = root.get(kind) if kind in DEFINITIONS else None
-    found = known.get(name) if isinstance(known, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    definition = known.get(name) if isinstance(known, Mapping) else None
+    return definition if isinstance(definition, Mapping) else {}
