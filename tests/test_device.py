@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.device import CPU, Download, Placement, upload, upload_tensor
+from forerun.device import CPU, Download, Placement, Timer, running_sum, softmax, upload, upload_tensor, whole_sums
 from forerun.errors import DeviceUnavailable, InvalidRequest
 from forerun.models.loading import Blueprint
 from forerun.models.ops import load_kernels
@@ -108,3 +108,36 @@ def test_numbers_go_there_and_back() -> None:
     download = Download(there)
     there += 1
     assert download.values() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("columns", [1, 5, 1000, 50_257])
+def test_sums_of_integers_are_running_sums_that_no_order_changes(columns: int) -> None:
+    law = torch.randn(6, columns, generator=torch.Generator().manual_seed(columns)).mul(4).softmax(1)
+    exact = law.double().cumsum(1)
+    assert (whole_sums(law) - exact).abs().max() <= 1e-7
+    assert (running_sum(law) - exact).abs().max() <= 1e-5
+    backwards = law.double().mul(2.0**52).long().flip(1).cumsum(1)[:, -1]
+    assert torch.equal(whole_sums(law)[:, -1], (backwards.double() / 2.0**52).float())
+    assert torch.equal(whole_sums(2 * law[:, :1]), 2 * law[:, :1])
+
+
+def test_a_timer_gives_the_seconds_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([5.0, 5.25, 7.0])
+    monkeypatch.setattr("forerun.device.time.perf_counter", lambda: next(times))
+    timer = Timer(torch.device("cpu"))
+    timer.mark()
+    timer.mark()
+    assert timer.seconds() == [0.25, 1.75]
+
+
+@pytest.mark.parametrize("vocab", [1, 8, 1001])
+@pytest.mark.parametrize("log", [False, True])
+def test_padding_a_row_to_whole_vectors_changes_no_softmax(
+    vocab: int, log: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
+    plain = softmax(logits, log)
+    assert torch.equal(plain, logits.log_softmax(1) if log else logits.softmax(1))
+    monkeypatch.setattr("forerun.device.is_cpu", lambda device: False)
+    assert (softmax(logits, log) - plain).abs().max() <= 1e-6
+    assert softmax(logits, log).shape == plain.shape

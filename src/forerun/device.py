@@ -7,20 +7,27 @@ run asynchronously.
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from forerun.annotations import Float
 from forerun.errors import DeviceUnavailable, InvalidRequest
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_NAME = re.compile("cpu|cuda(?::([0-9]{1,4}))?")
+SUM_UNITS = 2.0**52
+VECTOR = 8  # numbers that a GPU reads at once, at most
 DEVICE_VARIABLE = "FORERUN_DEVICE"  # what "auto" means, where it is set
 
 
@@ -102,6 +109,21 @@ def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def running_sum(parts: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+    """The sums of each row's numbers, from 0 to 2, up to each column, with the same bits whatever rows stand beside it.
+
+    A GPU's cumsum cuts a row by the number of rows, so it adds up integers there, in units of 2**-52.
+    """
+    if is_cpu(parts.device):
+        return parts.cumsum(1)
+    return whole_sums(parts)
+
+
+def whole_sums(parts: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+    """`running_sum` by sums of integers, which have no order."""
+    return ((parts.double() * SUM_UNITS).long().cumsum(1).double() / SUM_UNITS).to(parts.dtype)
+
+
 def free_bytes(device: torch.device) -> int:
     """Free memory of a GPU, in bytes."""
     return torch.cuda.mem_get_info(device)[0]
@@ -119,6 +141,16 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def softmax(logits: Float[Tensor, "rows vocab"], log: bool = False) -> Float[Tensor, "rows vocab"]:
+    """Each row's softmax, or the logarithm of it, with the same bits wherever the row stands.
+
+    A GPU begins a long row at the next address that vectors can be read from, so rows are padded to whole vectors.
+    """
+    vocab = logits.shape[1]
+    whole = logits if is_cpu(logits.device) else pad(logits, (0, -vocab % VECTOR), value=-math.inf)
+    return (whole.log_softmax(1) if log else whole.softmax(1))[:, :vocab]
 
 
 class Download:
@@ -141,3 +173,37 @@ class Download:
             self.arrived.synchronize()
         found: list[Any] = self.host.numpy().tolist()
         return found
+
+
+class Captures:
+    """What this process spent on capturing passes as graphs, which each pass needs once."""
+
+    num = 0
+    taken_s = 0.0
+
+
+class Timer:
+    """Seconds between marks in the work of a device; on a CPU that is the time between the calls.
+
+    A GPU does its work after the calls, so its marks are events, which may be read once the device has passed them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """The device gets here after all work that it was given before."""
+        if is_cpu(self.device):
+            self.marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self.marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Between each mark and the next."""
+        if is_cpu(self.device):
+            return [later - earlier for earlier, later in pairwise(self.marks)]
+        return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(self.marks)]

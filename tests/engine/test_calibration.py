@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forerun import LLM, SamplingParams, Speculation
+from forerun import LLM, SamplingParams, Speculation, device
 from forerun.accept.outcome import LEAST_MEASURED
 from forerun.draft import mix
 from forerun.draft.model import follower
@@ -71,7 +71,7 @@ def made_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain_read(own, reads, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Runner, "read", reading)
-    for module in (follower, mix, engine):
+    for module in (follower, mix, engine, device):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.accept.outcome import Outcome, Stats
 from forerun.config import Speculation
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.graphs import GraphRunner, Graphs
-from forerun.models.runner import Read
+from forerun.models.runner import Read, States
 from forerun.output import RequestOutput
 from forerun.prove.plain import last_logits
 from forerun.request import Request
@@ -21,6 +22,7 @@ NEAR_TIE = 1e-3  # of logits of size 10, in float32
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 SAMPLED = SamplingParams(temperature=1, seed=3, max_tokens=64)
 PENALISED = SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, max_tokens=64)
+NUCLEUS = SamplingParams(temperature=1.2, seed=5, top_p=0.8, max_tokens=64)
 SHAPES = [1, 4, Speculation(depth=3, width=2)]
 
 
@@ -58,7 +60,9 @@ def test_greedy_tokens_are_those_of_plain_decoding_up_to_near_ties(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, PENALISED, NUCLEUS], ids=["greedy", "sampled", "penalised", "nucleus"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_with_one_gemm_the_tokens_are_the_same(
     target_dir: Path, draft_dir: Path, dtype: str, params: SamplingParams, shape: int | Speculation
@@ -130,7 +134,7 @@ def test_one_synchronisation_per_round(
                 llm.engine.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits = [str(w.message) for w in found if "synchroniz" in str(w.message)]
+        waits = [str(w.message) for w in found if "called a synchroniz" in str(w.message)]
         assert len(waits) == 1, waits
 
 
@@ -145,3 +149,35 @@ def test_a_gpu_and_a_cpu_say_nearly_the_same(target_dir: Path) -> None:
 def test_bandwidth_is_that_of_the_card() -> None:
     """No host's memory is read at 200 GB/s by a sum, and no card's much slower."""
     assert bandwidth_bytes_per_s(device=torch.device("cuda")) > 2e11
+
+
+def test_what_cannot_be_captured_runs_without_and_what_can_is_captured_afterwards() -> None:
+    graphs, x = Graphs(torch.device("cuda", 0)), torch.arange(4.0, device="cuda")
+    stream = torch.cuda.current_stream()
+    assert graphs.run("waits", lambda: x * x.sum().item()).tolist() == [0, 6, 12, 18]
+    assert graphs.run("waits", lambda: x * x.sum().item()).tolist() == [0, 6, 12, 18]
+    assert (graphs.refused, graphs.num_replays) == ({"waits"}, 0)
+    assert torch.cuda.current_stream() == stream
+    for _ in range(2):
+        assert graphs.run("sums", lambda: x + 1).tolist() == [1, 2, 3, 4]
+    assert graphs.num_replays == 2
+
+
+def test_a_rounds_times_are_the_devices(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass takes time on the card, which is not found in the verdict that waits for it."""
+    llm = make(target_dir, "ngram", speculation=4)
+    llm.generate(PROMPTS, GREEDY)
+    outcomes: list[Outcome] = []
+    monkeypatch.setattr(Stats, "record", lambda stats, outcome: outcomes.append(outcome))
+    runner = llm.engine.runner
+    read = runner.read
+
+    def slow(*args: object, **options: object) -> States:
+        torch.cuda._sleep(20_000_000)  # cycles: 10 ms at 2 GHz
+        return read(*args, **options)  # type: ignore[arg-type]
+
+    runner.read = slow  # type: ignore[method-assign]
+    llm.generate("Once upon a time", GREEDY)
+    usual = [each for each in outcomes if not each.captured]
+    assert usual
+    assert all(each.pass_s > 0.005 > each.verdict_s for each in usual), usual

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import platform
@@ -191,6 +192,37 @@ def test_of_two_programs_that_start_at_once_one_compiles(computer: Computer) -> 
     ]
     assert [program.communicate(timeout=300) for program in begun] == [(b"42\n", b"")] * 3
     assert computer.num_compiled == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("/usr/bin/ld: cannot find -lgomp: No such file\ncollect2: error: ld returned 1 exit status",
+         "cannot find -lgomp: No such file"),
+        ("a.o: in function `f': undefined reference to `g'\nclang: error: linker command failed with exit code 1",
+         "undefined reference to `g'"),
+        ("x.cpp:7:9: error: no such type", "error: no such type"),
+        ("collect2: error: ld returned 1 exit status", "collect2: error: ld returned 1 exit status"),
+    ],
+)  # fmt: skip
+def test_a_linkers_cause_is_told_and_not_that_it_failed(said: str, cause: str) -> None:
+    assert build.complaint(said) == f" ({cause})"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_kernels_can_be_linked_with_a_static_standard_library(tmp_path: Path) -> None:
+    """Some compilers have no other; it brings the function with it that older shared ones lack."""
+    caller = tmp_path / "a.cpp"
+    caller.write_text(
+        "#include <vector>\n#include <stdexcept>\n"
+        'extern "C" int* f(long n, std::vector<int>* v) { v->at(n) = 1; if (n > 9) throw std::length_error("x"); '
+        "return new int[n]; }"
+    )
+    portable = next(source for source in build.SOURCES if source.name == "portable.cpp")
+    call = ["g++", "-std=c++17", "-fPIC", "-shared", "-static-libstdc++", caller, portable, "-o", tmp_path / "a.so"]
+    done = subprocess.run(call, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ctypes.CDLL(str(tmp_path / "a.so"))
 
 
 def test_the_whole_of_what_a_compiler_says_is_logged_and_its_complaint_told(

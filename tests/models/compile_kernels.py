@@ -8,6 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from forerun.models import triton_kernels as k
+from forerun.models.device_linear import SMALLEST, TILES
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}
@@ -20,8 +21,11 @@ FLOATS = {"largest", "total", "cos", "sin"}
 WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "silu_mul", "join_splits"}
 
 
-def check(function, dtype: str, **constants: object) -> None:
-    """Compile one variant, down to machine code."""
+MOST_SHARED = 232_448  # bytes that a program may have on an H100
+
+
+def check(function, dtype: str, sizes: dict[str, int] | None = None, **constants: object) -> None:
+    """Compile one variant, down to machine code. `sizes`: its warps and stages."""
 
     def kind(name: str) -> str:
         if name in constants:
@@ -37,7 +41,8 @@ def check(function, dtype: str, **constants: object) -> None:
 
     signature = {name: kind(name) for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    made = compile_kernel(source, target=HOPPER, options=k.OPTIONS)
+    made = compile_kernel(source, target=HOPPER, options=k.OPTIONS | (sizes or {}))
+    assert made.metadata.shared <= MOST_SHARED, function.__name__
     assert made.asm["cubin"], function.__name__
     if function.__name__ in WITHOUT_PRODUCTS:
         assert "fma.rn" not in made.asm["ptx"], f"{function.__name__}: a product and a sum were made one"
@@ -53,8 +58,10 @@ def main() -> None:
             check(k.add_norm, dtype, HIDDEN=4096, WIDTH=4096, ADDS=extra)
             check(k.rotate_store, dtype, **LLAMA_8B, KV_HEADS=8, HALF=64, NORMS=extra)
         check(k.silu_mul, dtype, WIDTH=14336, BLOCK=1024)
-        check(k.one_gemm, dtype, WIDTH=4096, BIASED=True, ROWS=k.GEMM_ROWS, OUTPUTS=k.GEMM_OUTPUTS,
-              INPUTS=k.GEMM_INPUTS)  # fmt: skip
+        for tile in TILES if dtype == "bf16" else (SMALLEST,):
+            sizes = {"num_warps": tile.warps, "num_stages": tile.stages}
+            check(k.one_gemm, dtype, sizes, WIDTH=4096, BIASED=True, ROWS=tile.rows, OUTPUTS=tile.outputs,
+                  INPUTS=tile.inputs)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,7 +19,18 @@ from torch.nn import functional
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from forerun.device import Placement
-from forerun.models.device_linear import OneGemmLinear
+from forerun.models.device_linear import (
+    FEW_ROWS,
+    LARGE,
+    NARROW,
+    SMALLEST,
+    TILES,
+    WIDE,
+    OneGemmLinear,
+    Tile,
+    num_programs,
+    tile_for,
+)
 from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
 from forerun.models.ops import Ops, TorchOps, TritonOps, load_kernels
@@ -110,17 +121,29 @@ def test_attention_in_turns_of_heads_gives_the_same_bits(ops: TritonOps, monkeyp
     assert torch.equal(case.attended(ops), at_once)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 33])
+@pytest.mark.parametrize("rows", [1, 5, 33, 70])
+@pytest.mark.parametrize("tile", [SMALLEST, *TILES])
 @pytest.mark.parametrize("biased", [False, True])
-def test_one_gemm_is_a_linear_layer_whose_rows_are_strangers(rows: int, biased: bool) -> None:
+def test_one_gemm_is_a_linear_layer_whose_rows_are_strangers(rows: int, tile: Tile, biased: bool) -> None:
     noise = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, 200, generator=noise), torch.randn(70, 200, generator=noise)
     bias = torch.randn(70, generator=noise) if biased else None
     layer = OneGemmLinear(load_kernels(), weight, bias)
-    together = layer(x)
+    together = layer.product(x, tile)
     assert (together - functional.linear(x, weight, bias)).abs().max() <= 1e-4
-    for i in range(rows):
-        assert torch.equal(layer(x[i : i + 1])[0], together[i])
+    for i in range(0, rows, 1 + rows // 8):
+        assert torch.equal(layer.product(x[i : i + 1], tile)[0], together[i])
+
+
+def test_tiles_grow_with_the_rows_as_long_as_there_are_enough() -> None:
+    """What an H100 was fastest with, of the layers of Llama 3 8B."""
+    best = {(16, 4096): FEW_ROWS, (64, 4096): NARROW, (64, 28672): WIDE, (128, 4096): NARROW, (128, 128256): LARGE,
+            (32, 2048): FEW_ROWS, (512, 4096): LARGE, (512, 28672): LARGE}  # fmt: skip
+    assert {shape: tile_for(*shape) for shape in best} == best
+    for rows in range(1, 2049):
+        for outputs in (8, 1000, 4096, 151_936):
+            tile = tile_for(rows, outputs)
+            assert tile is FEW_ROWS or (rows > 16 and num_programs(tile, rows, outputs) >= 64)
 
 
 def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, target_dir: Path) -> None:

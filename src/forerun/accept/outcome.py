@@ -46,7 +46,7 @@ class Outcome:
     `draft_pass_s`, part of `draft_s`, is in drafters' passes; `arm_s`, part of it too, in each member of a mix.
     `verdict_s` is what verifying and accepting took. `plain_s` is what the round would have taken without drafts, None
     where that is not known or prompts were read beside. `num_queried` tokens of prompts were looked up in the cache,
-    and `num_hits` of them were known and not read.
+    and `num_hits` of them were known and not read. `captured`: a graph was, once, so its times are not those of others.
     """
 
     rows: Sequence[RowOutcome]
@@ -59,6 +59,7 @@ class Outcome:
     plain_s: float | None = None
     num_queried: int = 0
     num_hits: int = 0
+    captured: bool = False
 
     @property
     def num_tokens(self) -> int:

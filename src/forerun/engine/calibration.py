@@ -17,6 +17,7 @@ from forerun.accept.outcome import Outcome, Stats
 from forerun.annotations import ProgressCallback
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
+from forerun.device import Captures
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.engine.arms import BEHIND, Taken
 from forerun.engine.controller import Load
@@ -74,7 +75,7 @@ class Script:
 
     def record(self, outcome: Outcome) -> None:
         """Learn what was accepted in rounds that count, and remember the shortest."""
-        if not self.counts or outcome.num_prompt_tokens:
+        if not self.counts or outcome.num_prompt_tokens or outcome.captured:
             return
         if self.reads:
             taken = self.controller.accepted(outcome)
@@ -135,7 +136,7 @@ def measure(
 
     `sizes` names other batch sizes, each with the one of BATCHES whose script is played for it.
     """
-    began_s = time.perf_counter()
+    began_s = clock_s()
     usual, engine.controller = engine.controller, (script := Script(controller))
     most = min(engine.options.max_num_seqs, engine.runner.cache.num_free_tokens // TEXT_TOKENS)
     usual_sizes = {batch: batch for batch in reversed(BATCHES)}
@@ -170,15 +171,15 @@ def play(
     num_left = len(sequences) + 1  # rounds at most in which prompts are read
     while num_left and any(sequence.unread for sequence in sequences):
         num_left -= 1
-        if time.perf_counter() > ends_s or not advanced(engine):
+        if clock_s() > ends_s or not advanced(engine):
             return
     for _ in range(WARM):
-        if time.perf_counter() > ends_s or not advanced(engine):
+        if clock_s() > ends_s or not advanced(engine):
             return
     for number, (script.depth, script.arm) in enumerate(lines, 1):
         for turn in range(1 + NUM_ROUNDS[like]):
             script.counts = turn > 0
-            late = time.perf_counter() > ends_s or min(each.room for each in sequences) <= script.depth + 1
+            late = clock_s() > ends_s or min(each.room for each in sequences) <= script.depth + 1
             if late or not advanced(engine):
                 return
         script.finish()
@@ -192,14 +193,19 @@ def read(engine: Engine, script: Script, requests: Requests, params: SamplingPar
     for number, sequence in enumerate(itertools.islice(samples(requests, params, READ_TOKENS), NUM_READ)):
         engine.submit(sequence)
         script.counts, script.depth = False, 0
-        while sequence.unread and time.perf_counter() < ends_s and advanced(engine):
+        while sequence.unread and clock_s() < ends_s and advanced(engine):
             pass
         script.counts, script.depth = number > 0, 1
         for script.arm in arms:
-            if time.perf_counter() > ends_s or not advanced(engine):
+            if clock_s() > ends_s or not advanced(engine):
                 break
         engine.cancel(sequence.request_id)
     script.reads = False
+
+
+def clock_s() -> float:
+    """Seconds from some time on, without those in which passes are captured, which are not what a limit is for."""
+    return time.perf_counter() - Captures.taken_s
 
 
 def advanced(engine: Engine) -> bool:

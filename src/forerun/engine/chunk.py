@@ -46,7 +46,7 @@ class ChunkSize:
 
     def record(self, outcome: Outcome) -> None:
         """Learn from a round that read prompts; of less than this size it shows at most that the size is too large."""
-        if self.limit_s is None or not outcome.num_prompt_tokens:
+        if self.limit_s is None or not outcome.num_prompt_tokens or outcome.captured:
             return
         share = outcome.num_prompt_tokens / (outcome.num_prompt_tokens + outcome.num_tokens)
         taken_s = share * (outcome.pass_s + outcome.verdict_s)

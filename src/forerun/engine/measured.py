@@ -324,9 +324,9 @@ class MeasuredDepth:
         """Learn from the round of the last choice."""
         self.num_reading = self.num_reading + 1 if outcome.num_prompt_tokens else 0
         if self.pending and list(self.taken) == [row.seq_id for row in outcome.rows]:
-            cheap = self.times_count and self.time(self.drafts(outcome), outcome)
+            cheap = self.times_count and not outcome.captured and self.time(self.drafts(outcome), outcome)
             self.accepted(outcome, cheap)
-        elif not self.taken and outcome.rows and self.costs.kinds:
+        elif not self.taken and outcome.rows and self.costs.kinds and not outcome.captured:
             self.time_pass((), outcome)
         if not self.arms.is_mix:
             self.advice.suspect(outcome)

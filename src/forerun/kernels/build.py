@@ -24,7 +24,9 @@ FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-schedule-insns", "-fope
 TIMEOUT_S = 300.0
 VERSION_TIMEOUT_S = 10.0
 LONGEST_QUOTE = 120  # characters of what a compiler says
-COMPLAINT = re.compile(r"(?:fatal )?error: .*")
+COMPLAINT = re.compile(
+    "((fatal )?error: (?!ld returned|linker command)|cannot find |multiple definition of |undefined reference to ).*"
+)
 FIX = "install g++, or name a compiler that works in CXX"
 
 logger = logging.getLogger(__name__)

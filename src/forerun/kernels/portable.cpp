@@ -5,6 +5,6 @@
 namespace std {
 // The headers of GCC 11 and later call this function, which libstdc++ has since GLIBCXX_3.4.29. It is called where more
 // memory is asked for than there are addresses.
-__attribute__((visibility("hidden"), noreturn)) void __throw_bad_array_new_length() { throw bad_alloc(); }
+__attribute__((visibility("hidden"), weak, noreturn)) void __throw_bad_array_new_length() { throw bad_alloc(); }
 }  // namespace std
 #endif

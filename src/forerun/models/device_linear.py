@@ -1,15 +1,17 @@
-"""Linear layers of passes of fixed shape: the library's product, or one configuration for any number of rows.
+"""Linear layers of passes of fixed shape: the library's product, or one that sums in one order for any number of rows.
 
-This file decides which product is used. cuBLAS chooses a kernel by the number of rows, and with it the order of a sum:
-that is fast, but a token read alone and the same token read beside others differ in their last bits. `OneGemmLinear`
-cuts every product into tiles of one shape and sums over the inputs in one order, so a row's bits depend on the row
-alone.
+This file decides which product is used, and in which tiles. cuBLAS chooses a kernel by the number of rows, and with it
+the order of a sum: a token read alone and the same token read beside others differ in their last bits. `OneGemmLinear`
+sums over the inputs in one order, so a row's bits depend on the row alone.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,36 +32,94 @@ class DeviceLinear:
         return functional.linear(x, self.weight, self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes, `rows` x `outputs` in steps of `inputs`, and what it takes: warps, and stages of
+    loads under way."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+SMALLEST = Tile(16, 32, 128, warps=4, stages=4)
+FEW_ROWS = Tile(16, 32, 128, warps=4, stages=6)  # hides the latency of memory, which is all that matters there
+NARROW, WIDE, LARGE = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4)
+TILES = (FEW_ROWS, NARROW, WIDE, LARGE)
+LARGER = ((LARGE, 65, 96), (WIDE, 33, 128), (NARROW, 17, 64))  # each with the fewest rows and programs that pay
+TRIAL = (160, 256, 1024)  # rows, outputs and inputs of the product by which tiles are compared
+
+
+def tile_for(rows: int, outputs: int) -> Tile:
+    """The tile for a product of tensor cores: the largest of which there are enough. Measured on an H100."""
+    for tile, least_rows, enough in LARGER:
+        if rows >= least_rows and num_programs(tile, rows, outputs) >= enough:
+            return tile
+    return FEW_ROWS
+
+
+def num_programs(tile: Tile, rows: int, outputs: int) -> int:
+    return -(-rows // tile.rows) * -(-outputs // tile.outputs)
+
+
 class OneGemmLinear:
-    """A Triton product in tiles of one shape; rows that are missing from the last tile count as zeros."""
+    """A Triton product that sums over the inputs in one order; rows that are missing from the last tile are zeros.
+
+    `tiled`: larger tiles for more rows, of which `tiles_agree` has found that they give the bits of the smallest.
+    """
 
     def __init__(
-        self, kernels: Any, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None = None
+        self,
+        kernels: Any,
+        weight: Float[Tensor, "outputs inputs"],
+        bias: Float[Tensor, " outputs"] | None = None,
+        tiled: bool = False,
     ) -> None:
         self.kernels = kernels
         self.weight = weight.contiguous()
         self.bias = bias
+        self.tiled = tiled and weight.dtype == torch.bfloat16
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        return self.product(x, tile_for(len(x), len(self.weight)) if self.tiled else SMALLEST)
+
+    def product(self, x: Float[Tensor, "rows inputs"], tile: Tile) -> Float[Tensor, "rows outputs"]:
+        """x @ weight.T + bias, cut into these tiles."""
         k, x = self.kernels, x.contiguous()
         rows, (outputs, inputs) = len(x), self.weight.shape
         out = x.new_empty(rows, outputs)
-        grid = (-(-outputs // k.GEMM_OUTPUTS), -(-rows // k.GEMM_ROWS))
-        k.one_gemm[grid](
+        k.one_gemm[-(-rows // tile.rows), -(-outputs // tile.outputs)](
             x, self.weight, self.weight if self.bias is None else self.bias, out, rows, outputs,
-            WIDTH=inputs, BIASED=self.bias is not None, ROWS=k.GEMM_ROWS, OUTPUTS=k.GEMM_OUTPUTS, INPUTS=k.GEMM_INPUTS,
-            num_warps=4, num_stages=4, **k.OPTIONS,
+            WIDTH=inputs, BIASED=self.bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
+            num_warps=tile.warps, num_stages=tile.stages, **k.OPTIONS,
         )  # fmt: skip
         return out
+
+
+@cache
+def tiles_agree(device: torch.device) -> bool:
+    """Whether all tiles give the same bits on this card, in bfloat16, by random numbers.
+
+    Small tiles are multiplied by other instructions than large ones. On an H100 both add up in the same order.
+    """
+    rows, outputs, inputs = TRIAL
+    noise = torch.Generator(device).manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=noise, device=device, dtype=torch.bfloat16) for n in (rows, outputs))
+    with torch.cuda.device(device):
+        layer = OneGemmLinear(load_kernels(), weight)
+        smallest = layer.product(x, SMALLEST)
+        return all(torch.equal(layer.product(x, tile), smallest) for tile in TILES)
 
 
 def device_linears(placement: Placement) -> MakeLinear:
     """How layers are made for this placement. On CPUs, where only tests have passes of fixed shape, by torch."""
     if not placement.one_gemm:
         return DeviceLinear
-    kernels = load_kernels()
+    kernels, tiled = load_kernels(), placement.graphs and tiles_agree(placement.device)
 
     def make(weight: Tensor, bias: Tensor | None = None) -> OneGemmLinear:
-        return OneGemmLinear(kernels, weight, bias)
+        return OneGemmLinear(kernels, weight, bias, tiled)
 
     return make

@@ -9,7 +9,10 @@ size that was captured before. Prompt chunks, whose sizes vary and whose cost is
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
-from forerun.device import upload
+from forerun.device import Captures, upload
 from forerun.models.chain_graph import ChainGraph
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.decoder import Decoder
@@ -26,11 +29,13 @@ from forerun.models.ops import SPLIT, ops_for, power_of_two
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States, Tail
 from forerun.sampling.draws import Draws
 
+logger = logging.getLogger(__name__)
 BodyResult = TypeVar("BodyResult")
 SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
 LEAST_ROWS = 16  # the smallest size
 SHORT_READ, MOST_ROWS = 64, 2048  # a larger pass is captured where no sequence reads more, up to so many rows
 CAPTURED_STEP, LARGE_STEP = 64, 128  # the rows of larger passes are multiples of these: captured ones, and others
+CAPTURES = Lock()  # one capture at a time: it fails where another thread captures
 WARM_UPS = 2  # runs before a capture, in which libraries choose and compile what they will launch
 
 
@@ -41,7 +46,9 @@ class Graphs:
         self.device = device
         self.enabled = enabled and device.type == "cuda"
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self.refused: set[Hashable] = set()  # what could not be captured, and runs without
         self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
         self.num_replays = 0
 
     def run(self, key: Hashable | None, body: Callable[[], BodyResult]) -> BodyResult:
@@ -52,25 +59,40 @@ class Graphs:
             return self.replay(key, body) if self.enabled and key is not None else body()
 
     def replay(self, key: Hashable, body: Callable[[], BodyResult]) -> BodyResult:
-        """Replay what was captured under this key, now if it was not."""
-        if key not in self.captured:
-            self.captured[key] = self.capture(body)
+        """Replay what was captured under this key, now if it was not; run what cannot be captured."""
+        if key not in self.captured and key not in self.refused:
+            self.try_capture(key, body)
+        if key in self.refused:
+            return body()
         graph, result = self.captured[key]
         graph.replay()
         self.num_replays += 1
         same: BodyResult = result
         return same
 
-    def capture(self, body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Run on a side stream until everything is compiled, then record. All graphs share one pool of memory."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
+    def try_capture(self, key: Hashable, body: Callable[[], Any]) -> None:
+        """Capture, or note that it fails. What fails without capture too raises."""
+        began_s = time.perf_counter()
+        self.stream = self.stream or torch.cuda.Stream(self.device)
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARM_UPS):  # everything is compiled here
                 body()
-        torch.cuda.current_stream().wait_stream(side)
+            try:
+                with CAPTURES:
+                    self.captured[key] = self.capture(body)
+            except RuntimeError as error:
+                self.refused.add(key)
+                logger.warning("A pass could not be captured as a graph and runs without, slower: %s", error)
+        here.wait_stream(self.stream)
+        Captures.num += 1
+        Captures.taken_s += time.perf_counter() - began_s
+
+    def capture(self, body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Record on this object's stream, which is the current one. All its graphs share one pool of memory."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             result = body()
         self.pool = self.pool or graph.pool()
         return graph, result

@@ -15,7 +15,6 @@ import triton.language as tl
 
 BLOCK_KEYS = 64
 SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head")
-GEMM_ROWS, GEMM_OUTPUTS, GEMM_INPUTS = 16, 32, 128
 # Every launch says so: where the compiler may fuse a product with a sum, as it may by default, it decides for each
 # variant of a kernel anew, and a row's bits would depend on whether its pass has paths, windows or norms.
 OPTIONS = {"enable_fp_fusion": False}
@@ -244,9 +243,12 @@ def one_gemm(
     x, weight, bias, out, rows, outputs,
     WIDTH: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias in tiles of one shape: the sum over inputs runs in one order for any number of rows."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """x @ weight.T + bias: each sum over the inputs is one chain in ascending order, whatever the tile.
+
+    Tiles of the same weights follow one another, so that they are read from memory once.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     term = tl.arange(0, INPUTS)
     x_at = x + row[:, None].to(tl.int64) * WIDTH + term[None, :]
     weight_at = weight + column[None, :].to(tl.int64) * WIDTH + term[:, None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
-from forerun.device import is_cpu, upload
+from forerun.device import is_cpu, softmax, upload
 from forerun.kernels.laws import RowLaws
 from forerun.kernels.sampling import UNDECIDED, UNKNOWN, SamplingKernels
 from forerun.sampling.children import Children, HostChildren
@@ -144,7 +144,7 @@ class Draws:
         Temperature 0 is the point mass at the largest transformed logit, the lowest id among equals.
         """
         shaped, narrowed = self._transformed(logits, at)
-        return self._choose(at, lambda: self._point(shaped, 0.0, -math.inf), lambda: narrowed.log_softmax(1))
+        return self._choose(at, lambda: self._point(shaped, 0.0, -math.inf), lambda: softmax(narrowed, log=True))
 
     def probs(self, logits: Logits, at: PathState) -> Logits:
         """The same law as probabilities. By softmax, whose bits do not depend on other rows as those of `exp` do."""
@@ -198,7 +198,7 @@ class Draws:
         else:
             scores = self._scores(shaped, narrowed, at, purpose)
             tokens = largest(scores, width)
-            chance, offered = scores.softmax(1).gather(1, tokens), scores.gather(1, tokens) > -math.inf
+            chance, offered = softmax(scores).gather(1, tokens), scores.gather(1, tokens) > -math.inf
             offered &= ~(tokens[:, :, None] == tokens[:, None]).tril(-1).any(2)  # where nothing is left, ids repeat
         if law is not None:
             greedy, drawn = self.transforms.greedy_nodes(at), law.gather(1, tokens)
@@ -323,7 +323,7 @@ class Draws:
         return shaped, shaped if self.transforms.all_greedy else self.transforms.narrow(shaped, at)
 
     def _probs(self, shaped: Logits, narrowed: Logits, at: PathState) -> Logits:
-        return self._choose(at, lambda: self._point(shaped, 1.0, 0.0), lambda: narrowed.softmax(1))
+        return self._choose(at, lambda: self._point(shaped, 1.0, 0.0), lambda: softmax(narrowed))
 
     def _point(self, shaped: Logits, inside: float, outside: float) -> Logits:
         """The law of greedy rows: all on the largest logit, the lowest id among equals; NaN there if that is none."""

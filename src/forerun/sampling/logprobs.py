@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
-from forerun.device import is_cpu
+from forerun.device import is_cpu, softmax
 from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.winners import largest
 
@@ -46,7 +46,7 @@ def token_logprobs(
     `logits` are the model's own, of real ids alone, those that a grammar forbids at -inf; `top` is at most their number
     and may be 0. `kernels` rank faster, not differently.
     """
-    law = logits.to(torch.float32).log_softmax(1)
+    law = softmax(logits.to(torch.float32), log=True)
     picked = torch.as_tensor(chosen, dtype=torch.int64, device=law.device)
     ranked = kernels.rank(law.contiguous(), picked, top) if kernels is not None and is_cpu(law.device) else None
     ranks, top_ids = (rank_of(law, picked), largest(law, top)) if ranked is None else ranked

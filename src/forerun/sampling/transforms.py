@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
-from forerun.device import is_cpu, upload, upload_tensor
+from forerun.device import is_cpu, running_sum, softmax, upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.guard import no_interrupt
 from forerun.limits import INT64
@@ -367,7 +367,7 @@ def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
 
     Tokens as likely as the last one kept are kept too; an infinite `top_p` keeps all.
     """
-    probs = logits.softmax(1)
+    probs = softmax(logits)
     off = top_p.isinf()
     # Sorting 150,000 tokens takes 10 ms, the largest 1024 half a millisecond, and they nearly always hold the
     # nucleus. On CPUs the sums over them have the bits of the sums over all (cumsum runs from the left), so that
@@ -375,9 +375,9 @@ def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
     large = logits.device.type == "cpu" and logits.shape[1] >= 16 * _PREFIX
     prefix = _PREFIX if large else logits.shape[1]
     ranked = probs.topk(prefix, dim=1).values
-    mass = ranked.cumsum(1)
+    mass = running_sum(ranked)
     if prefix < logits.shape[1] and not (off | (mass[:, -1:] >= top_p)).all():
         ranked = probs.sort(dim=1, descending=True).values
-        mass = ranked.cumsum(1)
+        mass = running_sum(ranked)
     kept = (mass[:, :-1] < top_p).sum(1, keepdim=True)  # the first is kept too, at rank 0
     return logits.masked_fill((probs < ranked.gather(1, kept)) & ~off, -math.inf)

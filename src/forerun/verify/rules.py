@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
+from forerun.device import running_sum
 from forerun.tree import DraftTree
 
 
@@ -241,8 +242,7 @@ def _next_draw(q: Float[Tensor, "rows vocab"], token: Int[Tensor, "rows 1"]) -> 
 
 
 def _total(left: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
-    # A running sum gives each row the same bits whatever rows stand beside it; torch.sum does not.
-    return left.cumsum(1)[:, -1:]
+    return running_sum(left)[:, -1:]  # torch.sum has other bits beside other rows
 
 
 def _normalised(
