@@ -4,13 +4,14 @@
     python benchmarks/gpu.py --dry-run  # tiny shapes on a CPU: shows that it runs, measures nothing
 
 Random weights of the shape of Llama 3 8B in bfloat16, one sequence with 512 tokens of context; then the bundled
-family, its target widened to 2 B parameters (the same function at a larger cost), plain against drafted. Bandwidth is
+family, its target widened to 1 B parameters (the same function at a larger cost), plain against drafted. Bandwidth is
 that of a copy on the same card in the same run, bytes read and written. Times are medians.
 """
 
 import argparse
 import itertools
 import json
+import operator
 import statistics
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.models.widen import Wider, cached_widened
 
-COUNTS = (1, 2, 4, 5, 8, 16)
+COUNTS = (1, 8, 16, 32, 64, 128, 144)  # up to 16 share a graph
 CONTEXT = 512
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -46,6 +47,7 @@ TINY = LLAMA_8B | {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 1024,
 }  # fmt: skip
+DRAFTS = ((None, False), ("model:stdlib-draft", 4), ("model:stdlib-draft", "auto"), ("ngram", 4), ("suffix", 4))
 PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push(self, ", "import os\nimport sys\n\ndef main(")
 
 
@@ -185,28 +187,30 @@ def gaps(runner: GraphRunner, report: Report, runs: int) -> None:
 
 
 def widened(placement: Placement, report: Report, dry: bool) -> None:
-    """Tokens per second of the bundled family: the target widened, plain and drafted, one and eight at a time."""
+    """Tokens per second of the bundled family: the target widened, plain and drafted, up to 32 at a time."""
     source = str(BUNDLED["stdlib"])
-    wider = Wider.of(Blueprint.of(source).config, 2_000_000_000)
+    wider = Wider.of(Blueprint.of(source).config, 1_000_000_000)
     target = source if dry else str(cached_widened(source, wider))
-    for draft, depth in ((None, 0), ("model:stdlib-draft", 3), ("model:stdlib-draft", 5), ("ngram", 4)):
-        for temperature in (0.0,) if dry else (0.0, 1.0):
-            for batch in (2,) if dry else (1, 8):
-                llm = LLM(target, draft, device=placement, dtype="float32" if dry else "bfloat16",
-                          speculation=depth or False, max_model_len=512, max_num_seqs=batch)  # fmt: skip
-                params = SamplingParams(temperature=temperature, seed=1, max_tokens=8 if dry else 128, ignore_eos=True)
-                prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
-                llm.generate(prompts, params)  # captures and compiles
-                wait(placement.device)
-                started = time.perf_counter()
-                results = llm.generate(prompts, params)
-                spent = time.perf_counter() - started
-                tokens = sum(len(c.token_ids) for r in results for c in r.outputs)
-                report.widened.append(
-                    {"draft": draft or "plain", "depth": depth, "temperature": temperature, "batch": batch,
-                     "tokens_per_s": tokens / spent, "tokens_per_round": llm.stats.tokens_per_round}
-                )  # fmt: skip
-                del llm
+    plain: dict[tuple[float, int], list[tuple[int, ...]]] = {}
+    for draft, depth in DRAFTS:
+        llm = LLM(target, draft, device=placement, dtype="float32" if dry else "bfloat16", speculation=depth,
+                  max_model_len=512, max_num_seqs=2 if dry else 32)  # fmt: skip
+        for temperature, batch in ((0.0, 2),) if dry else itertools.product((0.0, 1.0), (1, 8, 32)):
+            params = SamplingParams(temperature=temperature, seed=1, max_tokens=8 if dry else 128, ignore_eos=True)
+            prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
+            llm.generate(prompts, params)  # captures and compiles
+            wait(placement.device)
+            started = time.perf_counter()
+            results = llm.generate(prompts, params)
+            spent = time.perf_counter() - started
+            texts = [tuple(c.token_ids) for r in results for c in r.outputs]
+            same = sum(map(operator.eq, texts, plain.setdefault((temperature, batch), texts)))
+            report.widened.append(
+                {"one_gemm": placement.one_gemm, "draft": draft or "plain", "depth": depth, "temperature": temperature,
+                 "batch": batch, "tokens_per_s": sum(map(len, texts)) / spent,
+                 "tokens_per_round": llm.stats.tokens_per_round, "same_as_plain": same}
+            )  # fmt: skip
+        del llm
 
 
 def markdown(report: Report) -> str:
@@ -220,10 +224,12 @@ def markdown(report: Report) -> str:
         lines.append(f"| {product} | {s['tokens']} | {s['pass_ms']:.2f} | {s['v']:.2f} | "
                      f"{s['share_of_bandwidth']:.0%} | {s['with_host_ms']:.2f} |")  # fmt: skip
     lines += ["", *(f"idle between passes, {name}: {gap:.0f} µs" for name, gap in report.gaps.items()), ""]
-    lines += ["| draft | depth | temperature | batch | tokens/s | tokens per round |", "|---|---|---|---|---|---|"]
+    lines += ["| product | draft | depth | temperature | batch | tokens/s | tokens per round | answers as plain |",
+              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for w in report.widened:
-        lines.append(f"| {w['draft']} | {w['depth']} | {w['temperature']} | {w['batch']} | "
-                     f"{w['tokens_per_s']:.0f} | {w['tokens_per_round']:.2f} |")  # fmt: skip
+        product = "one_gemm" if w["one_gemm"] else "library"
+        lines.append(f"| {product} | {w['draft']} | {w['depth'] or ''} | {w['temperature']} | {w['batch']} | "
+                     f"{w['tokens_per_s']:.0f} | {w['tokens_per_round']:.2f} | {w['same_as_plain']} |")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -243,7 +249,8 @@ def main() -> None:
         steps(TINY if dry else LLAMA_8B, replace(placement, one_gemm=one_gemm), report, 2 if dry else 30)
         if not dry:
             torch.cuda.empty_cache()
-    widened(placement, report, dry)
+    for one_gemm in (False,) if dry else (False, True):
+        widened(replace(placement, one_gemm=one_gemm), report, dry)
     print(markdown(report))
     print(json.dumps(asdict(report)))
 

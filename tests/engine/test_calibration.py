@@ -14,7 +14,7 @@ from forerun.draft import mix
 from forerun.draft.model import follower
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.suffix import SuffixDrafter
-from forerun.engine import calibration, engine
+from forerun.engine import calibration, clock
 from forerun.engine.engine import Engine
 from forerun.engine.kept_costs import as_json, from_json, kept_file
 from forerun.engine.measured import MeasuredDepth
@@ -71,7 +71,7 @@ def made_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain_read(own, reads, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Runner, "read", reading)
-    for module in (follower, mix, engine, device):
+    for module in (follower, mix, clock, device):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
 
 

@@ -19,9 +19,9 @@ import torch
 from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
-from forerun.device import Captures, Timer
 from forerun.draft.base import Draft, Drafter
 from forerun.engine.chunk import ChunkSize
+from forerun.engine.clock import RoundClock
 from forerun.engine.constrained import arms_of, completions, constrained_tree, forced_chains
 from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.delta import Delta, delta_of, score_prompt
@@ -261,19 +261,14 @@ class Engine:
 
     def round(self, plan: Round) -> list[Delta]:
         """The three verbs, in their order."""
-        started_s, num_captures, timer = time.perf_counter(), Captures.num, Timer(plan.draws.device)
+        clock = RoundClock(plan.draws.device)
         draft = self.draft(plan)  # draft
-        timer.mark()
-        drafting_s = time.perf_counter() - started_s
+        clock.drafted()
         reading = self.read(plan, draft)  # one target pass
-        timer.mark()
+        clock.passed()
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)  # verify
         deltas, rows = self.accept(reading, verdict)  # accept: the one synchronisation
-        draft_s, pass_s = timer.seconds()
-        draft_pass_s = draft.pass_s + max(0.0, draft_s - drafting_s)  # a GPU's passes go on after the calls
-        verdict_s = max(0.0, time.perf_counter() - started_s - draft_s - pass_s)
-        times = draft_s, pass_s, draft_pass_s, tuple(draft.arm_s), verdict_s
-        captured = Captures.num > num_captures
+        times, captured = clock.times(draft), clock.captured
         usual = bool(rows) and not plan.num_prompt_tokens and not captured
         plain_s = self.controller.plain_s(len(rows)) if usual else None
         outcome = Outcome(rows, plan.num_prompt_tokens, *times, plain_s, *self.prefixes.counted(), captured)
