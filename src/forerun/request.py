@@ -42,6 +42,7 @@ class Request:
     `prompt` is text and `prompt_token_ids` are tokens; where both are there the tokens count, and the text is what they
     were made from. `sampling_params` None stands for the model's defaults, `speculation` None for the engine's. Answers
     to one `tenant` are used to draft for that tenant only. With `draft_details` every delta tells what was drafted.
+    The text shows the special tokens `shown_special_ids` even where `skip_special_tokens` hides all others.
     """
 
     prompt: str | None = None
@@ -50,6 +51,7 @@ class Request:
     tenant: str = ""
     prompt_token_ids: tuple[int, ...] | None = None
     draft_details: bool = False
+    shown_special_ids: frozenset[int] = frozenset()
 
     @classmethod
     def of(

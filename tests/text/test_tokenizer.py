@@ -87,6 +87,23 @@ def test_pieces_join_to_the_decoded_whole(name: str, data: st.DataObject, skip: 
     assert joined(tokenizer, ids, skip) == tokenizer.decode(ids, skip)
 
 
+@pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like", "unknown"])
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_special_tokens_that_are_shown_are_pieces_that_say_so(name: str, data: st.DataObject) -> None:
+    tokenizer = UNKNOWN if name == "unknown" else TOKENIZERS[name]
+    special = st.sampled_from(sorted(tokenizer.special_ids))
+    ids = data.draw(st.lists(special | BYTES_OF_STORIES | st.integers(0, tokenizer.num_ids - 1), max_size=20))
+    shown = data.draw(st.sets(special))
+    decoder = tokenizer.decoder(shown=shown)
+    pieces = [piece for token in ids for piece in decoder.feed(token)] + decoder.close()
+    kept = [token for token in ids if token in shown or token not in tokenizer.special_ids]
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode(kept)
+    marked = [piece for piece in pieces if piece.special]
+    assert [ids[piece.ordinal] for piece in marked] == [token for token in ids if token in shown]
+    assert all(piece.text.endswith(tokenizer.surface(ids[piece.ordinal]) or "") for piece in marked)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like", "unknown"])
 @given(text=st.text(st.characters(codec="utf-8") | st.sampled_from("👩‍👧e\u0301你é\n  ab"), max_size=25))

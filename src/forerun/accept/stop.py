@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -56,8 +56,9 @@ class StopChecker:
     where tokens begin.
 
     The text of a special end token is not shown. Text that may begin a stop string is held back until that is
-    decided. `limit` is the room that the context leaves, in tokens; `prompt` is what the text goes on from. Without
-    a tokenizer there are no pieces, and stop strings raise InvalidRequest.
+    decided. `limit` is the room that the context leaves, in tokens; `prompt` is what the text goes on from; `shown`
+    are special tokens whose text is shown even where `params` hide them. Without a tokenizer there are no pieces, and
+    stop strings raise InvalidRequest.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StopChecker:
         tokenizer: Tokenizer | None,
         limit: int,
         prompt: Sequence[int] = (),
+        shown: Collection[int] = (),
     ) -> None:
         self._stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
         if self._stops and tokenizer is None:
@@ -77,7 +79,7 @@ class StopChecker:
         self._min_tokens = params.min_tokens
         self._limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
         assert self._limit >= 1, f"a sequence with room for {self._limit} new tokens cannot be served"
-        self._decoding = partial(tokenizer.decoder, params.skip_special_tokens, after=prompt) if tokenizer else None
+        self._decoding = partial(tokenizer.decoder, params.skip_special_tokens, prompt, shown) if tokenizer else None
         self._decoder = self._decoding() if self._decoding else None
         self._longest = max(map(len, self._stops), default=0)
         self._held: list[Piece] = []
@@ -195,7 +197,7 @@ def _split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piec
         here, rest = piece.text[:length], piece.text[length:]
         length -= len(here)
         if here:
-            before.append(Piece(here, piece.ordinal))
+            before.append(replace(piece, text=here))
         if rest:
-            after.append(Piece(rest, piece.ordinal))
+            after.append(replace(piece, text=rest))
     return before, after

@@ -26,10 +26,11 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of text and where its token came from."""
+    """A piece of text, where its token came from, and whether that is a special one."""
 
     text: str
     origin: Origin
+    special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def delta_of(
         seq_id=sequence.id,
         token_ids=tuple(tokens),
         origins=tuple(origins),
-        segments=tuple(Segment(piece.text, origin(piece.ordinal)) for piece in stop.pieces),
+        segments=tuple(Segment(piece.text, origin(piece.ordinal), piece.special) for piece in stop.pieces),
         logprobs=tuple(logprobs),
         finish_reason=stop.finish_reason,
         stop_reason=stop.stop_reason,

@@ -91,6 +91,7 @@ class Requests:
                     limit=self.max_length - len(tokens),
                     tokenizer=self.tokenizer,
                     prompt=tokens,
+                    shown=request.shown_special_ids,
                 ),
                 tenant=request.tenant,
                 bad_words=bad_words,

@@ -111,7 +111,9 @@ class AnswerWriter:
         choice: dict[str, Any] = {"index": index, "finish_reason": sample.finish_reason}
         choice["stop_reason"] = sample.stop_reason
         if self.chat:
-            parts = AnswerSplitter(self.asked.form).whole(sample.text)
+            splitter, samples = AnswerSplitter(self.asked.form), self.answers.requests[index // self.asked.n][1]
+            deltas = self.answers.answers[samples[sample.index].id].deltas
+            parts = [part for delta in deltas for part in splitter.take(delta)]
             content, calls = text_of(parts, "content"), [part.call.described() for part in parts if part.call]
             choice["message"] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
@@ -213,7 +215,7 @@ class AnswerWriter:
             return {"text": text}
         splitter = self.splitters[index] = self.splitters.get(index) or AnswerSplitter(self.asked.form)
         num_calls = splitter.num_calls
-        parts = splitter.feed(delta.text) + (splitter.close() if delta.finish_reason else [])
+        parts = splitter.take(delta)
         found: dict[str, Any] = {}
         if self.asked.include_reasoning and (thought := text_of(parts, "reasoning")):
             found["reasoning_content"] = thought

@@ -137,10 +137,10 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     if chat is None:
         requests, form = completion_requests(given, params, wish, tenant, llm), AnswerForm()
     else:
-        prompt, hide = chat.request(llm, "input" if "input" in given else "messages"), params.skip_special_tokens
-        form = answer_form(chat.options, prompt.prompt or "", chat.continued, tools, llm.tokenizer, hide=hide)
-        params = replace(params, skip_special_tokens=hide and not form.special)
-        requests = [replace(prompt, sampling_params=params, speculation=wish, tenant=tenant)]
+        prompt = chat.request(llm, "input" if "input" in given else "messages")
+        form = answer_form(chat.options, prompt.prompt or "", chat.continued, tools, llm.tokenizer)
+        ids = form.shown_special_ids
+        requests = [replace(prompt, sampling_params=params, speculation=wish, tenant=tenant, shown_special_ids=ids)]
     if switch(given, "draft_details"):
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")

@@ -58,7 +58,7 @@ def between(form: CallForm, special: Mapping[str, int], *, free: bool, several: 
     opening, closing, tag = form.opening, form.closing, form.tag
     others = f'(", " which){{0,{MOST_CALLS - 1}}}' if several else ""
     body = f'/ ?\\[/ which {others} "]"' if form.listed else "which"
-    rest = f"{lark(opening.removeprefix(tag))} {body} {lark(closing)}"
+    rest = f"{lark(opening.removeprefix(tag))} {body} {spelled(closing, special)}"
     if not free:
         more = f' ("\\n"? call){{0,{MOST_CALLS - 1}}}' if several and not form.listed else ""
         return [f"start: call{more}", f"call: {spelled(tag, special)} {rest}"]
@@ -175,8 +175,11 @@ def lark(text: str) -> str:
 
 
 def spelled(tag: str, special: Mapping[str, int]) -> str:
-    """A tag as Lark writes it, be it a token of its own or text."""
-    return f"<[{special[tag]}]>" if tag in special else quoted(tag)
+    """A tag with the blanks around it as Lark writes it, be it a token of its own or text; nothing for none."""
+    if (name := tag.strip()) not in special:
+        return lark(tag)
+    before, _, behind = tag.partition(name)
+    return f"{lark(before)} <[{special[name]}]> {lark(behind)}".strip()
 
 
 RULES: Mapping[CallKind, Callable[[CallForm, int, str, Schema | None, Parts], str]] = {

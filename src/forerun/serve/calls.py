@@ -12,10 +12,12 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forerun.serve.growing import BLANKS, GrowingText, Scan
+from forerun.serve.literals import unbroken
 from forerun.serve.parameters import parameters_of, types_of
 
 Functions = Mapping[str, Mapping[str, Any]]  # the schemas of the arguments, by name
@@ -73,6 +75,16 @@ class CallForm:
     def tag(self) -> str:
         """The text that a call begins with."""
         return self.opening.strip()
+
+    @property
+    def tags(self) -> Seq[str]:
+        """The texts around calls and between a name and its arguments, without blanks."""
+        return [self.tag, self.closing.strip(), self.key, CALL_ID, PYTHON_TAG]
+
+    @property
+    def inner_tags(self) -> Seq[str]:
+        """The texts around names, parameters and values where each stands by itself, without blanks."""
+        return [text.strip() for text in (*self.function, *self.parameter, *self.value, self.last)]
 
     def calls(self, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
         """Read what stands behind an opening, up to and with the closing; no calls where it is something else."""
@@ -166,7 +178,7 @@ def read_parameters(
     yield from text.run(BLANKS)
     tag = yield from text.one_of((first, last))
     while tag == first:
-        key = yield from text.run(KEY)
+        key = unbroken((yield from text.run(KEY)))
         if not (yield from text.one_of((form.parameter[1].strip(),))):
             return None
         values[key], tag = yield from read_value(form, text, types.get(key, set()))
@@ -179,7 +191,7 @@ def read_parameters(
     if not tag or not (yield from text.one_of((closing,))):
         return None
     text.at = end
-    written = {key: text.text[span] for key, span in values.items()}
+    written = {key: unbroken(text.text[span]) for key, span in values.items()}
     if not form.value[0].strip():
         written = {key: value.removeprefix("\n").removesuffix("\n") for key, value in written.items()}
     return call_of(name, {key: typed(value, types.get(key, set())) for key, value in written.items()}, functions)
@@ -278,7 +290,7 @@ def arguments_of(arguments: Any) -> dict[str, Any]:
 def parsed(text: str) -> Any:
     """JSON, in which strings may have line breaks; NOTHING for any other text."""
     try:
-        return json.loads(text, strict=False, parse_constant=number, parse_float=number)
+        return json.loads(unbroken(text), strict=False, parse_constant=number, parse_float=number)
     except (ValueError, RecursionError):
         return NOTHING
 

@@ -21,6 +21,7 @@ from forerun.serve.growing import BLANKS, GrowingText, Scan
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 MARKS = (START, CHANNEL, MESSAGE)  # a template that writes these is one of Harmony
 STOPS = ("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)  # behind a message's text
+TAGS = (*MARKS, *STOPS, CONSTRAIN)
 THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # fields of messages
 FUNCTIONS = "functions."
 NEXT = f"<|end|> {START} {quoted('assistant')}"

@@ -104,7 +104,7 @@ class MessageWriter:
         """Add a delta to the blocks; the events that say so."""
         ends = delta.finish_reason is not None
         events: list[dict[str, Any]] = []
-        for part in self.splitter.feed(delta.text) + (self.splitter.close() if ends else []):
+        for part in self.splitter.take(delta):
             if part.kind != "reasoning" or self.asked.include_reasoning:
                 events += self.add(part)
         return events + (self.close() if ends else [])

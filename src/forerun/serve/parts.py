@@ -12,11 +12,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from forerun.engine.delta import Delta
 from forerun.sampling.grammar import Grammar
 from forerun.serve.call_grammar import spelled
 from forerun.serve.calls import CallForm, Functions, ToolCall, call_of, parsed
 from forerun.serve.growing import BLANKS, GrowingText, Scan, tags_of
 from forerun.serve.harmony import MARKS, STOPS, around, callee, head, is_analysis
+from forerun.serve.literals import Literals, unbroken
 from forerun.serve.reasoning import ReasoningTags
 from forerun.serve.spelled import TokenTexts
 
@@ -38,8 +40,8 @@ class AnswerForm:
     """How the answers to one prompt are written: between which tags they reason, and how they call which functions.
 
     `begun` is, in Harmony, what the prompt has of the answer's first message already, and None in all other forms.
-    `special` are those of its tags that are special tokens, which the text has to show then, with their ids; `hidden`
-    are all special tokens, if nobody is to be shown them.
+    `special` are those of its tags that are special tokens, with their ids: text of other tokens is none of them. The
+    text has to show `shown_special_ids`.
     """
 
     reasoning: ReasoningTags | None = None
@@ -47,7 +49,7 @@ class AnswerForm:
     functions: Functions = field(default_factory=dict)
     begun: str | None = None
     special: Mapping[str, int] = field(default_factory=dict)
-    hidden: tuple[str, ...] = ()
+    shown_special_ids: frozenset[int] = frozenset()
 
     @property
     def reasons(self) -> bool:
@@ -75,6 +77,7 @@ class AnswerSplitter:
         self.form = form
         self.kind: SplitState = "content"
         self.text = GrowingText()
+        self.literals = Literals(form.special)
         self.shown: set[SplitState] = set()
         self.joint = ""  # in front of the next text that is shown
         self.num_calls = 0  # that were told
@@ -83,15 +86,16 @@ class AnswerSplitter:
         self.feed((form.begun or "").rstrip())
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """The parts that are certain with this text, in order."""
+        """The parts that are certain with this text, whose literals are broken, in order."""
         self.text.append(text)
         next(self.steps, None)
         parts, self.parts = self.parts, []
         return parts
 
-    def whole(self, text: str) -> list[AnswerPart]:
-        """The parts of a whole answer."""
-        return [*self.feed(text), *self.close()]
+    def take(self, delta: Delta) -> list[AnswerPart]:
+        """The parts that are certain with a delta of the answer, the rest with its last one."""
+        text = "".join(self.literals.broken(segment.text, segment.special) for segment in delta.segments)
+        return self.feed(text) + (self.close() if delta.finish_reason else [])
 
     def close(self) -> list[AnswerPart]:
         """The rest, once the answer has ended."""
@@ -100,7 +104,7 @@ class AnswerSplitter:
 
     def show(self, text: str) -> None:
         """Tell of text."""
-        if text:
+        if text := unbroken(text):
             self.parts.append(AnswerPart("reasoning" if self.kind == "reasoning" else "content", self.joint + text))
             self.shown.add(self.kind)
             self.joint = ""
@@ -111,11 +115,9 @@ class AnswerSplitter:
         self.num_calls += len(calls)
 
     def upto(self, kind: SplitState, *tags: str) -> Scan[str]:
-        """Show the text up to one of the tags, without hidden ones; which tag it is, "" at the text's end."""
+        """Show the text up to one of the tags; which tag it is, "" at the text's end."""
         self.kind = kind
-        while (tag := (yield from self.text.passage(tags_of(tags + self.form.hidden), self.show))) not in tags and tag:
-            self.show(self.text.before)
-        return tag
+        return (yield from self.text.passage(tags_of(tags), self.show))
 
     def tagged(self) -> Scan[None]:
         """Read an answer with reasoning between tags and calls in its text."""
@@ -180,7 +182,8 @@ class TokenCounter:
 
     def __init__(self, form: AnswerForm, texts: TokenTexts) -> None:
         self.texts = texts
-        self.splitter = AnswerSplitter(replace(form, calls=None, functions={}, hidden=()))
+        self.splitter = AnswerSplitter(replace(form, calls=None, functions={}))
+        self.special = frozenset(form.special.values())
         self.num_undecided = self.num_reasoning = self.num_content = 0
 
     def feed(self, tokens: Seq[int]) -> list[SplitState]:
@@ -189,7 +192,8 @@ class TokenCounter:
         for token in tokens:
             self.num_undecided += 1
             kind = self.splitter.kind
-            self.splitter.feed(self.texts.bytes_of(token).decode("latin-1"))  # the tags of reasoning are ASCII
+            text = self.texts.bytes_of(token).decode("latin-1")  # the tags of reasoning are ASCII
+            self.splitter.feed(self.splitter.literals.broken(text, token in self.special))
             kind = self.splitter.kind if kind == "start" else kind
             if kind != "start":
                 certain += [kind] * self.num_undecided

@@ -112,8 +112,7 @@ class ResponseWriter:
         """Add a delta to the items; the events that say so."""
         ends = delta.finish_reason is not None
         logprobs = self.logprobs_of(delta)
-        parts = self.splitter.feed(delta.text) + (self.splitter.close() if ends else [])
-        parts = [part for part in parts if part.kind != "reasoning" or self.asked.include_reasoning]
+        parts = [part for part in self.splitter.take(delta) if part.kind != "reasoning" or self.asked.include_reasoning]
         if logprobs and not any(part.kind == "content" for part in parts):
             parts.append(AnswerPart("content"))
         if ends and not parts and not self.items:

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.messages import ChatOptions, Message
-from forerun.serve.calls import FORMS, CallForm, Functions, ToolCall
+from forerun.serve.calls import FORMS, PYTHON_TAG, CallForm, Functions, ToolCall
 from forerun.serve.growing import GrowingText, result_of
-from forerun.serve.harmony import MARKS, START
+from forerun.serve.harmony import MARKS, START, TAGS
 from forerun.serve.parts import AnswerForm, AnswerSplitter
 from forerun.serve.problems import refused
 from forerun.serve.reasoning import reasoning_tags
@@ -62,28 +62,26 @@ def is_harmony(template: str) -> bool:
 
 
 def answer_form(
-    options: ChatOptions, prompt: str, continued: str | None, tools: ToolUse | None, tokenizer: Tokenizer, *, hide: bool
+    options: ChatOptions, prompt: str, continued: str | None, tools: ToolUse | None, tokenizer: Tokenizer
 ) -> AnswerForm:
-    """The form of the answers to a prompt that a template wrote; `continued` is the text that it goes on from.
-
-    `hide` says whether special tokens are to be hidden.
-    """
+    """The form of the answers to a prompt that a template wrote; `continued` is the text that it goes on from."""
     source, calls = options.source(tokenizer), None if tools is None else tools.form
     harmony = is_harmony(source) if calls is None else calls.kind == "harmony"
     begun = prompt[max(prompt.rfind(START), 0) :] if harmony else None
     reasoning = None if begun is not None else reasoning_tags(source, prompt, continued)
-    tags = [*(MARKS if begun is not None else ()), *((reasoning.opening, reasoning.closing) if reasoning else ())]
-    tags += [calls.tag, calls.key] if calls else []
+    tags = [*(TAGS if begun is not None else ()), *((reasoning.opening, reasoning.closing) if reasoning else ())]
+    tags += calls.tags if calls else []
     known = special_tokens(tokenizer)
     special = {tag: known[tag] for tag in tags if tag in known}
+    seen = {*tags, *(calls.inner_tags if calls else ())} - {PYTHON_TAG}  # calls are read without that one too
     functions: Functions = {} if tools is None else tools.allowed
-    return AnswerForm(reasoning, calls, functions, begun, special, tuple(known) if special and hide else ())
+    return AnswerForm(reasoning, calls, functions, begun, special, frozenset(known[tag] for tag in seen & known.keys()))
 
 
 @lru_cache(maxsize=16)
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens by how a text shows them."""
-    return {tokenizer.decode([token]): token for token in tokenizer.special_ids}
+    """The special tokens by how a text shows them, if it does."""
+    return {text: token for token in tokenizer.special_ids if (text := tokenizer.decode([token]))}
 
 
 def written(

@@ -24,10 +24,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text, and the ordinal of the token that completed it; ordinals count a sequence's output from 0."""
+    """Text, and the ordinal of the token that completed it; ordinals count a sequence's output from 0.
+
+    `special` is whether that is a special token.
+    """
 
     text: str
     ordinal: int
+    special: bool = False
 
 
 @runtime_checkable
@@ -52,19 +56,25 @@ class IncrementalDecoder:
 
     A character whose bytes lie in several tokens is handed out with its last one. Only text that cannot change any
     more is handed out: a run of byte-fallback tokens is text or replacement characters *as a whole*, so it waits for
-    its end. Work per token does not grow with the text.
+    its end. Work per token does not grow with the text. `hidden` ids are passed over.
     """
 
-    def __init__(self, spelling: Spelling, hidden: Collection[int]) -> None:
+    def __init__(self, spelling: Spelling, hidden: Collection[int], special: Collection[int]) -> None:
         self._spelling = spelling
         self._hidden = hidden
+        self._special = special
         self._num_tokens = 0
 
     def feed(self, token_id: int) -> list[Piece]:
         """The pieces of text that this token makes final, with the ordinals of the tokens that completed them."""
         ordinal = self._num_tokens
         self._num_tokens += 1
-        return [] if token_id in self._hidden else self._spelling.feed(token_id, ordinal)
+        if token_id in self._hidden:
+            return []
+        pieces = self._spelling.feed(token_id, ordinal)
+        if token_id not in self._special:
+            return pieces
+        return [Piece(piece.text, piece.ordinal, special=piece.ordinal == ordinal) for piece in pieces]
 
     def push(self, token_id: int) -> str:
         """The text that this token makes final."""

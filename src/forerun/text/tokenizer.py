@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -181,20 +181,23 @@ class Tokenizer:
         """The text of each list of ids."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
-    def decoder(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> IncrementalDecoder:
+    def decoder(
+        self, skip_special_tokens: bool = True, after: Sequence[int] = (), shown: Collection[int] = ()
+    ) -> IncrementalDecoder:
         """A fresh decoder of ids that follow `after` (a prompt; nothing of it is shown).
 
-        With `after` empty its text is that of `decode`. Otherwise it is what `decode` adds to the text of `after`,
-        whose last character is taken as finished: "Once upon" goes on with " a", space included.
+        `skip_special_tokens` leaves out all special tokens but those that are to be `shown`. With `after` empty the
+        text is that of `decode`. Otherwise it is what `decode` adds to the text of `after`, whose last character is
+        taken as finished: "Once upon" goes on with " a", space included.
         """
-        hidden = self.special_ids if skip_special_tokens else frozenset()
+        hidden = self.special_ids.difference(shown) if skip_special_tokens else frozenset()
         before: list[int] = []
         for token_id in reversed(after):
             if token_id not in hidden and self._backend.id_to_token(token_id):
                 before.insert(0, token_id)
             if len(before) == _CONTEXT_TOKENS:
                 break
-        return IncrementalDecoder(self._spelling(before), hidden)
+        return IncrementalDecoder(self._spelling(before), hidden, self.special_ids)
 
     def surface(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it; None for an id that the vocabulary does not have."""

@@ -8,7 +8,7 @@
         number, num_prompt_tokens, rule, text, choice
         guesses: node, parent (0 is the root), depth, token_id, text, q, p, verdict, reason, drawn_id, coin, chance
         emitted: token_id, text, origin, p
-        segments: text, origin
+        segments: text, origin, special
 
 `record.py` fills these values in, `show.py` draws them.
 """
