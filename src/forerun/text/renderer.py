@@ -22,7 +22,7 @@ from typing import Any
 
 from forerun.errors import ChatTemplateError
 
-LIMIT_S = 0.75  # of processor time that any template may take: 50 times what compiling a long one takes
+LIMIT_S = 0.5  # of processor time that any template may take: 30 times what compiling a long one takes
 LIMIT_S_PER_CHARACTER = 1.5e-6  # of the request, in addition: four times what messages of one letter take
 PATIENCE = 10.0  # times the limit that may pass by the clock, on a busy machine or a system without the other limit
 MOST_IDLE = 2
