@@ -28,8 +28,8 @@ def test_short():
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("x = 1\n" * 400, ""),
-        ("x = 1\n" * 401, "long.py: 401 lines, above 400\n"),
+        ("x = 1\n" * 450, ""),
+        ("x = 1\n" * 451, "long.py: 451 lines, above 450\n"),
         ("class A:\n    @x\n    def f(self):\n" + "        x = 1\n" * 59, ""),
         ("class A:\n    def f(self):\n" + "        x = 1\n" * 60, "long.py:2: f has 61 lines, above 60\n"),
         ("async def f():\n" + "    x = 1\n" * 60, "long.py:1: f has 61 lines, above 60\n"),
@@ -44,11 +44,22 @@ def test_size_complains_above_its_limits_and_not_below(
     assert code == (1 if complaint else 0)
 
 
-def test_size_complains_of_the_total(tmp_path: Path) -> None:
+def test_size_complains_of_a_package_above_its_budget_and_of_one_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     size = runpy.run_path(str(SCRIPTS / "size"))
-    for i in range(size["TOTAL"] // 400 + 1):
-        (tmp_path / f"{i}.py").write_text("x = 1\n" * 400)
+    budget = size["BUDGETS"]["verify"]
+    for package in ("verify", "nameless"):
+        (tmp_path / package).mkdir()
+    for i in range(budget // 10):
+        (tmp_path / "verify" / f"{i}.py").write_text("x = 1\n" * 10)
+    assert size["main"](tmp_path) == 0
+    (tmp_path / "verify" / "more.py").write_text("x = 1\n" * 10)
+    (tmp_path / "nameless" / "a.py").write_text("x = 1\n")
     assert size["main"](tmp_path) == 1
+    assert capsys.readouterr().err == (
+        f"nameless has 1 lines, above 0\nverify has {budget + 10} lines, above {budget}\n"
+    )
 
 
 def test_shards_are_a_partition_and_a_week_visits_all_of_them() -> None:
