@@ -29,13 +29,13 @@ from forerun.bench.material import Item, Passage, shipped, workload_of
 from forerun.bench.pace import Pace
 from forerun.bench.plan import SHIPPED
 from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculation
+from forerun.control.controller import FixedDepth
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, load_prompts, widen
 from forerun.draft.base import Committed, Drafter
 from forerun.draft.build import plan
 from forerun.draft.model.widen import KINDS, cached_widened_drafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
-from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s

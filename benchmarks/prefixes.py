@@ -25,8 +25,8 @@ import torch
 from forerun.cache.beginnings import Beginning, LiveText, begin_row
 from forerun.commands.widening import read_amount
 from forerun.config import Speculation
+from forerun.control.controller import FixedDepth
 from forerun.demo.material import widen
-from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Text
 from forerun.llm import LLM

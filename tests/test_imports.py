@@ -23,6 +23,7 @@ ORDER = """
     draft
     accept
     request
+    control
     engine
     ecosystem messages output
     llm

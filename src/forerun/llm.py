@@ -26,6 +26,8 @@ from forerun.config import (
     Verification,
     require_whole,
 )
+from forerun.control.controller import Controller
+from forerun.control.forecast import Forecast, forecasts, told
 from forerun.device import Placement
 from forerun.draft.auto import settled_draft
 from forerun.draft.base import MERGED, Drafter
@@ -34,10 +36,8 @@ from forerun.draft.label import draft_label
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.ecosystem import REQUEST_WORDS, check_words, drafting_of, memory_of
 from forerun.engine.calibration import calibrate
-from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
-from forerun.engine.forecast import Forecast, forecasts, told
 from forerun.engine.memory import plan_engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence

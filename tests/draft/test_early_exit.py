@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from compiled import require_compiler
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
+from forerun.control.controller import FixedDepth, Load
 from forerun.draft.base import Budget, Committed, Draft, Drafter
 from forerun.draft.label import draft_label
 from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.model.model import ModelDrafter
-from forerun.engine.controller import FixedDepth, Load
 from forerun.engine.engine import Engine
 from forerun.errors import WrongTarget
 from forerun.llm import LLM

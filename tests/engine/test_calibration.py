@@ -10,14 +10,14 @@ import pytest
 
 from forerun import LLM, SamplingParams, Speculation, device
 from forerun.accept.outcome import LEAST_MEASURED
+from forerun.control.kept_costs import as_json, from_json, kept_file
+from forerun.control.measured import MeasuredDepth
 from forerun.draft import mix
 from forerun.draft.model import follower
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.suffix import SuffixDrafter
 from forerun.engine import calibration, clock
 from forerun.engine.engine import Engine
-from forerun.engine.kept_costs import as_json, from_json, kept_file
-from forerun.engine.measured import MeasuredDepth
 from forerun.models.runner import Read, Runner
 
 ROOT = Path(__file__).parents[1] / "data"

@@ -10,8 +10,8 @@ import pytest
 from engine.oracles import Oracle
 from forerun.cache.paged import Spare
 from forerun.config import EngineOptions, Speculation
+from forerun.control.controller import FixedDepth, Load
 from forerun.draft.base import Budget, Outlook
-from forerun.engine.controller import FixedDepth, Load
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests
 from forerun.engine.sequence import Sequence, Status

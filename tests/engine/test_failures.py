@@ -20,10 +20,10 @@ from torch import Tensor
 
 from engine.oracles import seen
 from forerun.async_llm import AsyncLLM
+from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
-from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import STRIKES, Engine
 from forerun.engine.sequence import Status
 from forerun.errors import ModelOutputInvalid, OutOfMemory, RequestFailed, RoundFailed, UnsupportedModel

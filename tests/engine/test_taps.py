@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from forerun.config import EngineOptions, Speculation
+from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter
-from forerun.engine.controller import FixedDepth
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws

@@ -12,10 +12,10 @@ from typing import TypedDict
 import torch
 
 from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantization, Speculation
+from forerun.control.controller import Controller
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
-from forerun.engine.controller import Controller
 from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.request import Requests

@@ -23,12 +23,12 @@ from sampler import chi_square
 from forerun.accept.outcome import Outcome
 from forerun.cache.paged import Spare
 from forerun.config import EngineOptions, Speculation, Verification
+from forerun.control.controller import Controller, FixedDepth, Load
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Drafter, Outlook
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.judge import Judge
 from forerun.draft.lengths import FixedLength
 from forerun.draft.model.early_exit import EarlyExitDrafter
-from forerun.engine.controller import Controller, FixedDepth, Load
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams

@@ -204,7 +204,7 @@ def test_a_server_goes_on_without_a_place_for_what_it_keeps(where: str, tmp_path
 
 
 def test_a_disk_that_is_full_under_the_measured_costs_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.engine import kept_costs
+    from forerun.control import kept_costs
     from forerun.models import choice
 
     def full(*_: object) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
+from forerun.control.forecast import Forecast
 from forerun.engine.engine import Engine
-from forerun.engine.forecast import Forecast
 from forerun.engine.proposal import Round
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams

@@ -15,7 +15,7 @@ from draft.heads import block_of, eagle_of, heads_of
 from draft.modules import module_tensors
 from forerun.accept.outcome import Outcome
 from forerun.config import Speculation
-from forerun.engine.controller import FixedDepth
+from forerun.control.controller import FixedDepth
 from forerun.fields import Fields
 from forerun.llm import LLM
 from forerun.models.block_layout import BlockTensors

@@ -15,9 +15,9 @@ from forerun import cli
 from forerun.bench.figures import Spread
 from forerun.bench.plan import CHOSEN, Group
 from forerun.bench.run import Stage
+from forerun.control.measured import MeasuredDepth
 from forerun.engine import calibration
 from forerun.engine.engine import Engine
-from forerun.engine.measured import MeasuredDepth
 from forerun.sampling.recorded import Recording
 from forerun.settings_file import read_settings
 from forerun.tune import costs as tune_costs

@@ -11,7 +11,7 @@ from forerun.bench.lane import Timed
 from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group
 from forerun.bench.run import Stage, Tape
-from forerun.engine.controller import FixedDepth
+from forerun.control.controller import FixedDepth
 from forerun.tune.pilot import PilotDrafter, PilotTape, as_numbers, judged, text_rounds
 from forerun.tune.predict import DecodingJob, Guessed, RoundShape, TextRounds, played
 from unchecked import unchecked

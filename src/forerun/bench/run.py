@@ -18,8 +18,8 @@ from forerun.bench.material import Item, Workload
 from forerun.bench.pace import Pace
 from forerun.bench.plan import Group, Turn
 from forerun.config import EngineOptions, Speculation
+from forerun.control.controller import Controller
 from forerun.draft.base import Budget, Drafter
-from forerun.engine.controller import Controller
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.machine import forget_peak_rss, peak_rss_bytes

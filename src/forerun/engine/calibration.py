@@ -17,14 +17,14 @@ from forerun.accept.outcome import Outcome, Stats
 from forerun.annotations import ProgressCallback
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
+from forerun.control.arms import BEHIND, Taken
+from forerun.control.controller import Load
+from forerun.control.kept_costs import as_json, from_json, keep, read_kept
+from forerun.control.measured import MeasuredDepth
+from forerun.control.pass_costs import Kind, PassCost
 from forerun.device import Captures
 from forerun.draft.base import Budget, Draft, Outlook
-from forerun.engine.arms import BEHIND, Taken
-from forerun.engine.controller import Load
 from forerun.engine.engine import Engine
-from forerun.engine.kept_costs import as_json, from_json, keep, read_kept
-from forerun.engine.measured import MeasuredDepth
-from forerun.engine.pass_costs import Kind, PassCost
 from forerun.engine.request import Requests
 from forerun.engine.samples import SAMPLES
 from forerun.engine.sequence import Sequence as TextSequence

@@ -19,14 +19,14 @@ import torch
 from forerun.accept.commit import accept, host_trees
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.config import EngineOptions, Speculation
+from forerun.control.controller import Controller, FixedDepth
+from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft, Drafter
 from forerun.engine.chunk import ChunkSize
 from forerun.engine.clock import RoundClock
 from forerun.engine.constrained import arms_of, completions, constrained_tree, forced_chains
-from forerun.engine.controller import Controller, FixedDepth
 from forerun.engine.delta import Delta, delta_of, score_prompt
 from forerun.engine.inquiry import Inquiry, failure_of, to_be_ended
-from forerun.engine.measured import MeasuredDepth
 from forerun.engine.prefixes import Prefixes
 from forerun.engine.proposal import Round, propose
 from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, begun_rows, drawn_tokens, resumable

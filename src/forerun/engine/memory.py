@@ -11,10 +11,10 @@ import logging
 from forerun.cache.budget import BUDGET_SHARE, default_budget
 from forerun.cache.plan import MemoryPlan, plan_memory
 from forerun.config import Speculation
+from forerun.control.controller import slots_of
 from forerun.device import free_bytes
 from forerun.draft.base import Budget
 from forerun.draft.plan import DraftPlan
-from forerun.engine.controller import slots_of
 from forerun.errors import InvalidRequest
 from forerun.models.loading import Blueprint
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from forerun.cache.paged import PagedCache
+from forerun.control.controller import Controller, Load
 from forerun.draft.base import Budget, Draft, Drafter
 from forerun.engine.constrained import guessing_room
-from forerun.engine.controller import Controller, Load
 from forerun.engine.scheduler import RowPlan
 from forerun.sampling.draws import Draws
 

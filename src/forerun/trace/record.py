@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from forerun.accept.commit import HostTree, accept
 from forerun.accept.outcome import RowOutcome
+from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft
 from forerun.engine.delta import Delta, run_origins
 from forerun.engine.engine import Engine
-from forerun.engine.measured import MeasuredDepth
 from forerun.engine.proposal import Round as Plan
 from forerun.engine.reading import Reading
 from forerun.engine.sequence import Sequence

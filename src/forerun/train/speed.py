@@ -21,10 +21,10 @@ import numpy as np
 
 from forerun.annotations import ProgressCallback
 from forerun.config import EngineOptions, Speculation
+from forerun.control.controller import FixedDepth
 from forerun.draft.base import Drafter
 from forerun.draft.build import plan_drafter
 from forerun.draft.plan import DraftContext
-from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from forerun import __version__
+from forerun.control.advice import without_advice
 from forerun.draft.record import RECORD, DrafterRecord
-from forerun.engine.advice import without_advice
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.annotations import ProgressCallback
+from forerun.control.kept_costs import as_json
+from forerun.control.measured import MeasuredDepth
 from forerun.engine.calibration import BATCHES, measure
-from forerun.engine.kept_costs import as_json
-from forerun.engine.measured import MeasuredDepth
 from forerun.llm import LLM
 from forerun.tune.passes import PassTable
 

@@ -20,8 +20,8 @@ from forerun.bench.lane import Lane, Timed
 from forerun.bench.plan import Group
 from forerun.bench.run import Stage
 from forerun.config import EngineOptions, Speculation
+from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
-from forerun.engine.controller import FixedDepth
 from forerun.engine.engine import Engine
 from forerun.errors import DraftError
 from forerun.request import Request

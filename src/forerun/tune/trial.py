@@ -16,13 +16,13 @@ from forerun.bench.plan import CHOSEN, Group, Turn, depth_name
 from forerun.bench.run import BenchRun, Stage, waves
 from forerun.bench.state import as_tuple
 from forerun.config import Speculation
+from forerun.control.controller import Controller, FixedDepth
+from forerun.control.kept_costs import from_json
+from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Drafter
 from forerun.draft.build import plan_drafter
 from forerun.draft.plan import DraftContext
 from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
-from forerun.engine.controller import Controller, FixedDepth
-from forerun.engine.kept_costs import from_json
-from forerun.engine.measured import MeasuredDepth
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forerun.engine.arms import Arm
+from forerun.control.arms import Arm
 
 
 def test_a_second_depth_is_believed_though_it_is_not_in_proportion() -> None:

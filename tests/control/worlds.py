@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
+from forerun.control.controller import Controller, Load
+from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import AHEAD, Budget, Outlook
 from forerun.engine.calibration import Script
-from forerun.engine.controller import Controller, Load
-from forerun.engine.measured import MeasuredDepth
 
 NAMES = ("a", "b", "c", "d")
 AMPLE = 10**6

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, rounds, share_of_best
+from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
+from forerun.control.arms import BEHIND, LONGEST, RETRY, TRIES, Arm, Arms, Rest
+from forerun.control.choices import Drafts
+from forerun.control.controller import Load, slots_of
+from forerun.control.measured import ALWAYS_READING, HOLD, LONGER, OTHER_DEPTH, MeasuredDepth
+from forerun.control.pass_costs import Kind, PassCosts
 from forerun.draft.base import MERGED, Budget, Outlook
-from forerun.engine.arms import BEHIND, LONGEST, RETRY, TRIES, Arm, Arms, Rest
-from forerun.engine.choices import Drafts
-from forerun.engine.controller import Load, slots_of
-from forerun.engine.measured import ALWAYS_READING, HOLD, LONGER, OTHER_DEPTH, MeasuredDepth
-from forerun.engine.pass_costs import Kind, PassCosts
 
 
 def used() -> Rest:

@@ -12,8 +12,8 @@ from itertools import accumulate
 from operator import mul
 
 from forerun.config import AUTO_DEPTH
-from forerun.engine.arms import Arms
-from forerun.engine.pass_costs import Kind, PassCosts, size_class
+from forerun.control.arms import Arms
+from forerun.control.pass_costs import Kind, PassCosts, size_class
 
 BATCHES = (1, 8, 32)
 PAYS = 1.02  # times as fast, below which drafting is as good as none

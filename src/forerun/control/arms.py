@@ -16,10 +16,10 @@ from operator import mul
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
+from forerun.control.cut_off import NO_PRICE, CutOff
+from forerun.control.pass_costs import row_class
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
 from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, Level, LinearCost, damped, likeness
-from forerun.engine.cut_off import NO_PRICE, CutOff
-from forerun.engine.pass_costs import row_class
 
 WEIGHT = 4.0  # guesses that the belief in what an arm promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
+from forerun.control.controller import FixedDepth, Load, slots_of
 from forerun.draft.base import NO_DRAFT, Budget, Outlook
-from forerun.engine.controller import FixedDepth, Load, slots_of
 
 WISHES = st.builds(Speculation, depth=st.integers(0, 9), width=st.integers(1, 4), nodes=st.none() | st.integers(1, 40))
 ROWS = st.lists(st.tuples(WISHES, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=8)

@@ -13,10 +13,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from forerun.control.arms import Arm
+from forerun.control.measured import MeasuredDepth
+from forerun.control.pass_costs import Kind, PassCost
 from forerun.economy import MOST, Acceptance, LinearCost
-from forerun.engine.arms import Arm
-from forerun.engine.measured import MeasuredDepth
-from forerun.engine.pass_costs import Kind, PassCost
 from forerun.folders import cache_folder
 from forerun.kernels.library import replace_file
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine.worlds import AMPLE, AUTO_WISH
+from control.worlds import AMPLE, AUTO_WISH
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
+from forerun.control.controller import Load
+from forerun.control.cut_off import CutOff
+from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft, Outlook
-from forerun.engine.controller import Load
-from forerun.engine.cut_off import CutOff
-from forerun.engine.measured import MeasuredDepth
 from forerun.tree import DraftTree
 
 

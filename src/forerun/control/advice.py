@@ -72,7 +72,7 @@ class Advice:
 @contextmanager
 def without_advice() -> Iterator[None]:
     """Within it the controller does not say that drafting does not pay, where that is being found out or no matter."""
-    log = logging.getLogger("forerun.engine.measured")
+    log = logging.getLogger("forerun.control.measured")
     before = log.level
     log.setLevel(logging.ERROR)
     try:

@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forerun.control.arms import BEHIND, SPREAD, Arms, Way
+from forerun.control.pass_costs import Alone, Beside
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
-from forerun.engine.arms import BEHIND, SPREAD, Arms, Way
-from forerun.engine.pass_costs import Alone, Beside
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them

@@ -18,14 +18,14 @@ from functools import partial
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
+from forerun.control.advice import Advice
+from forerun.control.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
+from forerun.control.choices import Choice, Drafts, Planned, Ways, best_of, fallbacks, favoring_plain, sets, tokens_of
+from forerun.control.controller import FixedDepth, Load, fitting
+from forerun.control.forecast import forecast
+from forerun.control.pass_costs import Alone, Beside, Kind, PassCosts
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.economy import damped
-from forerun.engine.advice import Advice
-from forerun.engine.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
-from forerun.engine.choices import Choice, Drafts, Planned, Ways, best_of, fallbacks, favoring_plain, sets, tokens_of
-from forerun.engine.controller import FixedDepth, Load, fitting
-from forerun.engine.forecast import forecast
-from forerun.engine.pass_costs import Alone, Beside, Kind, PassCosts
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)

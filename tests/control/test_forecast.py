@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from engine.worlds import World, calibrated, rounds, share_of_best
+from control.worlds import World, calibrated, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.control.advice import FEW, PLANS, TEXTS, WINDOW, Advice
+from forerun.control.forecast import PAYS, Forecast, forecast, told
+from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Budget
 from forerun.economy import Acceptance, likeness
-from forerun.engine.advice import FEW, PLANS, TEXTS, WINDOW, Advice
-from forerun.engine.forecast import PAYS, Forecast, forecast, told
-from forerun.engine.measured import MeasuredDepth
 from forerun.models.experts import expected_distinct
 
 WORLDS = {
@@ -91,7 +91,7 @@ def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixt
     """A warning when drafting begins to cost more than it gives, a line when it pays again; nothing in between."""
     good, bad = World([0.9], [0.01]), World([0.0], [0.05])
     controller = calibrated(good, 1)
-    with caplog.at_level(logging.INFO, logger="forerun.engine.measured"):
+    with caplog.at_level(logging.INFO, logger="forerun.control.measured"):
         for number, world in enumerate((good, bad, good, bad)):
             list(rounds(controller, world, 1200, 1, seed=number))
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]

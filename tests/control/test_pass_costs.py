@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from forerun.control.pass_costs import NOISE, Kind, PassCost, PassCosts, size_class
 from forerun.economy import CLEAR
-from forerun.engine.pass_costs import NOISE, Kind, PassCost, PassCosts, size_class
 
 
 def test_a_smaller_pass_is_not_taken_to_cost_more_than_a_larger_one_seen_since() -> None:

@@ -1,0 +1,1 @@
+"""What decides how far each request is drafted: costs, acceptance, choices, trials."""
