@@ -29,7 +29,7 @@ from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.model.model import ModelDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States, Tail
 from forerun.request import Request
@@ -100,9 +100,9 @@ class TimedEngine(Engine):
 
     clock: Clock
 
-    def plan(self):  # type: ignore[no-untyped-def]
+    def plan(self, alone=None, drafts=True):  # type: ignore[no-untyped-def]
         with self.clock.verb("plan"):
-            return super().plan()
+            return super().plan(alone, drafts)
 
     def draft(self, plan):  # type: ignore[no-untyped-def]
         with self.clock.verb("draft"):
@@ -150,7 +150,7 @@ def rounds(
         kernels=find_sampling_kernels(),
     )
     engine.clock = clock
-    requests = Requests(text, vocab, LENGTH, eos_ids=(), default=speculation, arms=("model",))
+    requests = RequestChecker(text, vocab, LENGTH, eos_ids=(), default=speculation, arms=("model",))
     for i in range(batch):
         prompt = [(i * 31 + j * 7) % vocab for j in range(200)]
         for sequence in requests.sequences(Request.of(prompt, SamplingParams(seed=i, max_tokens=None, **params))):

@@ -11,10 +11,10 @@ import pytest
 from torch import Tensor
 
 from engine.oracles import seen
+from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
 from forerun.config import Speculation
 from forerun.draft.model.model import ModelDrafter
-from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.errors import EngineClosed, InvalidRequest, RoundFailed
 from forerun.llm import LLM

@@ -20,13 +20,13 @@ from typer.testing import CliRunner, Result
 import forerun
 from draft.adapters import adapter_of
 from forerun import cli, progress
+from forerun.accept.commit import Origin
+from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.accept.stop import StopChecker
 from forerun.cache.plan import ModelMemory, plan_memory
 from forerun.commands.bench import BenchOptions
 from forerun.commands.prove import ProveOptions
-from forerun.engine.delta import Delta, Segment
-from forerun.engine.sequence import Origin
 from forerun.errors import ModelNotFound
 from forerun.llm import LLM
 from forerun.options import ModelOptions

@@ -14,6 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from forerun import cli
+from forerun.accept.commit import Origin
+from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.demo import material
 from forerun.demo.material import DemoPrompt, Pair, load_prompts
@@ -21,8 +23,6 @@ from forerun.demo.meet import Heat, Meet
 from forerun.demo.race import RaceStep, Side, Track
 from forerun.demo.score import LEAST_TOKENS, Score, affordable_tokens, costs, verdict
 from forerun.demo.screen import FinalAnswers, Panels, card, view_of
-from forerun.engine.delta import Delta, Segment
-from forerun.engine.sequence import Origin
 from forerun.models.bundled import BUNDLED, DRAFT
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer

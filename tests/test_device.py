@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.device import CPU, Download, Placement, Timer, running_sum, softmax, upload, upload_tensor, whole_sums
+from forerun.device import CPU, Download, Placement, running_sum, softmax, upload, upload_tensor, whole_sums
 from forerun.errors import DeviceUnavailable, InvalidRequest
 from forerun.models.loading import Blueprint
 from forerun.models.ops import load_kernels
@@ -119,15 +119,6 @@ def test_sums_of_integers_are_running_sums_that_no_order_changes(columns: int) -
     backwards = law.double().mul(2.0**52).long().flip(1).cumsum(1)[:, -1]
     assert torch.equal(whole_sums(law)[:, -1], (backwards.double() / 2.0**52).float())
     assert torch.equal(whole_sums(2 * law[:, :1]), 2 * law[:, :1])
-
-
-def test_a_timer_gives_the_seconds_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([5.0, 5.25, 7.0])
-    monkeypatch.setattr("forerun.device.time.perf_counter", lambda: next(times))
-    timer = Timer(torch.device("cpu"))
-    timer.mark()
-    timer.mark()
-    assert timer.seconds() == [0.25, 1.75]
 
 
 @pytest.mark.parametrize("vocab", [1, 8, 1001])

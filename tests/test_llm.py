@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.oracles import Oracle, seen
+from forerun.accept.commit import Origin
+from forerun.accept.delta import Delta
 from forerun.config import Speculation
 from forerun.draft.model.model import ModelDrafter
-from forerun.engine.delta import Delta
+from forerun.engine.driver import EngineDriver
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import Origin
-from forerun.engine.turns import Turns
 from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
 from forerun.llm import LLM
 from forerun.models.runner import Runner
@@ -499,7 +499,7 @@ def changed(result: RequestOutput, expected: dict[str, object]) -> list[str]:
 def squeeze(llm: LLM, num_tokens: int) -> None:
     """Give the target a cache for so few tokens in all; the drafter keeps its own."""
     runner = Runner.of(llm.engine.runner.decoder, num_tokens, block_size=8)
-    llm.turns = Turns(Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids))
+    llm.turns = EngineDriver(Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids))
     llm._stats = llm.engine.stats
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.engine.sequence import Origin
+from forerun.accept.commit import Origin
 
 DATA = Path(__file__).resolve().parent / "data"
 TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from forerun.accept.commit import Origin
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.model.model import ModelDrafter
 from forerun.engine import calibration
-from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.sampling.draws import Draws

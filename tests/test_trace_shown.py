@@ -11,8 +11,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from forerun import cli
+from forerun.accept.commit import Origin
 from forerun.card import STYLES
-from forerun.engine.sequence import Origin
 from forerun.trace import record, values
 from forerun.trace.explain import quote
 from forerun.trace.show import picture, svg

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from forerun.accept.delta import Delta
     from forerun.async_llm import AsyncLLM
     from forerun.config import EngineOptions, Speculation
-    from forerun.engine.delta import Delta
     from forerun.errors import ForerunError, InvalidRequest
     from forerun.llm import LLM
     from forerun.messages import ChatOptions
@@ -48,7 +48,7 @@ __all__ = [
 _MODULES = {
     "async_llm": ("AsyncLLM",),
     "config": ("EngineOptions", "Speculation"),
-    "engine.delta": ("Delta",),
+    "accept.delta": ("Delta",),
     "errors": ("ForerunError", "InvalidRequest"),
     "llm": ("LLM",),
     "messages": ("ChatOptions",),

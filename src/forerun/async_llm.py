@@ -1,7 +1,7 @@
 """AsyncLLM: the front door for event loops, over an engine in a thread of its own.
 
 This file decides how requests of event loops reach the engine and how their deltas come back: a thread of its own steps
-the engine, in turn with other threads (`engine/turns.py`), and puts deltas into one outbox per request.
+the engine, in turn with other threads (`engine/driver.py`), and puts deltas into one outbox per request.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.accept.delta import Delta
 from forerun.ecosystem import REQUEST_WORDS, check_words
-from forerun.engine.delta import Delta
+from forerun.engine.driver import DeltaReader, Inbox
 from forerun.engine.sequence import Sequence
-from forerun.engine.turns import DeltaReader, Inbox
 from forerun.errors import EngineClosed
 from forerun.guard import attempt
 from forerun.llm import LLM

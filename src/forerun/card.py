@@ -17,8 +17,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from forerun.accept.commit import Origin
 from forerun.accept.outcome import Stats
-from forerun.engine.sequence import Origin
 from forerun.models.generation import described
 
 STYLES = {

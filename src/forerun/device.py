@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -180,30 +178,3 @@ class Captures:
 
     num = 0
     taken_s = 0.0
-
-
-class Timer:
-    """Seconds between marks in the work of a device; on a CPU that is the time between the calls.
-
-    A GPU does its work after the calls, so its marks are events, which may be read once the device has passed them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks: list[Any] = []
-        self.mark()
-
-    def mark(self) -> None:
-        """The device gets here after all work that it was given before."""
-        if is_cpu(self.device):
-            self.marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        self.marks.append(event)
-
-    def seconds(self) -> list[float]:
-        """Between each mark and the next."""
-        if is_cpu(self.device):
-            return [later - earlier for earlier, later in pairwise(self.marks)]
-        return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(self.marks)]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from forerun.accept.delta import Delta
 from forerun.accept.outcome import Stats
 from forerun.annotations import ProgressCallback
 from forerun.config import (
@@ -36,12 +37,11 @@ from forerun.draft.label import draft_label
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.ecosystem import REQUEST_WORDS, check_words, drafting_of, memory_of
 from forerun.engine.calibration import calibrate
-from forerun.engine.delta import Delta
+from forerun.engine.driver import EngineDriver
 from forerun.engine.engine import Engine
 from forerun.engine.memory import plan_engine
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence
-from forerun.engine.turns import Turns
 from forerun.errors import InvalidRequest, UnknownDrafter
 from forerun.limits import shown
 from forerun.machine import Machine
@@ -142,12 +142,12 @@ class LLM:
             )
             if controller is None and self.drafter is not None and isinstance(draft, str) and default.auto:
                 self._calibrate(engine, f"{self.fingerprint} {draft} {drafter.fingerprint()}", report)
-        self.turns, self._stats = Turns(engine), engine.stats
+        self.turns, self._stats = EngineDriver(engine), engine.stats
         self._log_start()
 
-    def _requests(self, target: Blueprint, default: Speculation, seed: int | None) -> Requests:
+    def _requests(self, target: Blueprint, default: Speculation, seed: int | None) -> RequestChecker:
         """What checks this model's requests."""
-        return Requests(
+        return RequestChecker(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,
             max_length=self.plan.max_model_len,
@@ -305,7 +305,7 @@ class LLM:
         """Step the engine until these sequences are finished, and yield their deltas.
 
         A step advances all running sequences, other streams of this LLM too; their deltas are kept for their readers.
-        Streams may be read in any number of threads: one of them steps the engine for all (`engine/turns.py`). Ctrl-C
+        Streams may be read in any number of threads: one of them steps the engine for all (`engine/driver.py`). Ctrl-C
         ends the stream that the main thread is reading; the others lose no token.
         """
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from forerun.accept.commit import Origin
+from forerun.accept.delta import Delta, FinishReason
 from forerun.accept.outcome import Counts
-from forerun.engine.delta import Delta, FinishReason
-from forerun.engine.sequence import Origin, Sequence
+from forerun.engine.sequence import Sequence
 from forerun.request import Request
 from forerun.sampling.logprobs import TokenLogprobs
 

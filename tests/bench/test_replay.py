@@ -13,7 +13,7 @@ from forerun.draft.base import Drafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
@@ -54,7 +54,7 @@ def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> t
     """An engine with the edited texts submitted, to be replayed."""
     recording = Recording()
     engine = Engine(runner(), drafter(name), options=EngineOptions(batch, 32), draws=recording)
-    requests = Requests(None, VOCAB, 128, eos_ids=(2,), default=wish)
+    requests = RequestChecker(None, VOCAB, 128, eos_ids=(2,), default=wish)
     sequences = []
     for seed in range(TEXTS):
         prompt, answer = edited(seed)

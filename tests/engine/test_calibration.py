@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from forerun import LLM, SamplingParams, Speculation, device
+from forerun import LLM, SamplingParams, Speculation
+from forerun.accept import outcome
 from forerun.accept.outcome import LEAST_MEASURED
 from forerun.control.kept_costs import as_json, from_json, kept_file
 from forerun.control.measured import MeasuredDepth
@@ -16,7 +17,7 @@ from forerun.draft import mix
 from forerun.draft.model import follower
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.suffix import SuffixDrafter
-from forerun.engine import calibration, clock
+from forerun.engine import calibration
 from forerun.engine.engine import Engine
 from forerun.models.runner import Read, Runner
 
@@ -71,7 +72,7 @@ def made_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain_read(own, reads, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Runner, "read", reading)
-    for module in (follower, mix, clock, device):
+    for module in (follower, mix, outcome):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
 
 

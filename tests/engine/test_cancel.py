@@ -20,7 +20,7 @@ from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
@@ -71,7 +71,7 @@ def let_go(lines: Lines, number: int) -> float:
     """How many lines one of so many needs to leave, the last first, which a search from the front would find latest."""
     runner = Runner.of(Blueprint.of(str(TARGET), dtype="float32").load(64).decoder, 1024)
     engine = Engine(runner, NgramDrafter(), options=EngineOptions(max_num_seqs=4))
-    maker = Requests(None, 512, 256, eos_ids=(), default=Speculation(0))
+    maker = RequestChecker(None, 512, 256, eos_ids=(), default=Speculation(0))
     texts = [maker.sequences(Request.of([1, 5, 6], ENDLESS))[0] for _ in range(number)]
     for text in texts:
         engine.submit(text)
@@ -80,7 +80,7 @@ def let_go(lines: Lines, number: int) -> float:
         for text in reversed(texts):
             engine.cancel(text.request_id)
     assert not engine.has_work
-    assert not engine.roster.samples
+    assert not engine.active.samples
     assert engine.step() == []
     return lines.count / number
 
@@ -141,4 +141,4 @@ def test_an_event_loop_lets_go_of_many_at_once(lines: Lines, monkeypatch: pytest
         among_few = asyncio.run(leave(llm, FEW))
         assert among_few > 10, "nothing is counted"
         assert asyncio.run(leave(llm, MANY)) < MOST * among_few
-    assert not llm.engine.roster.samples
+    assert not llm.engine.active.samples

@@ -7,7 +7,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.accept.outcome import Outcome, RowOutcome
-from forerun.engine.chunk import FASTEST, MOST, SHORT, ChunkSize
+from forerun.engine.scheduler import FASTEST, MOST, SHORT, ChunkSize
 
 TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.accept.commit import Accepted
+from forerun.accept.commit import Accepted, Origin
+from forerun.accept.delta import Delta
 from forerun.config import Speculation
-from forerun.engine.delta import Delta, delta_of, run_origins
-from forerun.engine.request import Requests
-from forerun.engine.sequence import Origin, Sequence
+from forerun.engine.request_check import RequestChecker
+from forerun.engine.sequence import Sequence
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
@@ -18,14 +18,14 @@ STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories
 
 
 def sequence(params: SamplingParams, max_length: int = 99) -> Sequence:
-    maker = Requests(STORIES, 512, max_length, eos_ids=(2,), default=Speculation())
+    maker = RequestChecker(STORIES, 512, max_length, eos_ids=(2,), default=Speculation())
     (made,) = maker.sequences(Request.of([1, 403], params))
     return made
 
 
 def commit(text: Sequence, run: Accepted, logits: torch.Tensor) -> Delta:
     """A round's end: what the run adds, given to its sequence."""
-    delta = delta_of(text, run, logits)
+    delta = text.delta(run, logits)
     text.extend(len(text.tokens), delta.token_ids, delta.origins)
     return delta
 
@@ -45,7 +45,7 @@ RUNS = [
 def test_every_token_knows_who_said_it(
     tokens: list[int], num_drafted: int, offered: int, origins: list[Origin]
 ) -> None:
-    assert run_origins(Accepted(list(range(len(tokens))), tokens, num_drafted, offered)) == origins
+    assert Accepted(list(range(len(tokens))), tokens, num_drafted, offered).origins == origins
 
 
 @pytest.mark.parametrize("stop_at", range(1, 5))

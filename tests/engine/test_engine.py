@@ -13,7 +13,7 @@ from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import FixedDepth, Load
 from forerun.draft.base import Budget, Outlook
 from forerun.engine.engine import Engine
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence, Status
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
@@ -35,8 +35,8 @@ def engine_of(num_tokens: int, oracle: Oracle | None = None, block_size: int = 8
     return Engine(runner, oracle, options=EngineOptions(**options))
 
 
-def requests() -> Requests:
-    return Requests(None, 512, LONGEST, eos_ids=(2,), default=Speculation(4))
+def requests() -> RequestChecker:
+    return RequestChecker(None, 512, LONGEST, eos_ids=(2,), default=Speculation(4))
 
 
 def some(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:

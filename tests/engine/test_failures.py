@@ -23,9 +23,11 @@ from forerun.async_llm import AsyncLLM
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.ngram import NgramDrafter
-from forerun.engine import engine as engine_module
-from forerun.engine.engine import STRIKES, Engine
-from forerun.engine.sequence import Status
+from forerun.engine import round as round_module
+from forerun.engine.engine import Engine
+from forerun.engine.recovery import STRIKES
+from forerun.engine.sequence import ActiveSequences, Status
+from forerun.engine.sequence import Sequence as TextSequence
 from forerun.errors import ModelOutputInvalid, OutOfMemory, RequestFailed, RoundFailed, UnsupportedModel
 from forerun.llm import LLM
 from forerun.models.runner import Read, Runner, States
@@ -152,9 +154,9 @@ def assert_plain(found: Sequence[RequestOutput | BaseException]) -> None:
 
 def assert_empty(engine: Engine) -> None:
     assert not engine.has_work
-    assert not engine.torn
-    assert not engine.roster.readers
-    assert not engine.roster.samples
+    assert not engine.recovery.unfinished
+    assert not engine.active.readers
+    assert not engine.active.samples
     assert engine.runner.cache.num_rows == 0
     assert not engine.runner.tails
     engine.runner.cache.check()
@@ -207,7 +209,7 @@ def test_a_controller_that_fails_costs_nobody_a_token(where: str, when: str) -> 
     assert_empty(llm.engine)
 
 
-WORK = ["plan", "draft", "read", "accept", "runner.read", "runner.keep", "verify", "delta_of", "roster.settle"]
+WORK = ["plan", "draft", "read", "accept", "runner.read", "runner.keep", "verify", "delta", "active.settle"]
 
 
 def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
@@ -216,7 +218,8 @@ def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, 
     *parts, name = where.split(".")
     for part in parts:
         owner = getattr(owner, part)
-    owner = engine_module if name in ("verify", "delta_of") else type(owner) if parts == ["roster"] else owner
+    owners = {"verify": round_module, "delta": TextSequence, "settle": ActiveSequences}
+    owner = owners.get(name, owner)
     call = getattr(owner, name)
     monkeypatch.setattr(owner, name, fault.after(call) if late else fault.before(call))
 

@@ -20,8 +20,8 @@ import pytest
 
 from engine.oracles import seen
 from forerun import llm as llm_module
-from forerun.engine.delta import Delta
-from forerun.engine.roster import Roster
+from forerun.accept.delta import Delta
+from forerun.engine.sequence import ActiveSequences
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from unchecked import unchecked
@@ -113,10 +113,10 @@ def beside(llm: LLM, interrupt: Callable[[Callable[[], object]], object], num_be
 
 def assert_empty(llm: LLM) -> None:
     assert not llm.engine.has_work
-    assert not llm.engine.torn
+    assert not llm.engine.recovery.unfinished
     assert not llm.turns.jobs
     assert not llm.turns.seat
-    assert not llm.engine.roster.readers
+    assert not llm.engine.active.readers
     assert llm.engine.runner.cache.num_rows == 0
     llm.engine.runner.cache.check()
 
@@ -137,7 +137,7 @@ def interrupted(draft: str | None, seed: int, num_trials: int) -> None:
 @pytest.mark.parametrize("at", range(1, 9))
 def test_an_interrupt_where_a_sequence_leaves_leaves_nothing_that_nobody_finds(at: int) -> None:
     """What is still known by its id is removed by the next attempt; nothing else may be left."""
-    roster = Roster()
+    roster = ActiveSequences()
     sequence: Any = SimpleNamespace(id=3, request_id=5)  # as much of one as a roster asks for
     with unchecked():
         roster.add(sequence, lambda delta: None)

@@ -3,14 +3,14 @@
 import pytest
 
 from forerun.config import Speculation
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 
-def maker(arms: tuple[str, ...] = ()) -> Requests:
-    return Requests(None, vocab_size=9, max_length=6, eos_ids=(2,), default=Speculation(4), arms=arms)
+def maker(arms: tuple[str, ...] = ()) -> RequestChecker:
+    return RequestChecker(None, vocab_size=9, max_length=6, eos_ids=(2,), default=Speculation(4), arms=arms)
 
 
 def test_samples_share_all_but_their_number() -> None:

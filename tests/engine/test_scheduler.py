@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 
 from forerun.cache.paged import PagedCache
 from forerun.config import Speculation
-from forerun.engine.chunk import ChunkSize
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.request import Requests
-from forerun.engine.scheduler import RowPlan, Scheduler
+from forerun.engine.request_check import RequestChecker
+from forerun.engine.scheduler import ChunkSize, RowPlan, Scheduler
 from forerun.engine.sequence import Sequence, Status
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 
-def requests(max_length: int = 10_000) -> Requests:
-    return Requests(tokenizer=None, vocab_size=50, max_length=max_length, eos_ids=(), default=Speculation())
+def requests(max_length: int = 10_000) -> RequestChecker:
+    return RequestChecker(tokenizer=None, vocab_size=50, max_length=max_length, eos_ids=(), default=Speculation())
 
 
 def sequences(shapes: Seq[tuple[int, int]]) -> list[Sequence]:

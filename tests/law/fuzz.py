@@ -11,14 +11,14 @@ from typing import TypedDict
 
 import torch
 
+from forerun.accept.delta import Delta
 from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantization, Speculation
 from forerun.control.controller import Controller
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
-from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
@@ -142,9 +142,9 @@ class Bench:
         runner = self.with_cache(self.runner, num_tokens)
         return Engine(runner, drafter, options=options, controller=controller, num_ids=self.target.config.vocab_size)
 
-    def requests(self) -> Requests:
+    def requests(self) -> RequestChecker:
         c = self.target.config
-        return Requests(self.target.tokenizer(), c.vocab_size, c.max_positions, c.eos_ids, Speculation())
+        return RequestChecker(self.target.tokenizer(), c.vocab_size, c.max_positions, c.eos_ids, Speculation())
 
 
 @contextmanager

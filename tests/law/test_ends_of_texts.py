@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.oracles import Oracle, never, seen
+from forerun.accept.commit import Origin
 from forerun.config import Speculation
-from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.llm import LLM
 from forerun.output import RequestOutput

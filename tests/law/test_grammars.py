@@ -109,7 +109,7 @@ def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     for speculation, batch in BATCHES:
         assert compared(answers(llm, batch, speculation)) == compared(plain()[:batch]), (speculation, batch)
     assert llm.stats.num_accepted > 0
-    assert not llm.engine.strikes, "no round failed"
+    assert not llm.engine.recovery.strikes, "no round failed"
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
@@ -194,7 +194,7 @@ def test_forced_tokens_may_go_deeper_than_the_guesses_of_a_mix_beside_them() -> 
     expected = llm.generate(prompts, params, speculation=False)
     found = llm.generate(prompts, params, speculation=Speculation(2, drafter="ngram"))
     assert compared(found) == compared(expected)
-    assert not llm.engine.strikes, "no round failed"
+    assert not llm.engine.recovery.strikes, "no round failed"
     assert found[1].metrics.num_drafted > 0
 
 
@@ -215,7 +215,7 @@ def test_a_grammar_that_gives_up_on_what_was_said_ends_its_request_alone(monkeyp
     with pytest.raises(InvalidGrammar):
         list(llm.stream("x", SamplingParams(grammar=Grammar.regex("[a-z ]{30}")), speculation=False))
     assert text + "".join(delta.text for delta in other) == expected
-    assert not llm.engine.strikes, "the drafter is not blamed"
+    assert not llm.engine.recovery.strikes, "the drafter is not blamed"
 
 
 def test_an_answer_ends_with_the_token_that_completes_it_whatever_else_was_asked_for() -> None:

@@ -314,10 +314,10 @@ def besiege(draft: str | None, seconds: float, seed: int) -> None:
     assert siege.outcomes["InvalidRequest"] > 0
     assert siege.outcomes[RoundFailed.__name__] == 0, "a request's data got as far as breaking rounds"
     engine = llm.engine
-    assert engine.strikes == 0
+    assert engine.recovery.strikes == 0
     assert engine.drafter is llm.drafter
     assert not engine.has_work
-    assert not engine.roster.readers
+    assert not engine.active.readers
     assert not llm.turns.jobs
     assert engine.runner.cache.num_rows == 0
     engine.runner.cache.check()

@@ -143,7 +143,7 @@ def test_answers_are_those_of_texts_read_alone(bench_of: Callable[[str], Bench],
         crowd.play(14)
         crowd.assert_plain()
     assert (crowd.engine.stats.num_prefix_hits > 300) == (name not in NO_SHARING)
-    assert not crowd.engine.strikes, "no drafter raised an error"
+    assert not crowd.engine.recovery.strikes, "no drafter raised an error"
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.cache.paged import PagedCache
 from forerun.config import Verification
-from forerun.engine import engine
+from forerun.engine import round as engine_round
 from forerun.engine.reading import Reading
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.decoder import TokenBatch
@@ -76,8 +76,8 @@ def position_only(patch: Patch) -> None:
 
 def drafts(spoil: Spoil) -> Callable[[Patch], None]:
     """Every draft is spoiled on its way to the target."""
-    true = engine.sanitize
-    return lambda patch: patch.setattr(engine, "sanitize", lambda *given: spoil(true(*given)))
+    true = engine_round.sanitize
+    return lambda patch: patch.setattr(engine_round, "sanitize", lambda *given: spoil(true(*given)))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ LAW_MUTANTS = {
 
 def wrong_token_at(position: int) -> Callable[[Patch], None]:
     """Where the text's token `position` comes out of a round with guesses, the round ends there with another one."""
-    true = engine.verify
+    true = engine_round.verify
 
     def mutant(tree: DraftTree, logits: Tensor, draws: Draws, rule: Verification) -> Verdict:
         verdict = true(tree, logits, draws, rule)
@@ -129,7 +129,7 @@ def wrong_token_at(position: int) -> Callable[[Patch], None]:
         path = torch.where(column <= length[:, None], verdict.path, -1)
         return Verdict.of(path, length, torch.where(hit, (right + 1) % logits.shape[1], verdict.next_token))
 
-    return lambda patch: patch.setattr(engine, "verify", mutant)
+    return lambda patch: patch.setattr(engine_round, "verify", mutant)
 
 
 def unseen_acceptance(patch: Patch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.config import Speculation
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.request import Request
@@ -56,7 +56,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_words_of_one_token_are_banned_tokens_and_others_are_met_with_and_without_a_blank() -> None:
-    made = Requests(tokenizer(), 512, 64, eos_ids=(2,), default=Speculation(4))
+    made = RequestChecker(tokenizer(), 512, 64, eos_ids=(2,), default=Speculation(4))
     (sequence,) = made.sequences(
         Request.of("Once", SamplingParams(bad_words=["the", " the", "Lily's"], banned_tokens=[9]))
     )
@@ -65,7 +65,7 @@ def test_words_of_one_token_are_banned_tokens_and_others_are_met_with_and_withou
     assert {9, *(ids[0] for ids in spelled if len(ids) == 1)} == set(sequence.params.banned_tokens)
     assert {tuple(ids) for ids in spelled if len(ids) > 1} == set(map(tuple, sequence.bad_words))
     with pytest.raises(InvalidRequest, match="bad_words: words need a tokenizer"):
-        Requests(None, 512, 64, (2,), Speculation(4)).sequences(Request.of([1], SamplingParams(bad_words=["a"])))
+        RequestChecker(None, 512, 64, (2,), Speculation(4)).sequences(Request.of([1], SamplingParams(bad_words=["a"])))
     with pytest.raises(InvalidRequest, match="bad_words: a word is not valid Unicode"):
         made.sequences(Request.of("Once", SamplingParams(bad_words=["\ud800"])))
 

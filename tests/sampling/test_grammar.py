@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import forerun.sampling.constraint as module
 from forerun.config import Speculation
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.errors import InvalidGrammar, InvalidRequest, MissingPackage, RequestFailed, UnknownKeyword
 from forerun.request import Request
 from forerun.sampling.constraint import Constraint
@@ -28,14 +28,14 @@ SPELLED = STORIES.byte_table().spelled  # type: ignore[union-attr]
 TEXTS = ["yes", "no", "yesterday", "a boy and a dog", "a boy\nand", 'say "hi"', "äöü", "no no"]
 
 
-def requests(tokenizer: Tokenizer | None = STORIES) -> Requests:
-    return Requests(tokenizer, VOCAB, 256, eos_ids=(EOS,), default=Speculation())
+def requests(tokenizer: Tokenizer | None = STORIES) -> RequestChecker:
+    return RequestChecker(tokenizer, VOCAB, 256, eos_ids=(EOS,), default=Speculation())
 
 
 MADE = requests()
 
 
-def constraint(grammar: Grammar, made: Requests = MADE, **params: Any) -> Constraint:
+def constraint(grammar: Grammar, made: RequestChecker = MADE, **params: Any) -> Constraint:
     (sequence,) = made.sequences(Request.of([1, 403], SamplingParams(grammar=grammar, **params)))
     sequence.sampling()
     assert sequence.constraint is not None

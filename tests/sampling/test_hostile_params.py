@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.kernels.sampling import find_sampling_kernels
@@ -222,7 +222,7 @@ def test_drafts_too_large_to_serve_are_refused(numbers: tuple[int, ...], field: 
 
 
 def test_a_request_is_refused_by_name_or_made_into_sequences() -> None:
-    made = Requests(None, vocab_size=VOCAB, max_length=CONTEXT, eos_ids=(EOS,), default=Speculation(4))
+    made = RequestChecker(None, vocab_size=VOCAB, max_length=CONTEXT, eos_ids=(EOS,), default=Speculation(4))
     calls = [
         *(("prompt", (value, SamplingParams())) for value in hostile("prompt")),
         *(("sampling_params", ([1], value)) for value in ANY),

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.accept.commit import Origin
+from forerun.accept.delta import Delta, Segment
 from forerun.accept.stop import StopChecker
-from forerun.engine.delta import Delta, Segment
-from forerun.engine.sequence import Origin
 from forerun.llm import LLM
 from forerun.messages import ChatOptions
 from forerun.sampling.params import SamplingParams

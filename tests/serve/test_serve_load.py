@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forerun.engine.proposal import Round
 
 from forerun.control.forecast import Forecast
 from forerun.engine.engine import Engine
-from forerun.engine.proposal import Round
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
 from forerun.serve.gate import Gate, Visit

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ from forerun.accept.outcome import RowOutcome
 from forerun.annotations import Int
 from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
+
+
+class Origin(Enum):
+    """How a token came about; every token is the target's own choice, whatever its origin."""
+
+    TARGET = "target"  # drawn with nothing drafted
+    DRAFTED = "drafted"  # drafted and accepted
+    RECOVERED = "recovered"  # drawn where all guesses were rejected
+    BONUS = "bonus"  # drawn behind a draft that was accepted to its end
+
+    def __repr__(self) -> str:
+        return self.value  # results hold one for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,12 @@ class Accepted:
     def length(self) -> int:
         """Guesses accepted."""
         return len(self.nodes) - 1
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Of its tokens: accepted guesses, then the token behind them."""
+        drawn = Origin.RECOVERED if self.offered > self.length else Origin.BONUS
+        return [Origin.DRAFTED] * self.length + [drawn if self.num_drafted else Origin.TARGET]
 
     def outcome(self, seq_id: int, num_emitted: int) -> RowOutcome:
         """This run, to be counted; forced tokens apart from guesses."""

@@ -6,8 +6,14 @@ An engine is counted in Stats and a request in its metrics, both with the same C
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from forerun.device import Captures, is_cpu
 
 LEAST_MEASURED = 16  # tokens, below which a gain would mostly tell what the first rounds took
 
@@ -70,6 +76,46 @@ class Outcome:
     def round_s(self) -> float:
         """All of it."""
         return self.draft_s + self.pass_s + self.verdict_s
+
+
+class RoundClock:
+    """Where the time of a round goes: begun with it, marked when its draft and when its pass are on their way.
+
+    A GPU does its work after the calls, so its marks are events, which may be read once the round has synchronised.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_captures = Captures.num
+        self.called_s: list[float] = []
+        self.events: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """All that the round has asked for so far is on its way."""
+        self.called_s.append(time.perf_counter())
+        if not is_cpu(self.device):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+            self.events.append(event)
+
+    def times(self, draft_pass_s: float) -> tuple[float, float, float, float]:
+        """Seconds of drafting, of drafters' passes in it, of the target's pass, and of the verdict until now.
+
+        `draft_pass_s` is what the calls of drafters' passes took.
+        """
+        round_s = time.perf_counter() - self.called_s[0]
+        draft_s, pass_s = self.called_s[1] - self.called_s[0], self.called_s[2] - self.called_s[1]
+        if self.events:
+            drafting_s = draft_s
+            draft_s, pass_s = (each.elapsed_time(later) / 1000 for each, later in pairwise(self.events))
+            draft_pass_s += max(0.0, draft_s - drafting_s)
+        return draft_s, draft_pass_s, pass_s, max(0.0, round_s - draft_s - pass_s)
+
+    @property
+    def captured(self) -> bool:
+        """Whether a graph was captured since it began."""
+        return Captures.num > self.num_captures
 
 
 @dataclass(slots=True)

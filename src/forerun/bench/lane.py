@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome, Stats
-from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as EngineSequence
 

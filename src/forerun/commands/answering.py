@@ -14,13 +14,13 @@ from typing import Any, Literal, cast
 import torch
 from rich.console import Console
 
+from forerun.accept.commit import Origin
+from forerun.accept.delta import Delta
 from forerun.accept.outcome import Stats
 from forerun.card import AnswerTiming, Painter, Setting, run_card
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import patient_interrupt
 from forerun.control.forecast import told
-from forerun.engine.delta import Delta
-from forerun.engine.sequence import Origin
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, ModelOptions
 from forerun.progress import LoadingBar

@@ -19,13 +19,13 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from forerun.accept.commit import Origin
 from forerun.accept.outcome import Stats
 from forerun.card import AnswerTiming, run_card
 from forerun.commands.answer_file import AnswerFile, digest_of
 from forerun.commands.answering import build_llm, setting_of, stats_object
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import patient_interrupt
-from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, BatchOptions, ModelOptions

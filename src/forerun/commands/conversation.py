@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from forerun.accept.commit import Origin
 from forerun.card import Painter, speed_line
 from forerun.commands.answering import StreamedAnswer, answer, build_llm, sampling_params
-from forerun.engine.sequence import Origin
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, ModelOptions

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome
 from forerun.bench.lane import Clock, Lane
 from forerun.draft.base import Drafter
 from forerun.draft.ngram import NgramDrafter
-from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.request import Request

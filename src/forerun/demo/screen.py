@@ -15,11 +15,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from forerun.accept.commit import Origin
 from forerun.card import STYLES
 from forerun.demo.meet import Heat
 from forerun.demo.race import RaceStep, Side
 from forerun.demo.score import Score, Tally, costs, verdict
-from forerun.engine.sequence import Origin
 from forerun.figure_table import FigureTable
 
 LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # in a smaller terminal panels show too little

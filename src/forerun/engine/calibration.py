@@ -25,7 +25,7 @@ from forerun.control.pass_costs import Kind, PassCost
 from forerun.device import Captures
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.engine.engine import Engine
-from forerun.engine.request import Requests
+from forerun.engine.request_check import RequestChecker
 from forerun.engine.samples import SAMPLES
 from forerun.engine.sequence import Sequence as TextSequence
 from forerun.guard import attempt
@@ -103,7 +103,7 @@ class Script:
 
 
 def calibrate(
-    engine: Engine, requests: Requests, params: SamplingParams, key: str, progress: ProgressCallback | None = None
+    engine: Engine, requests: RequestChecker, params: SamplingParams, key: str, progress: ProgressCallback | None = None
 ) -> MeasuredDepth:
     """A controller for this idle engine that knows what rounds take: from disk, or measured now in about LIMIT_S.
 
@@ -126,7 +126,7 @@ def calibrate(
 
 def measure(
     engine: Engine,
-    requests: Requests,
+    requests: RequestChecker,
     params: SamplingParams,
     controller: MeasuredDepth,
     progress: ProgressCallback | None,
@@ -186,7 +186,7 @@ def play(
         yield number / len(lines)
 
 
-def read(engine: Engine, script: Script, requests: Requests, params: SamplingParams, ends_s: float) -> None:
+def read(engine: Engine, script: Script, requests: RequestChecker, params: SamplingParams, ends_s: float) -> None:
     """Find out how fast drafters read: each of them drafts texts that it has seen nothing of."""
     arms = range(len(script.controller.arms.arms))
     script.reads = True
@@ -213,7 +213,9 @@ def advanced(engine: Engine) -> bool:
     return all(delta.finish_reason is None for delta in engine.step())
 
 
-def samples(requests: Requests, params: SamplingParams, num_tokens: int = PROMPT_TOKENS) -> Iterator[TextSequence]:
+def samples(
+    requests: RequestChecker, params: SamplingParams, num_tokens: int = PROMPT_TOKENS
+) -> Iterator[TextSequence]:
     """Sequences that begin in different places of the sample texts, and do not end before they are long.
 
     A prompt has so many tokens, as far as the context leaves room for an answer; a sample is followed by the next ones.

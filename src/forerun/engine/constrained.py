@@ -13,14 +13,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.accept.commit import Accepted
-from forerun.annotations import Int
 from forerun.cache.paged import PagedCache
 from forerun.engine.scheduler import RowPlan
-from forerun.engine.sequence import Sequence
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostView
 
@@ -43,28 +39,11 @@ def forced_chain(row: RowPlan) -> list[int]:
     return sequence.constraint.forced(sequence.room - 1)
 
 
-def completions(rows: Seq[Sequence], runs: Seq[Accepted]) -> list[int | None]:
-    """How many tokens of each accepted run complete its sequence's grammar; None for none or no grammar.
-
-    Grammars may raise RequestFailed here: ask before any sequence is told of the round, which has no effect then.
-    """
-    own = zip((sequence.constraint for sequence in rows), runs, strict=True)
-    return [None if constraint is None else constraint.completed_by(run.tokens) for constraint, run in own]
-
-
-def guessing_room(row: RowPlan, forced: Seq[int]) -> int:
-    """How deep a drafter may guess for a row: as far as all guesses could still be said."""
-    slow = row.sequence.constraint is not None and row.sequence.constraint.slow
-    return 0 if row.num_chunk or forced or slow else row.sequence.room - 1
-
-
 def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> DraftTree:
     """The tree without guesses that grammars forbid, and with the chains that they force behind bare roots.
 
     Rows with a law keep their guesses. Those that a device has drawn and the host has not seen are waited for.
     """
-    if all(row.constraint is None for row in draws.rows):
-        return tree
     law = tree.rows_with_law()
     lawful = [False] * len(draws.rows) if law is None else law.tolist()
     unseen = tree.known is not None and tree.known.tokens is None
@@ -82,11 +61,6 @@ def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> Dr
         columns = {column for column, _, _ in left}
         cut.append([(column, parent) for column, parent, _ in own if column not in columns])
     return rebuilt(tree, kept, depth, cut, list(map(bool, forced)))
-
-
-def arms_of(arm: Int[Tensor, "batch columns"] | None, tree: DraftTree) -> Int[Tensor, "batch nodes"] | None:
-    """Who guessed each node of a constrained tree, which may have more columns than were proposed; -1 for nobody."""
-    return None if arm is None else pad(arm, (0, tree.tokens.shape[1] - arm.shape[1]), value=-1)
 
 
 def permitted(nodes: Seq[tuple[int, int, int]], draws: Draws, row: int) -> list[tuple[int, int, int]]:

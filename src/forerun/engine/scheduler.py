@@ -7,14 +7,23 @@ token that is certain to be read. Guesses get the slots that are left, so drafti
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Set
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from forerun.engine.chunk import ChunkSize
+from forerun.accept.outcome import Outcome
+from forerun.config import EngineOptions
 from forerun.engine.prefixes import Prefixes
 from forerun.engine.sequence import Sequence, Status
-from forerun.engine.waiting import Waiting
+from forerun.models.runner import Read, Runner
+
+SHORT = 32  # tokens of a short prompt, and the least that a pass reads
+MOST = 512
+ROOM = 1.5
+LEAST_S = 0.005  # that a pass may take: less is not felt beside what HTTP takes
+TRIES = 3  # of the measurement, of which the shortest counts
+SLOWEST, FASTEST = 0.5, 1.25  # how fast the size follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,93 @@ class RowPlan:
     def num_certain(self) -> int:
         """Tokens it is certain to read."""
         return self.num_chunk + self.draws
+
+
+@dataclass(slots=True)
+class ChunkSize:
+    """Prompt tokens of a pass: `tokens`, which follow what passes take where `limit_s` says how long they may.
+
+    A short prompt that arrives waits for the pass under way, so a pass over a long prompt should not take long. With
+    "auto" the part of a pass that is over prompts may take ROOM times as long as one over a short prompt takes on the
+    idle engine, and the short prompt's own pass comes next. Rows that are decoded beside take their part in any case.
+    """
+
+    tokens: int
+    limit_s: float | None = None
+
+    @classmethod
+    def of(cls, options: EngineOptions, runner: Runner) -> ChunkSize:
+        """As the options say; "auto" by what a short prompt takes an idle runner, in which nothing of it is left."""
+        if isinstance(options.chunk_tokens, int):
+            return cls(options.chunk_tokens)
+        num_tokens, taken_s = min(SHORT, runner.window), []
+        for _ in range(TRIES):
+            started_s = time.perf_counter()
+            states = runner.read([Read(-1, [0] * num_tokens, judged=(num_tokens - 1,))])
+            states.logits.argmax().item()  # a GPU is waited for
+            taken_s.append(time.perf_counter() - started_s)
+            runner.release([-1])
+        return cls(2 * SHORT, max(LEAST_S, ROOM * min(taken_s)))
+
+    def record(self, outcome: Outcome) -> None:
+        """Learn from a round that read prompts; of less than this size it shows at most that the size is too large."""
+        if self.limit_s is None or not outcome.num_prompt_tokens or outcome.captured:
+            return
+        share = outcome.num_prompt_tokens / (outcome.num_prompt_tokens + outcome.num_tokens)
+        taken_s = share * (outcome.pass_s + outcome.verdict_s)
+        change = min(max(SLOWEST, self.limit_s / taken_s), FASTEST)
+        if outcome.num_prompt_tokens >= self.tokens or change < 1:
+            self.tokens = min(max(SHORT, round(self.tokens * change)), MOST)
+
+
+class Waiting:
+    """Sequences that have no place in the batch yet, in one queue for each tenant.
+
+    Tenants take turns, so that nobody waits behind all that another has asked for; those of one keep their order.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Sequence] = {}
+        self.queues: dict[str | None, OrderedDict[int, Sequence]] = {}  # those that are not empty
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.by_id.values())
+
+    def add(self, sequence: Sequence, first: bool = False) -> None:
+        """Add a sequence as the last one of its tenant, or as the first."""
+        queue = self.queues.setdefault(sequence.tenant, OrderedDict())
+        self.by_id[sequence.id] = queue[sequence.id] = sequence
+        if first:
+            queue.move_to_end(sequence.id, last=False)
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Take a sequence out; whether it was there."""
+        if self.by_id.pop(sequence.id, None) is None:
+            return False
+        queue = self.queues[sequence.tenant]
+        del queue[sequence.id]
+        if not queue:
+            del self.queues[sequence.tenant]
+        return True
+
+    def clear(self) -> None:
+        """Take all of them out."""
+        self.by_id.clear()
+        self.queues.clear()
+
+    def next(self, running: Iterable[Sequence]) -> Sequence | None:
+        """Whose turn it is: that of the tenant with the fewest `running`, and among those of the one that came first.
+
+        Who was running before and lost its place goes before all others.
+        """
+        firsts = [next(iter(queue.values())) for queue in self.queues.values()]
+        if len(firsts) < 2:
+            return firsts[0] if firsts else None
+        held = Counter(sequence.tenant for sequence in running)
+        return min(firsts, key=lambda sequence: (not sequence.num_preempted, held[sequence.tenant], sequence.id))
 
 
 class Scheduler:
@@ -66,7 +162,8 @@ class Scheduler:
         """
         if alone is None:
             self.admit()
-            waiting = self.prefixes.begin(self.running)
+            all_begun = all(sequence.num_read for sequence in self.running)
+            waiting = set() if all_begun else self.prefixes.begin(self.running)
         else:
             self.start(alone)
             waiting = set()
@@ -81,7 +178,7 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting sequences into the batch while there is a place, and room for all they have to read."""
-        if not self.waiting:
+        if not self.waiting.by_id:
             return
         running = [s.id for s in self.running]
         num_blocks = self.cache.spare(running, [len(s.unread) + 1 for s in self.running]).num_blocks

@@ -1,22 +1,30 @@
-"""Sequence: one text being generated, with its tokens and status.
+"""Sequence: one text being generated, with its tokens and status; and ActiveSequences: those that are unfinished.
 
-A sequence holds the state of one sample of one request and makes no decisions. Keys and values belong to the cache,
-indexes and head states to the drafter; both are keyed by the sequence's id.
+A sequence holds the state of one sample of one request. It decides how accepted tokens become text, log-probabilities
+and an end. Keys and values belong to the cache, indexes and head states to the drafter, both keyed by its id.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
+from torch import Tensor
+
+from forerun.accept.commit import Accepted, Origin
+from forerun.accept.delta import Delta, DraftDetails, Segment
 from forerun.accept.outcome import LiveGain
 from forerun.accept.stop import StopChecker
+from forerun.annotations import Float
 from forerun.config import Speculation
-from forerun.sampling.constraint import Constraint
+from forerun.device import upload_tensor
+from forerun.kernels.sampling import SamplingKernels
+from forerun.sampling.constraint import Constraint, constrained, packed
 from forerun.sampling.draws import RowSampling
 from forerun.sampling.edits import TextEdits
-from forerun.sampling.logprobs import TokenLogprobs
+from forerun.sampling.logprobs import TokenLogprobs, token_logprobs
 from forerun.sampling.params import SamplingParams
 
 
@@ -26,18 +34,6 @@ class Status(Enum):
     WAITING = "waiting"  # not in the batch: new, or preempted
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class Origin(Enum):
-    """How a token came about; every token is the target's own choice, whatever its origin."""
-
-    TARGET = "target"  # drawn with nothing drafted
-    DRAFTED = "drafted"  # drafted and accepted
-    RECOVERED = "recovered"  # drawn where all guesses were rejected
-    BONUS = "bonus"  # drawn behind a draft that was accepted to its end
-
-    def __repr__(self) -> str:
-        return self.value  # results hold one for each token
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +96,67 @@ class Sequence:
         self.tokens[place:] = tokens
         self.origins[place - self.num_prompt :] = origins
 
+    def completed_by(self, tokens: Seq[int]) -> int | None:
+        """How many of the tokens complete its text by its grammar; None for none or no grammar."""
+        return None if self.constraint is None else self.constraint.completed_by(tokens)
+
+    def delta(
+        self,
+        run: Accepted,
+        logits: Float[Tensor, "rows vocab"],
+        first: int = 0,
+        kernels: SamplingKernels | None = None,
+        completed_by: int | None = None,
+    ) -> Delta:
+        """What an accepted run adds, up to the token that ends the text; the logits of its nodes begin at `first`.
+
+        Where its first `completed_by` tokens complete the text by its grammar, they end it. Nothing is added yet, but
+        the stop checker has seen the run.
+        """
+        stop = self.stop.push(run.tokens, completed_by)
+        tokens = run.tokens[: stop.num_kept]
+        origins, num_before = run.origins[: stop.num_kept], len(self.origins)
+        logprobs: list[TokenLogprobs] = []
+        if self.params.logprobs is not None:
+            rows = logits[[first + node for node in run.nodes[: len(tokens)]]]
+            if self.constraint is not None:
+                allowed = packed([self.constraint.after(tuple(tokens[:i])) for i in range(len(tokens))], rows.shape[1])
+                rows = constrained(rows, upload_tensor(allowed, rows.device))
+            logprobs = token_logprobs(rows, tokens, self.params.logprobs, kernels)
+        segments = []
+        for piece in stop.pieces:
+            held_back = piece.ordinal < num_before
+            origin = self.origins[piece.ordinal] if held_back else origins[piece.ordinal - num_before]
+            segments.append(Segment(piece.text, origin, piece.special))
+        return Delta(
+            request_id=self.request_id,
+            sample=self.sample,
+            seq_id=self.id,
+            token_ids=tuple(tokens),
+            origins=tuple(origins),
+            segments=tuple(segments),
+            logprobs=tuple(logprobs),
+            finish_reason=stop.finish_reason,
+            stop_reason=stop.stop_reason,
+            outcome=run.outcome(self.id, len(tokens)),
+            draft=DraftDetails.of(run, stop.pieces, num_before) if self.draft_details else None,
+        )
+
+    def failure(self, error: Exception) -> Delta:
+        """The last delta, where the request has failed."""
+        return Delta(self.request_id, self.sample, self.id, (), (), (), (), "error", None, error=error)
+
+    def score_prompt(
+        self, num_scored: int, logits: Float[Tensor, "judged vocab"], kernels: SamplingKernels | None = None
+    ) -> None:
+        """Record log-probabilities of the prompt tokens behind so many that were read; `logits` begin with theirs."""
+        first = self.num_read + 1
+        last = min(first + num_scored, self.num_prompt)
+        count = self.params.prompt_logprobs
+        assert count is not None, "only sequences that ask for it score their prompt"
+        new = token_logprobs(logits[: last - first], self.tokens[first:last], count, kernels)
+        self.prompt_logprobs += new[len(self.prompt_logprobs) - first + 1 :]
+
     def restart(self) -> None:
         """Wait to be read again from the first token on. The tokens stay."""
         self.status, self.num_read = Status.WAITING, 0
@@ -124,3 +181,75 @@ class Sequence:
             edits=self.edits,
             constraint=self.constraint,
         )
+
+
+OnDelta = Callable[[Delta], None]
+
+
+@dataclass(slots=True)
+class ActiveSequences:
+    """The unfinished sequences of one engine, by id and by request, and the readers of their deltas.
+
+    What survives an interrupted round is here: tokens of sequences, and the deltas that were decided; all else that an
+    engine holds can be computed from the tokens. Every method can be repeated from its beginning after an interrupt,
+    with the same result.
+
+    `decided` holds the deltas of the current round, each with the number of tokens before it; it is None until all of
+    them are computed. One assignment sets it and makes the round final; `settle` then applies it.
+    """
+
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    samples: dict[int, dict[int, Sequence]] = field(default_factory=dict)  # the same by request
+    readers: dict[int, OnDelta] = field(default_factory=dict)
+    decided: Seq[tuple[int, Delta]] | None = None
+
+    def add(self, sequence: Sequence, on_delta: OnDelta | None = None) -> None:
+        """Add a sequence; `on_delta` is called with each of its deltas."""
+        self.sequences[sequence.id] = sequence
+        self.samples.setdefault(sequence.request_id, {})[sequence.id] = sequence
+        if on_delta is not None:
+            self.readers[sequence.id] = on_delta
+
+    def samples_of(self, request_id: int) -> list[Sequence]:
+        """The unfinished sequences of a request; none for an unknown request."""
+        return list(self.samples.get(request_id, {}).values())
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, if it is there. Whatever interrupts that, what is left is found by its id and removed."""
+        self.readers.pop(sequence.id, None)
+        samples = self.samples.get(sequence.request_id, {})
+        samples.pop(sequence.id, None)
+        if not samples:
+            self.samples.pop(sequence.request_id, None)
+        self.sequences.pop(sequence.id, None)
+
+    def settle(self) -> None:
+        """Apply `decided`: tokens to sequences, deltas to readers. Sequences that are gone already have theirs."""
+        for place, delta in self.decided or ():
+            sequence = self.sequences.get(delta.seq_id)
+            if sequence is None:
+                continue
+            sequence.extend(place, delta.token_ids, delta.origins)
+            if (on_delta := self.readers.get(sequence.id)) is not None:
+                on_delta(delta)
+            if delta.finish_reason is not None:
+                sequence.status = Status.FINISHED
+
+    def fail(self, sequence: Sequence, error: Exception) -> Delta:
+        """Finish a sequence with an error, which its reader is told; it stays here until `restart`."""
+        delta = sequence.failure(error)
+        if (on_delta := self.readers.pop(sequence.id, None)) is not None:
+            on_delta(delta)
+        sequence.status = Status.FINISHED
+        return delta
+
+    def restart(self) -> list[Sequence]:
+        """Remove finished sequences and prepare the others to be read again from their first token."""
+        for sequence in list(self.sequences.values()):
+            if sequence.status is Status.FINISHED:
+                self.remove(sequence)
+        self.samples.clear()
+        for sequence in self.sequences.values():
+            self.samples.setdefault(sequence.request_id, {})[sequence.id] = sequence
+            sequence.restart()
+        return list(self.sequences.values())

@@ -16,8 +16,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from forerun.accept.delta import Delta
 from forerun.accept.outcome import Counts
-from forerun.engine.delta import Delta
 from forerun.output import Answers, CompletionOutput, RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.serve.asking import Asked

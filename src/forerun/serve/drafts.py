@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from forerun.engine.delta import Delta
+from forerun.accept.delta import Delta
 from forerun.serve.spelled import TokenTexts
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forerun.engine.delta import Delta
+from forerun.accept.delta import Delta
 from forerun.output import Answers
 from forerun.serve.answers import counts_of, num_cached, num_reasoning, speculation_object
 from forerun.serve.asking import Asked

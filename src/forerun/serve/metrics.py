@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from forerun.accept.delta import Delta
 from forerun.accept.outcome import Counts, Stats
-from forerun.engine.delta import Delta
 from forerun.llm import LLM
 from forerun.output import Answers
 from forerun.serve.gate import Gate, Visit

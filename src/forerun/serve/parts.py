@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from forerun.engine.delta import Delta
+from forerun.accept.delta import Delta
 from forerun.sampling.grammar import Grammar
 from forerun.serve.call_grammar import spelled
 from forerun.serve.calls import CallForm, Functions, ToolCall, call_of, parsed

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.engine.delta import Delta
+from forerun.accept.delta import Delta
 from forerun.output import Answers
 from forerun.serve.answers import counts_of, num_cached, num_reasoning, speculation_object
 from forerun.serve.asking import Asked

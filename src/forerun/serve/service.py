@@ -12,8 +12,8 @@ from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
-from forerun.engine.delta import Delta
 from forerun.errors import EngineClosed
 from forerun.limits import shown
 from forerun.llm import LLM

@@ -12,13 +12,13 @@ from copy import deepcopy
 from dataclasses import replace
 
 from forerun.accept.commit import HostTree, accept
+from forerun.accept.delta import Delta
 from forerun.accept.outcome import RowOutcome
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft
-from forerun.engine.delta import Delta, run_origins
 from forerun.engine.engine import Engine
-from forerun.engine.proposal import Round as Plan
 from forerun.engine.reading import Reading
+from forerun.engine.round import RoundPlan
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -96,15 +96,15 @@ class WatchedEngine(Engine):
         self.tokenizer = tokenizer
         self.rounds: list[TracedRound] = []
         self.text = ""
-        self.passing: tuple[Plan, DraftTree] | None = None
+        self.passing: tuple[RoundPlan, DraftTree] | None = None
         self.choice = ""
 
-    def plan(self) -> Plan:
+    def plan(self, alone: Sequence | None = None, drafts: bool = True) -> RoundPlan:
         """The engine's own plan, with draws that remember what drafters drew from."""
-        plan = super().plan()
+        plan = super().plan(alone, drafts)
         return replace(plan, draws=WatchedDraws.of(plan.draws))
 
-    def draft(self, plan: Plan) -> Draft:
+    def draft(self, plan: RoundPlan) -> Draft:
         """The engine's own draft, noted."""
         draft = super().draft(plan)
         draft = replace(draft, tree=replace(draft.tree, known=None))  # the host looks at everything here
@@ -133,7 +133,7 @@ class WatchedEngine(Engine):
         q = plan.draws.q | declared(tree, part.tree, plan.draws.vocab)
         spell = speller(self.tokenizer, list(part.row.sequence.tokens))
         (run,) = accept(verdict, [part.tree])
-        said = enumerate(zip(run.nodes, run.tokens, run_origins(run), strict=True))
+        said = enumerate(zip(run.nodes, run.tokens, run.origins, strict=True))
         return TracedRound(
             number=len(self.rounds) + 1,
             num_prompt_tokens=part.row.num_chunk,

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from forerun.engine.sequence import Origin
+from forerun.accept.commit import Origin
 from forerun.trace.explain import quote
 from forerun.trace.values import Fate, Guess, Rule, Trace, TracedRound
 

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from forerun.accept.commit import Origin
+from forerun.accept.delta import Segment
 from forerun.config import Verification
-from forerun.engine.delta import Segment
-from forerun.engine.sequence import Origin
 
 Fate = Literal["accepted", "rejected", "not judged"]
 Rule = Literal["follow", "token", "block"]

@@ -1,4 +1,4 @@
-"""Turns: how several threads share one engine.
+"""EngineDriver: how several threads share one engine.
 
 This file decides which thread steps the engine: a thread that waits for deltas steps it, unless another thread is
 already doing so. A round advances the requests of all threads, so the others wait until their inboxes are filled.
@@ -21,10 +21,9 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 
-from forerun.engine.delta import Delta
+from forerun.accept.delta import Delta
 from forerun.engine.engine import Engine
-from forerun.engine.roster import Hear
-from forerun.engine.sequence import Sequence, Status
+from forerun.engine.sequence import OnDelta, Sequence, Status
 from forerun.errors import EngineClosed, InvalidRequest, RequestFailed
 from forerun.guard import attempt
 
@@ -63,7 +62,7 @@ class DeltaReader:
         return True
 
 
-class Turns:
+class EngineDriver:
     """Access to one engine from any thread. Using the engine directly needs a time when no other thread does."""
 
     def __init__(self, engine: Engine) -> None:
@@ -123,8 +122,8 @@ class Turns:
             self.jobs.append(cancel)
             self.drive(rounds=False)
 
-    def submit(self, sequences: Seq[Sequence], hear: Hear) -> None:
-        """Queue the job of submitting sequences; `hear` is called with their deltas, in any thread.
+    def submit(self, sequences: Seq[Sequence], on_delta: OnDelta) -> None:
+        """Queue the job of submitting sequences; `on_delta` is called with their deltas, in any thread.
 
         If that raises, their requests end: each sequence has a last delta with the error.
         """
@@ -133,7 +132,7 @@ class Turns:
             if self.open is None:
                 return
             for sequence in sequences:
-                self.open.submit(sequence, hear)
+                self.open.submit(sequence, on_delta)
 
         def enter_or_tell() -> None:
             error = attempt(enter)
@@ -142,7 +141,7 @@ class Turns:
                 for sequence in sequences:
                     failed = RequestFailed(sequence.id, f"it could not be queued: {type(error).__name__}: {error}")
                     failed.__cause__ = error
-                    hear(Delta.failure(sequence, failed))
+                    on_delta(sequence.failure(failed))
 
         self.jobs.append(enter_or_tell)
 

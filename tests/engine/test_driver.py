@@ -14,8 +14,8 @@ import pytest
 from torch import Tensor
 
 from engine.oracles import seen
+from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
-from forerun.engine.delta import Delta
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Queued
 from forerun.errors import EngineClosed, RequestFailed

@@ -1,4 +1,4 @@
-"""Requests: requests to one engine, checked against its model before anything runs.
+"""RequestChecker: requests to one engine, checked against its model before anything runs.
 
 This file decides whether a request can be served and turns it into sequences, one per sample. A request that cannot be
 served is refused here, before it could affect another one.
@@ -25,7 +25,7 @@ from forerun.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class Requests:
+class RequestChecker:
     """Checks and numbers the requests of one engine.
 
     `max_length` is the context limit in tokens, `vocab_size` the width of the logits. Without a tokenizer prompts
