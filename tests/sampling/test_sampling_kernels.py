@@ -15,8 +15,7 @@ from logits import SHAPES, logits_of
 from torch import Tensor
 
 from compiled import LEVELS, compiled_for
-from forerun.kernels.laws import RowLaws
-from forerun.kernels.sampling import UNDECIDED, UNKNOWN, SamplingKernels
+from forerun.kernels.sampling import UNDECIDED, UNKNOWN, RowLaws, SamplingKernels
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import GREEDY_BELOW, SamplingParams

@@ -33,6 +33,9 @@ class BlockRange:
         return self.start + self.count
 
 
+EMPTY = BlockRange(0, 0)  # of a row without blocks
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """Copy `count` blocks from `source` to `target`; the two ranges may overlap."""
@@ -60,14 +63,14 @@ class Blocks:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free = num_blocks
-        self._runs: dict[int, BlockRange] = {}
+        self.runs: dict[int, BlockRange] = {}
 
     def __contains__(self, row: int) -> bool:
-        return row in self._runs
+        return row in self.runs
 
     def run(self, row: int) -> BlockRange:
         """Where a row's blocks lie; a row without blocks has the empty run at 0."""
-        return self._runs.get(row, BlockRange(0, 0))
+        return self.runs.get(row, EMPTY)
 
     def grow(self, wanted: Mapping[int, int]) -> list[Move]:
         """Give each row of `wanted` at least that many blocks; rows not yet known are placed.
@@ -93,7 +96,7 @@ class Blocks:
     def gaps(self) -> list[BlockRange]:
         """The free blocks, as runs between those of rows, in order."""
         gaps, end = [], 0
-        for run in sorted(self._runs.values(), key=lambda run: run.start):
+        for run in sorted(self.runs.values(), key=lambda run: run.start):
             if run.start > end:
                 gaps.append(BlockRange(end, run.start - end))
             end = run.end
@@ -104,42 +107,42 @@ class Blocks:
         run = self.run(row)
         assert 0 <= count <= run.count, f"row {row} has {run.count} blocks, not {count} to keep"
         if count:
-            self._runs[row] = BlockRange(run.start, count)
+            self.runs[row] = BlockRange(run.start, count)
         else:
-            self._runs.pop(row, None)
+            self.runs.pop(row, None)
         self.num_free += run.count - count
 
     def free(self, row: int) -> None:
         """Free all blocks of a row; one without blocks has none to free."""
         self.shrink(row, 0)
-        if not self._runs:
+        if not self.runs:
             self.clear()  # whatever an interrupt left uncounted is found again
 
     def clear(self) -> None:
         """Free all blocks of all rows, whatever state the accounts are in."""
-        self._runs.clear()
+        self.runs.clear()
         self.num_free = self.num_blocks
 
     def check(self) -> None:
         """Assert that runs are not empty, lie inside, do not overlap, and that the free blocks are counted right."""
         end = 0
-        for row, run in sorted(self._runs.items(), key=lambda item: item[1].start):
+        for row, run in sorted(self.runs.items(), key=lambda item: item[1].start):
             assert run.count > 0, f"row {row} is known without blocks"
             assert run.start >= end, f"row {row} starts at {run.start}, within a run that ends at {end}"
             end = run.end
         assert end <= self.num_blocks, f"a run ends at {end} of {self.num_blocks} blocks"
-        used = sum(run.count for run in self._runs.values())
+        used = sum(run.count for run in self.runs.values())
         assert self.num_free == self.num_blocks - used, f"{self.num_free} free, {used} of {self.num_blocks} used"
 
     def _extend(self, row: int, count: int) -> bool:
         """Grow a row where it is, if the blocks behind it are free."""
-        run = self._runs.get(row)
+        run = self.runs.get(row)
         if run is None:
             return False
-        end = min((r.start for r in self._runs.values() if r.start >= run.end), default=self.num_blocks)
+        end = min((r.start for r in self.runs.values() if r.start >= run.end), default=self.num_blocks)
         if run.start + count > end:
             return False
-        self._runs[row] = BlockRange(run.start, count)
+        self.runs[row] = BlockRange(run.start, count)
         return True
 
     def _room(self, row: int, count: int) -> int | None:
@@ -149,7 +152,7 @@ class Blocks:
         """
         best, best_size = None, count - 1
         end = 0
-        others = [run for other, run in self._runs.items() if other != row]
+        others = [run for other, run in self.runs.items() if other != row]
         for run in [*sorted(others, key=lambda run: run.start), BlockRange(self.num_blocks, 0)]:
             size = run.start - end
             if size > best_size:
@@ -160,7 +163,7 @@ class Blocks:
     def _put(self, row: int, run: BlockRange) -> list[Move]:
         """Record a row's new run and say what has to be copied."""
         old = self.run(row)
-        self._runs[row] = run
+        self.runs[row] = run
         return [Move(old.start, run.start, old.count)] if old.count and old.start != run.start else []
 
     def _respace(self, grown: Mapping[int, int]) -> list[Move]:
@@ -169,8 +172,8 @@ class Blocks:
         Runs that go left are moved first, leftmost first; then those that go right, rightmost first. As the order
         of runs stays, no move then overwrites what a later one reads.
         """
-        new = [row for row in grown if row not in self._runs]
-        rows = [*sorted(self._runs, key=lambda row: self._runs[row].start), *new]
+        new = [row for row in grown if row not in self.runs]
+        rows = [*sorted(self.runs, key=lambda row: self.runs[row].start), *new]
         moves: list[Move] = []
         start = 0
         for i, row in enumerate(rows):

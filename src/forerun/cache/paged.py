@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.cache.blocks import BlockRange, Blocks, Move, OutOfBlocks
+from forerun.cache.blocks import EMPTY, BlockRange, Blocks, Move, OutOfBlocks
 from forerun.cache.prefix import PrefixStore
 from forerun.device import upload
 
@@ -101,7 +101,7 @@ class PagedCache:
     def start(self, seq_id: int) -> int:
         """The first slot of a row; may change with every `reserve`. 0 for a row that has no tokens yet."""
         assert seq_id in self._rows, f"sequence {seq_id} has no row"
-        return self.blocks.run(seq_id).start * self.blocks.block_size
+        return self.blocks.runs.get(seq_id, EMPTY).start * self.blocks.block_size
 
     def length(self, seq_id: int) -> int:
         """Committed tokens of a row."""

@@ -328,7 +328,7 @@ class MeasuredDepth:
             self.accepted(outcome, cheap)
         elif not self.taken and outcome.rows and self.costs.kinds and not outcome.captured:
             self.time_pass((), outcome)
-        if not self.arms.is_mix:
+        if len(self.arms.arms) == 1:
             self.advice.suspect(outcome)
 
     def plain_s(self, num_rows: int) -> float | None:

@@ -54,6 +54,8 @@ class Budget:
         if wish.tree is not None:
             tree = wish.tree.cut(depth)
             return NO_DRAFT if tree is None else cls(tree.depth, tree.width, len(tree.paths), shape=tree)
+        if wish.width == 1 and wish.nodes is None:
+            return cls(depth, nodes=depth) if depth > 0 else NO_DRAFT
         nodes = wish.nodes_within(depth)
         return cls(min(depth, nodes), wish.width, nodes) if nodes > 0 else NO_DRAFT
 

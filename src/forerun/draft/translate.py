@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from forerun.annotations import ProgressCallback
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.model.following import Revision
+from forerun.draft.model.drafted_text import Revision
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec

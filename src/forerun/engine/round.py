@@ -232,13 +232,15 @@ class Rounds:
         """Count the round, and let the controller and the size of chunks learn from its times."""
         draft_s, draft_pass_s, pass_s, verdict_s = clock.times(draft.pass_s)
         usual = bool(rows) and not plan.num_prompt_tokens and not clock.captured
-        plain_s = self.controller.plain_s(len(rows)) if usual else None
+        learns = self.drafter is not None
+        plain_s = self.controller.plain_s(len(rows)) if usual and learns else None
         counted = self.prefixes.counted() if self.prefixes.num_queried else (0, 0)
         outcome = Outcome(
             rows, plan.num_prompt_tokens, draft_s, pass_s, draft_pass_s, tuple(draft.arm_s), verdict_s, plain_s,
             *counted, clock.captured,
         )  # fmt: skip
-        self.controller.record(outcome)
+        if learns:
+            self.controller.record(outcome)
         self.stats.record(outcome)
         if plan.num_prompt_tokens:
             self.scheduler.chunk.record(outcome)

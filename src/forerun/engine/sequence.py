@@ -166,7 +166,8 @@ class Sequence:
         """What a round's draws need of this sequence."""
         if self.edits is None:
             self.edits = TextEdits.of(self.params, self.tokens, self.num_prompt, self.eos_ids, self.bad_words)
-        self.edits = self.edits.at(self.tokens)
+        if self.edits.any:
+            self.edits = self.edits.at(self.tokens)
         if self.constraint is not None:
             self.constraint.follow(self.tokens)
         return RowSampling(

@@ -1,16 +1,18 @@
 """The Python interface to the compiled parts of a round: draws, verdicts, ranks, and the check of drafts.
 
-This file decides how tensors and host numbers become pointers. Each function gives exactly the result of the tensor
-code that defines it, or reports that it cannot, so tokens do not depend on whether the kernels are available.
+This file decides how rows' laws, tensors and host numbers lie in memory, and keeps that memory alive. What the numbers
+of a law say of logits is defined in `sampling/transforms.py`. Each function gives exactly the result of the tensor code
+that defines it, or reports that it cannot, so tokens do not depend on whether the kernels are available.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from ctypes import c_float, c_int64, c_void_p
-from dataclasses import dataclass
+from ctypes import Array, Structure, addressof, c_float, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -19,10 +21,66 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.kernels.build import NoKernels
-from forerun.kernels.laws import SLACK, RowLaws, address, places, zeros
 from forerun.kernels.library import library, warn_of_torch
 
 UNKNOWN, UNDECIDED = -2, -3  # in the place of a drawn token, as in sampling.cpp; -1 is what torch draws without a law
+SLACK = 2.0**-14  # more than the kernels' noise can differ from torch's
+
+
+class CRowLaw(Structure):
+    """`RowLaw` in laws.hpp."""
+
+    _fields_: ClassVar = [
+        ("key", c_uint64),
+        *((name, c_int64) for name in ("root", "torch_decides", "top_k")),
+        *((name, c_float) for name in ("temperature", "min_p", "top_p", "repetition", "frequency", "presence")),
+        *((name, c_int64) for name in ("ends_from", "num_fixed", "num_ends", "num_counted", "num_words", "num_said")),
+        *((name, c_void_p) for name in ("fixed", "ends", "counted", "added", "times", "words", "lengths", "said")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLaws:
+    """The laws of a round's rows. Ids from `num_ids` on do not exist.
+
+    `kept` owns the memory that `rows` point to. Kernels leave to torch what they cannot be certain of by `slack`, which
+    is more than their noise can differ from torch's. Where rows are `constrained` by grammars, a draw needs the masks
+    of its nodes.
+    """
+
+    rows: Array[CRowLaw]
+    kept: Sequence[object]
+    num_ids: int
+    slack: float
+    constrained: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        """Whether kernels draw for every row by themselves; else torch draws for some, or Python makes masks."""
+        return not self.constrained and not any(row.torch_decides for row in self.rows)
+
+    def some(self, rows: Sequence[int]) -> RowLaws:
+        """Those of some rows, in the order asked for."""
+        if rows == list(range(len(self.rows))):
+            return self
+        return replace(self, rows=(CRowLaw * len(rows))(*(self.rows[row] for row in rows)))
+
+    def of(
+        self, logits: Float[Tensor, "nodes vocab"], masks: Int[Tensor, "nodes words"] | None = None
+    ) -> tuple[int, float, int, int, int, int, int]:
+        """What a draw from these logits is told first: laws, slack, logits, their numbers, and the masks of grammars.
+
+        Logits and masks are contiguous; a mask has a bit for each logit, in int32.
+        """
+        count, vocab = logits.shape
+        assert masks is not None or not self.constrained, "a round with grammars draws with masks"
+        if masks is not None:
+            assert masks.shape == (count, -(-vocab // 32)), (
+                f"masks of {tuple(masks.shape)} for {count} x {vocab} logits"
+            )
+        num_ids = self.num_ids if self.num_ids < vocab else vocab
+        allowed = 0 if masks is None else masks.data_ptr()
+        return addressof(self.rows), self.slack, logits.data_ptr(), vocab, num_ids, count, allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +211,21 @@ class SamplingKernels:
             return None
         ends = [(first, first + seen[first - 1]) for first in range(1, len(seen), stride)]
         return ([seen[i + skip : end + skip].tolist() for i, end in ends] for skip in (0, columns, 2 * columns))
+
+
+def places(rows: Sequence[int], paths: Sequence[Sequence[int]]) -> array[int]:
+    """Nodes behind these guesses of these rows, as `forerun_choose` reads them."""
+    return array("q", [*rows, *map(len, paths), *itertools.chain(*paths)])
+
+
+def zeros(count: int) -> array[int]:
+    """So many integers, for C to fill."""
+    return array("q", bytes(8 * count))
+
+
+def address(numbers: array[int] | array[float]) -> int:
+    """Where an array's numbers lie, as long as somebody holds it."""
+    return numbers.buffer_info()[0]
 
 
 @cache

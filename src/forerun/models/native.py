@@ -26,8 +26,8 @@ from forerun.cache.paged import PagedCache
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.build import NoKernels
-from forerun.kernels.laws import RowLaws, address
 from forerun.kernels.library import library, warn_of_torch
+from forerun.kernels.sampling import RowLaws, address
 from forerun.models.invariance import cancelling_product
 from forerun.models.padding import padded, padded_gains, padded_to_width
 from forerun.models.quantized import quantize_rows

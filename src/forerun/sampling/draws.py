@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, softmax, upload
-from forerun.kernels.laws import RowLaws
-from forerun.kernels.sampling import UNDECIDED, UNKNOWN, SamplingKernels
+from forerun.kernels.sampling import UNDECIDED, UNKNOWN, CRowLaw, RowLaws, SamplingKernels, address
 from forerun.sampling.children import Children, HostChildren
 from forerun.sampling.constraint import masks_of
+from forerun.sampling.edits import TextEdits
 from forerun.sampling.noise import Purpose, absorb, coupled_key, mix, signed, uniform
-from forerun.sampling.row_laws import row_laws
+from forerun.sampling.params import GREEDY_BELOW
 from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms
 from forerun.sampling.winners import RoundNoise, first_largest, largest
 from forerun.tree import DraftTree
@@ -56,10 +56,15 @@ class Draws:
         self.seq_ids = [row.seq_id for row in rows]
         self.root_places = [len(row.tokens) - 1 for row in rows]
         self.rounds = self.root_places  # what tells a sequence's rounds apart
-        self.transforms = Transforms(rows, vocab, self.num_ids, self.device)
+        self.constrained = any(row.constraint is not None for row in rows)
         self.on_host = is_cpu(self.device)
         self.kernels = kernels if self.on_host else None
         self._keys: dict[Purpose, Tensor] = {}
+
+    @cached_property
+    def transforms(self) -> Transforms:
+        """From logits to what is drawn from."""
+        return Transforms(self.rows, self.vocab, self.num_ids, self.device)
 
     @cached_property
     def _noise(self) -> RoundNoise:
@@ -118,7 +123,7 @@ class Draws:
         read = tree.read_nodes()
         row = read // nodes
         drawn = tree.path_tokens().flatten(0, 1)[read]
-        known = tree.seen_paths() if self.transforms.constrained else None
+        known = tree.seen_paths() if self.constrained else None
         return PathState(row, drawn, self.root_positions[row] + 1 + (drawn >= 0).sum(1), known)
 
     def advance(self, at: PathState, parents: Int[Tensor, " new"], tokens: Int[Tensor, " new"]) -> PathState:
@@ -263,7 +268,7 @@ class Draws:
             return None
         drawn = array("q", [UNKNOWN]) * tree.tokens.numel() if drawn is None else drawn
         tokens, parents, logits = tree.tokens.contiguous(), tree.parents.contiguous(), logits.float().contiguous()
-        nodes = tree.seen_paths() or [] if self.transforms.constrained else []
+        nodes = tree.seen_paths() or [] if self.constrained else []
         masks = self._masks([row for row, _ in nodes], [path for _, path in nodes], logits)
         while True:
             verdict = self.kernels.judge(tokens, parents, logits, laws, tree.depth, drawn, masks)
@@ -302,7 +307,7 @@ class Draws:
         self, rows: Sequence[int], paths: Sequence[Sequence[int]], logits: Logits
     ) -> Int[Tensor, "nodes words"] | None:
         """What grammars allow behind these guesses; None where no row has one."""
-        if not self.transforms.constrained:
+        if not self.constrained:
             return None
         return masks_of(self.rows, list(zip(rows, paths, strict=True)), logits.shape[1])
 
@@ -388,3 +393,43 @@ def tamed(logits: Logits) -> Logits:
     if logits.device.type == "cpu" and logits.amax(1).isfinite().all().numpy():  # elsewhere it would be waited for
         return logits
     return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+
+
+def row_laws(rows: Sequence[RowSampling], keys: Sequence[int], num_ids: int, slack: float) -> RowLaws:
+    """How these rows draw. `keys` are those of their noise, of 64 bits, with the position still to be absorbed."""
+    kept: list[object] = []
+    laws = [row_law(row, key, kept) for row, key in zip(rows, keys, strict=True)]
+    constrained = any(row.constraint is not None for row in rows)
+    return RowLaws((CRowLaw * len(laws))(*laws), kept, num_ids, slack, constrained)
+
+
+def row_law(row: RowSampling, key: int, kept: list[object]) -> CRowLaw:
+    """How one row draws; what it points to is added to `kept`. Only torch can call a request's own processors."""
+    p = row.params
+    law = CRowLaw(
+        key,
+        len(row.tokens) - 1,
+        bool(p.logits_processors),
+        max(p.top_k, 0),
+        0.0 if p.temperature < GREEDY_BELOW else p.temperature,
+        math.log(p.min_p) if p.min_p else -math.inf,
+        p.top_p if p.top_p < 1 else math.inf,
+        p.repetition_penalty,
+        p.frequency_penalty,
+        p.presence_penalty,
+    )
+    edits = row.edits or TextEdits.of(p, row.tokens, row.num_prompt, row.eos_ids, row.bad_words)
+    if edits.any:
+        add_tables(law, edits.at(row.tokens).tables(row.tokens), kept)
+        law.ends_from = edits.ends_from
+    return law
+
+
+def add_tables(law: CRowLaw, tables: Mapping[str, array[int] | array[float]], kept: list[object]) -> None:
+    """Point to these lists; those of one length have one count."""
+    for name, table in tables.items():
+        setattr(law, name, address(table))
+    for name in ("fixed", "ends", "counted", "said"):
+        setattr(law, f"num_{name}", len(tables[name]))
+    law.num_words = len(tables["lengths"])
+    kept.append(tables)

@@ -70,6 +70,7 @@ class TextEdits:
     lengths: array[int]
     num_prompt: int
     counts: TextCounts | None
+    any: bool  # whether there is anything that a law could be changed by
 
     @classmethod
     def of(
@@ -85,6 +86,7 @@ class TextEdits:
         ends = sorted({*eos_ids, *params.stop_token_ids}) if params.min_tokens else []
         repeating = params.repetition_penalty != 1
         counting = params.presence_penalty != 0 or params.frequency_penalty != 0
+        edits = bool(fixed or ends or bad_words) or repeating or counting
         return cls(
             fixed=array("i", sorted(fixed)),
             added=array("f", [fixed[token] for token in sorted(fixed)]),
@@ -94,12 +96,8 @@ class TextEdits:
             lengths=array("i", map(len, bad_words)),
             num_prompt=num_prompt,
             counts=TextCounts.of(tokens, 0 if repeating else num_prompt, num_prompt) if repeating or counting else None,
+            any=edits,
         )
-
-    @property
-    def any(self) -> bool:
-        """Whether there is anything that a law could be changed by."""
-        return bool(self.fixed or self.ends or self.lengths) or self.counts is not None
 
     def at(self, tokens: Sequence[int]) -> TextEdits:
         """The edits of a text that goes on from this one."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from forerun.annotations import Float, ProgressCallback
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.ahead import Paths, first_places, grow_ahead
+from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
-from forerun.draft.model.following import DraftRow, Following, RootPass
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.models.block import MASKED, BlockDecoder, plan_block_drafter
@@ -53,7 +53,7 @@ class BlockDrafter(Follower):
         self.blocks = {read.seq_id: rows[list(read.judged)] for read, rows in zip(reads, own, strict=True)}
         return states
 
-    def room(self, following: Following, late: Sequence[int]) -> int:
+    def room(self, following: DraftedText, late: Sequence[int]) -> int:
         """The deepest draft behind the text: the whole block has to fit where its places see each other."""
         return 0 if following.lost else self.decoder.block.deepest(self.window - len(following.text))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.annotations import Float, ProgressCallback
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.ahead import Paths, first_places, grow_ahead
-from forerun.draft.model.following import DraftRow, RootPass
+from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.shifted import ShiftedFollower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec

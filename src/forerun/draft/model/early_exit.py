@@ -24,8 +24,8 @@ from torch import Tensor
 from forerun.annotations import Float, ProgressCallback
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import Budget, Committed, Draft, Resume
+from forerun.draft.model.drafted_text import DraftRow
 from forerun.draft.model.follower import Follower
-from forerun.draft.model.following import DraftRow
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.errors import WrongTarget

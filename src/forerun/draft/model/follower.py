@@ -22,10 +22,9 @@ from forerun.annotations import Float
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.draft.model.drafted_text import DraftedText, DraftRow, PrefixReuse, RootPass, UnseenGuesses
 from forerun.draft.model.expand import expand
-from forerun.draft.model.following import DraftRow, Following, RootPass, UnseenGuesses
 from forerun.draft.model.levels import LevelReader
-from forerun.draft.model.reuse import Reuse
 from forerun.draft.model.steps import seen_chains, unseen_chains
 from forerun.errors import WrongTarget
 from forerun.models.chains import Chains, IdExchange, Start
@@ -51,8 +50,8 @@ class Follower:
     def __init__(self, runner: Runner, ids: IdExchange) -> None:
         self.runner = runner
         self.ids = ids
-        self.sequences: dict[int, Following] = {}
-        self.reuse = Reuse(runner, self.sequences)
+        self.sequences: dict[int, DraftedText] = {}
+        self.reuse = PrefixReuse(runner, self.sequences)
         self.pass_s = 0.0  # in passes since the last call of `propose`
 
     def inputs(
@@ -91,7 +90,7 @@ class Follower:
         """
         for i, (seq_id, tokens, root) in enumerate(news.rows()):
             if seq_id not in self.sequences:
-                self.sequences[seq_id] = Following(salt=news.salts[i] if news.salts else None)
+                self.sequences[seq_id] = DraftedText(salt=news.salts[i] if news.salts else None)
             following = self.sequences[seq_id]
             assert not tokens or following.root in (None, tokens[0]), "a sequence's news begin with its last root"
             following.text.extend(tokens)
@@ -255,7 +254,7 @@ class Follower:
         """The longest text that can be read."""
         return self.runner.window
 
-    def room(self, following: Following, late: Sequence[int]) -> int:
+    def room(self, following: DraftedText, late: Sequence[int]) -> int:
         """The deepest draft behind the text and `late`; its last guess need not be read."""
         highest = max([following.highest, *late])
         if following.lost or highest >= self.ids.num_own:  # its vocabulary may be the smaller one

@@ -10,8 +10,8 @@ from itertools import groupby
 
 from torch import Tensor
 
+from forerun.draft.model.drafted_text import DraftedText
 from forerun.draft.model.expand import NodeToExpand
-from forerun.draft.model.following import Following
 from forerun.draft.model.growth import Growth
 from forerun.models.chains import IdExchange
 from forerun.models.runner import Read
@@ -26,7 +26,7 @@ class LevelReader:
     """
 
     def __init__(
-        self, sequences: Mapping[int, Following], read: ReadAll, ids: IdExchange, seq_ids: Sequence[int]
+        self, sequences: Mapping[int, DraftedText], read: ReadAll, ids: IdExchange, seq_ids: Sequence[int]
     ) -> None:
         self.sequences = sequences
         self.read = read

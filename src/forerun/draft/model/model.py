@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from forerun.draft.base import Budget
 from forerun.draft.judge import JudgeLogits, Question
+from forerun.draft.model.drafted_text import DraftedText, DraftRow, Revision
 from forerun.draft.model.follower import TAIL_TOKENS, Follower
-from forerun.draft.model.following import DraftRow, Following, Revision
 from forerun.draft.vocab import SharedTokens
 from forerun.models.chains import SameIds
 from forerun.models.runner import Runner
@@ -35,7 +35,7 @@ class ModelDrafter(Follower):
     def revise(self, revisions: Sequence[Revision]) -> None:
         """Learn texts that are others than observed from some token on; what is still true stays read."""
         for revision in revisions:
-            following = self.sequences.setdefault(revision.seq_id, Following())
+            following = self.sequences.setdefault(revision.seq_id, DraftedText())
             kept = following.rewrite(revision.first, revision.tokens)
             if kept < self.runner.length(revision.seq_id):
                 self.runner.truncate(revision.seq_id, kept)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.draft.base import Committed
+from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.follower import Follower
-from forerun.draft.model.following import DraftRow, RootPass
 from forerun.models.chains import IdExchange, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States
 

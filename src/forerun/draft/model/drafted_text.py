@@ -1,21 +1,24 @@
-"""Following: the state of one sequence in a drafter that is a model.
+"""DraftedText: the state of one sequence in a drafter that is a model.
 
-This module decides how the tokens that were read behind the kept text are numbered and found again, and which part of a
-text stays when its end turns out to be different.
+This module decides how the tokens that were read behind the kept text are numbered and found again, which part of a
+text stays when its end turns out to be different, and which texts share a beginning in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from torch import Tensor
 
 from forerun.annotations import Float
+from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning
 from forerun.device import Download
 from forerun.draft.base import Budget
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Runner
+
+NO_SEQUENCE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class UnseenGuesses:
 
 
 @dataclass(slots=True)
-class Following:
+class DraftedText:
     """One sequence as the drafter knows it; how much of its text the cache holds is the runner's to say.
 
     Texts of the same `salt` may share what was read of a common beginning; None forbids it.
@@ -135,3 +138,35 @@ class RootPass:
     reads: Sequence[Read]
     wishes: list[DraftRow]
     logits: Float[Tensor, "judged vocab"]
+
+
+class PrefixReuse:
+    """What a drafter's cache holds of texts that begin alike is not read again: those in `sequences`, by `runner`."""
+
+    def __init__(self, runner: Runner, sequences: Mapping[int, DraftedText]) -> None:
+        self.runner = runner
+        self.sequences = sequences
+
+    def known(self, text: Sequence[int], salt: Hashable) -> Beginning:
+        """How much of a text's beginning the cache holds."""
+        others = (LiveText(seq_id, own.salt, own.text) for seq_id, own in self.sequences.items())
+        return longest_beginning(self.runner.cache, text, salt, others)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether one more text of so many tokens can be read."""
+        return self.runner.cache.can_reserve([NO_SEQUENCE], [num_tokens])
+
+    def begin(self, seq_id: int) -> None:
+        """Begin the row of a text that has none with what the cache holds of it."""
+        own = self.sequences[seq_id]
+        if seq_id not in self.runner.cache:
+            found = self.known(own.text, own.salt)
+            begin_row(self.runner.cache, LiveText(seq_id, own.salt, own.text), found)
+
+    def give_up(self, seq_id: int) -> None:
+        """Free a row; what it held stays known as long as there is room, where the text may be shared."""
+        own = self.sequences.get(seq_id)
+        if own is None or own.salt is None:
+            self.runner.release([seq_id])
+        else:
+            self.runner.retire(seq_id, own.text, own.salt)
