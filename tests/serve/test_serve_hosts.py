@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +102,59 @@ def test_an_origin_is_the_host_or_refused(bound: str) -> None:
 def test_whatever_a_client_sends_is_answered_or_refused(host: str, origin: str, scheme: str) -> None:
     for hosts in (Hosts("127.0.0.1", frozenset()), Hosts("0.0.0.0", frozenset({"a.example"}))):
         assert refused(hosts, host, origin, scheme) in ("", "host_not_allowed", "origin_not_allowed")
+
+
+NAMES = {  # of hosts, and whether they are this machine's own
+    "localhost": True, "a.localhost": True, "127.0.0.1": True, "127.9.8.7": True, "[::1]": True, "[0:0::0:1]": True,
+    "a.example": False, "b.a.example": False, "localhost.a.example": False, "127.0.0.1.a.example": False,
+    "alocalhost": False, "0.0.0.0": False, "128.0.0.1": False, "[::2]": False, "[2001:db8::a]": False,
+}  # fmt: skip
+
+
+class Spelled(NamedTuple):
+    """A host in a header, and what was meant by it: a name, or None where the header names no host, and a port."""
+
+    text: str
+    name: str | None
+    port: str
+
+
+@st.composite
+def spelled_hosts(draw: st.DrawFn) -> Spelled:
+    name = draw(st.sampled_from(sorted(NAMES)))
+    dot = draw(st.sampled_from(["", "."])) if name[0] != "[" else ""
+    port = draw(st.sampled_from(["", "80", "443", "8000"]))
+    text = draw(st.sampled_from([str.lower, str.upper, str.title]))(name) + dot + (port and f":{port}")
+    wrong = draw(
+        st.sampled_from([None] * 6 + ["me@{}", "me:pw@{}", " {}", "{} ", "{}/", "{}?", "{}#", "{}\\", "{}:", "[{}"])
+    )
+    return Spelled(text, name, port) if wrong is None else Spelled(wrong.format(text), None, "")
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.sampled_from(["127.0.0.1", "localhost", "LocalHost.", "::1", "0.0.0.0", "::", "192.0.2.1", "a.example"]),
+    st.frozensets(spelled_hosts().filter(lambda each: each.name and not each.port), max_size=2),
+    st.none() | spelled_hosts(),
+    st.none() | st.tuples(st.sampled_from(["http", "https", "HTTP", "file", "ws"]), spelled_hosts()),
+    st.sampled_from(["http", "https"]),
+)
+def test_who_may_ask_is_told_by_what_was_meant(
+    bound: str, allowed: frozenset[Spelled], host: Spelled | None, page: tuple[str, Spelled] | None, scheme: str
+) -> None:
+    """However hosts are spelled, in a header and by the server's user."""
+    hosts, names = Hosts(bound, frozenset(each.text for each in allowed)), {each.name for each in allowed}
+    everybody = not allowed and bound.lower().strip(".") not in ("127.0.0.1", "localhost", "::1")
+    ports = {"http": "80", "https": "443"}
+    code = ""
+    if page is not None:
+        its_scheme, at = page[0].lower(), page[1]
+        same = host is not None and (its_scheme, at.name) == (scheme, host.name)
+        same = same and (at.port or ports[scheme]) == (host.port or ports[scheme])
+        code = "" if at.name is not None and (same or at.name in names) else "origin_not_allowed"
+    if host is not None and not everybody and (host.name is None or not (host.name in names or NAMES[host.name])):
+        code = "host_not_allowed"
+    assert refused(hosts, host and host.text, page and f"{page[0]}://{page[1].text}", scheme) == code
 
 
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a b", "a/b", "[::1"])

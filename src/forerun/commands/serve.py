@@ -111,7 +111,7 @@ class ServeOptions:
             tls_key=self.tls_key,
             tls_certificate=self.tls_cert,
             otlp_endpoint=self.otlp_traces_endpoint,
-            allowed_hosts=frozenset(name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()),
+            allowed_hosts=frozenset(name.strip() for name in self.allowed_hosts.split(",") if name.strip()),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from forerun.errors import InvalidRequest
@@ -48,13 +48,15 @@ class Hosts:
 
     bound: str
     allowed: frozenset[str]
+    names: frozenset[str] = field(init=False)  # those allowed, as headers are read
 
     def __post_init__(self) -> None:
-        for name in self.allowed - {ANY}:
-            authority = Authority.of(name)
+        authorities = {name: Authority.of(name) for name in self.allowed - {ANY}}
+        for name, authority in authorities.items():
             if authority is None or authority.port is not None:
                 fix = 'name hosts, without scheme and port, such as "models.example"'
                 raise InvalidRequest("allowed_hosts", f"{name!r} is no name of a host: {fix}.")
+        object.__setattr__(self, "names", frozenset(each.name for each in authorities.values() if each))
 
     def check(self, hosts: Iterable[str], origins: Iterable[str], scheme: str) -> None:
         """Raise the ApiError for 403 unless a request with these headers is answered."""
@@ -69,7 +71,7 @@ class Hosts:
             its_scheme, _, rest = origin.partition("://")
             page = Authority.of(rest)
             if page is None or not (
-                page.name in self.allowed or (asked and page.origin(its_scheme.lower()) == asked.origin(scheme))
+                page.name in self.names or (asked and page.origin(its_scheme.lower()) == asked.origin(scheme))
             ):
                 raise refusal("origin", origin)
 
@@ -77,11 +79,12 @@ class Hosts:
         """Whether a request may name this host."""
         if not self.allowed and not is_loopback(self.bound):
             return True
-        return authority is not None and (authority.name in self.allowed or is_loopback(authority.name))
+        return authority is not None and (authority.name in self.names or is_loopback(authority.name))
 
 
 def is_loopback(name: str) -> bool:
     """Whether a name or an address is of this machine alone."""
+    name = name.lower().removesuffix(".")
     try:
         return ip_address(name).is_loopback
     except ValueError:
