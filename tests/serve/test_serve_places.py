@@ -1,0 +1,229 @@
+"""Places: whatever clients do and whenever they go, the gate counts who is there, and others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.serve.gate import Gate, Visit
+from forerun.serve.problems import ApiError
+from forerun.serve.settings import ServeSettings
+from serve.servers import PATIENCE_S, drafting
+
+TENANTS = ("busy", "calm", "shy")
+OPERATIONS = st.tuples(
+    st.sampled_from(["enter", "place", "place", "finish", "finish", "leave", "late", "cancel"]), st.integers(0, 99)
+)
+
+
+class Crowd:
+    """Visits to a gate, with what each should hold told by its own history alone."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.inside: list[Visit] = []
+        self.asked: dict[Visit, int] = {}  # places, in the order of the asking
+        self.left: dict[Visit, int] = {}  # sequences that the engine has, once there is a place
+        self.tasks: dict[Visit, asyncio.Task[None]] = {}
+
+    async def do(self, what: str, number: int) -> None:
+        """One operation, of the visit with this number where there is one."""
+        if what == "enter":
+            tenant = TENANTS[number % 3]
+            room = self.gate.num_requests + self.gate.max_queue
+            if sum(self.counted(visit) for visit in self.inside if visit.tenant == tenant) < room:
+                self.inside.append(self.gate.enter(tenant))
+            else:
+                with pytest.raises(ApiError, match="no more may wait"):
+                    self.gate.enter(tenant)
+        elif self.inside:
+            visit = self.inside[number % len(self.inside)]
+            if what == "place" and visit not in self.tasks:
+                self.tasks[visit] = asyncio.create_task(self.stay(visit, 1 + number % 4))
+            elif what == "finish" and self.left.get(visit):
+                self.left[visit] -= 1
+                self.gate.free(visit)
+            elif what == "leave":
+                self.leave(visit)
+            elif what in ("late", "cancel") and visit.turn is not None and not visit.turn.done():
+                if what == "cancel":
+                    self.tasks[visit].cancel()
+                else:
+                    visit.turn.set_exception(ApiError(504, "late", code="took_too_long"))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        self.check()
+
+    async def stay(self, visit: Visit, num_sequences: int) -> None:
+        self.asked[visit] = num_sequences
+        try:
+            await self.gate.place(visit, num_sequences)
+            assert self.asked.pop(visit) == visit.num_places
+            self.left[visit] = num_sequences
+        except (ApiError, asyncio.CancelledError):
+            self.leave(visit)
+
+    def leave(self, visit: Visit) -> None:
+        if visit in self.inside:
+            self.inside.remove(visit)
+        self.asked.pop(visit, None)
+        self.left.pop(visit, None)
+        self.gate.leave(visit)
+        if visit in self.tasks:
+            self.tasks[visit].cancel()
+
+    def counted(self, visit: Visit) -> bool:
+        """Whether the engine has still to do with it."""
+        return self.left.get(visit) != 0
+
+    def check(self) -> None:
+        """Every count is that of the histories, and nobody waits for a place that is free, or before who came first."""
+        held: Counter[str] = Counter()
+        for visit, number in self.left.items():
+            held[visit.tenant] += number
+        assert +self.gate.held == +held
+        assert +self.gate.visits == Counter(visit.tenant for visit in self.inside if self.counted(visit))
+        assert (self.gate.num_in, self.gate.num_waiting) == (len(self.inside), len(self.asked))
+        for tenant in {visit.tenant for visit in self.asked}:
+            assert held.total() >= self.gate.num_places, "a place is free, and somebody waits"
+            assert held[tenant], "a tenant that has nothing in the engine is given one request"
+            waiting = [visit for visit in self.asked if visit.tenant == tenant]
+            assert list(self.gate.queues[tenant]) == waiting
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 4), st.lists(OPERATIONS, min_size=10, max_size=60))
+def test_the_gate_counts_who_is_there(num_places: int, max_queue: int, operations: list[tuple[str, int]]) -> None:
+    async def work() -> None:
+        gate = Gate(num_places, num_places, max_queue)
+        crowd = Crowd(gate)
+        for what, number in operations:
+            await crowd.do(what, number)
+        while crowd.inside:  # the engine goes on: whoever has a place ends, and whoever waits gets one
+            for visit in list(crowd.inside):
+                for _ in range(crowd.left.get(visit, 0)):
+                    await crowd.do("finish", crowd.inside.index(visit))
+                if visit not in crowd.asked:
+                    crowd.leave(visit)
+            crowd.check()
+        await asyncio.gather(*crowd.tasks.values(), return_exceptions=True)
+        assert not gate.num_in + gate.num_waiting + gate.held.total() + gate.visits.total() + gate.num_sending
+        gate.drain()
+        assert gate.empty.is_set()
+
+    asyncio.run(work())
+
+
+class AsgiClient:
+    """A client of an application that takes the first `num_taken` messages and then goes, or stays and reads nothing.
+
+    One that takes all has the whole answer, slowly where `slow`.
+    """
+
+    def __init__(self, body: dict[str, Any], num_taken: int | None, stays: bool, slow: bool) -> None:
+        self.raw = json.dumps(body).encode()
+        self.num_taken, self.stays, self.slow = num_taken, stays, slow
+        self.gone = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+        self.read = False
+        self.leave_early()
+
+    def leave_early(self) -> None:
+        if self.num_taken is not None and len(self.sent) >= self.num_taken and not self.stays:
+            self.gone.set()
+
+    async def receive(self) -> dict[str, Any]:
+        if not self.read:
+            self.read = True
+            return {"type": "http.request", "body": self.raw, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if self.num_taken is not None and len(self.sent) >= self.num_taken:
+            await self.gone.wait()
+        if not self.gone.is_set():
+            await asyncio.sleep(0.001 if self.slow else 0)
+            self.sent.append(message)
+            self.leave_early()
+
+    async def ask(self, app: Callable[..., Awaitable[None]]) -> None:
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        await app(
+            {
+                "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/completions", "scheme": "http",
+                "query_string": b"", "headers": headers, "client": None, "raw_path": b"/v1/completions", "state": {},
+            },
+            self.receive,
+            self.send,
+        )  # fmt: skip
+
+    def texts(self) -> list[str]:
+        """Of all samples."""
+        raw = b"".join(message.get("body", b"") for message in self.sent).decode()
+        events = [line.removeprefix("data: ") for line in raw.splitlines() if line not in ("", "data: [DONE]")]
+        found: dict[int, str] = {}
+        for event in map(json.loads, events):
+            for choice in event["choices"]:
+                found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+        return [found[place] for place in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Any, Callable[..., Awaitable[None]]]]:
+    from forerun.serve.app import application
+    from forerun.serve.service import Service
+
+    with drafting(max_num_seqs=1) as llm:
+        service = Service(llm, ServeSettings(model_name="stories"))
+        yield service, application(service)
+        service.close()
+
+
+CLIENTS = st.tuples(
+    st.booleans(),  # streams
+    st.integers(1, 3),  # samples
+    st.none() | st.integers(0, 4),  # messages taken
+    st.booleans(),  # stays
+    st.booleans(),  # reads slowly
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(clients=st.lists(CLIENTS, min_size=3, max_size=9))
+def test_others_are_served_whatever_clients_do(served: Any, clients: list[tuple[bool, int, Any, bool, bool]]) -> None:
+    """While those that have stopped reading are still there, nothing is held for them any more."""
+    service, app = served
+    gate, llm = service.gate, service.llm
+
+    async def work() -> None:
+        all_of_them, tasks = [], []
+        for stream, n, num_taken, stays, slow in clients:
+            body = {"prompt": "Once", "max_tokens": 8, "seed": 1, "n": n, "stream": stream}
+            all_of_them.append(AsgiClient(body, num_taken, stays, slow))
+            tasks.append(asyncio.create_task(all_of_them[-1].ask(app)))
+            await asyncio.sleep(0.002 if slow else 0)
+        honest = AsgiClient({"prompt": "Once", "max_tokens": 8, "seed": 1, "n": 3}, None, False, False)
+        await asyncio.wait_for(honest.ask(app), PATIENCE_S)
+        done = [task for task, each in zip(tasks, all_of_them, strict=True) if each.num_taken is None or not each.stays]
+        await asyncio.wait_for(asyncio.gather(*done), PATIENCE_S)
+        while llm.engine.has_work or gate.held.total():
+            await asyncio.sleep(0.001)
+        assert not gate.visits.total() + gate.num_waiting
+        assert gate.num_in == sum(stream and not task.done() for task, (stream, *_) in zip(tasks, clients, strict=True))
+        for each in all_of_them:
+            if each.num_taken is None:
+                assert each.texts() == honest.texts()[: len(each.texts())] != []
+            each.gone.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
+        assert not gate.num_in + gate.held.total() + len(service.uploads.under_way)
+        assert not llm.engine.runner.cache.num_rows
+
+    asyncio.run(work())
