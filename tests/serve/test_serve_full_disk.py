@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -11,18 +14,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forerun import streams
+from forerun.draft import suffix_file
+from forerun.engine import calibration, kept_costs
+from forerun.sampling.params import SamplingParams
+from forerun.serve import logs
 from forerun.streams import BackgroundStream, unfailing_stderr
-from serve.servers import PATIENCE_S, ROOT, SMALL, TARGET, httpx, until
+from serve.servers import PATIENCE_S, ROOT, SMALL, TARGET, drafting, httpx, plain, running, until
 from serve.test_serve_load import expected
 
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
+gives_up = pytest.mark.filterwarnings("ignore:.*past answers are no longer kept there:RuntimeWarning")
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="/dev/full and pipes are of POSIX")
 
 
@@ -214,3 +228,109 @@ def test_a_disk_that_is_full_under_the_measured_costs_ends_no_start(monkeypatch:
     monkeypatch.setattr(choice, "replace_file", full)
     kept_costs.keep("key", {})
     choice.keep_times({"a": [1.0]})
+
+
+class Faults:
+    """Writes that fail at random: they take all, or a part, or raise an error of the system behind a part."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self.dice, self.share, self.num = random.Random(seed), share, 0
+
+    def at(self, write: Callable[[bytes], int], data: bytes) -> int:
+        """Write what is taken of the data."""
+        if self.dice.random() >= self.share:
+            return write(data)
+        self.num += 1
+        num_taken = write(data[: self.dice.randrange(len(data))])
+        if self.dice.random() < 0.5:
+            return num_taken
+        number = self.dice.choice([errno.ENOSPC, errno.EIO, errno.EPIPE, errno.EDQUOT])
+        raise OSError(number, os.strerror(number))
+
+    def open(self, path: Path, mode: str, buffering: int, opener: Any) -> FileIO:
+        """A file with such writes."""
+        at = self.at
+
+        class FaultyFile(FileIO):
+            def write(self, data: Any) -> int:
+                return at(super().write, data)
+
+        return FaultyFile(str(path), mode, opener=opener)
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """The server's log as the command has it."""
+    loggers = [logging.getLogger(name) for name in (*logs.LEVELS, *logs.OF_ACCESS)]
+    before = [(each.level, each.propagate, each.disabled, list(each.handlers)) for each in loggers]
+    logs.log_to_stderr("json", access=True)
+    try:
+        yield
+    finally:
+        for each, (level, each.propagate, each.disabled, each.handlers) in zip(loggers, before, strict=True):
+            each.setLevel(level)
+
+
+@needs_posix
+@gives_up
+@pytest.mark.parametrize("seed", range(3))
+def test_writes_that_fail_at_random_change_no_answer(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the log, of past answers, of measured costs: the answers are those of plain decoding, and the log goes on."""
+    faults, log, costs, honest = Faults(seed, 0.3), tmp_path / "log", tmp_path / "costs", os.write
+
+    def write(number: int, data: bytes) -> int:
+        return faults.at(partial(honest, number), data) if number == file.fileno() else honest(number, data)
+
+    with log.open("w") as file, monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        patch.setattr(suffix_file, "open", faults.open, raising=False)
+        patch.setattr(kept_costs, "kept_file", lambda _: costs)
+        patch.setattr(kept_costs, "replace_file", lambda path, data: faults.at(path.write_bytes, data))
+        patch.setattr(calibration, "LIMIT_S", 0.05)
+        patch.setattr(sys, "stderr", file)
+        with (
+            unfailing_stderr(),
+            logging_to_stderr(),
+            drafting(f"suffix:{tmp_path / 'past'}") as llm,
+            running(llm) as server,
+        ):
+            for each in range(8):
+                body = {"prompt": "Once upon a time", "max_tokens": 12, "seed": each, "stream": each % 3 == 0}
+                answer = server.post("/v1/completions", **body, return_token_ids=True)
+                assert answer.status_code == 200
+                params = SamplingParams(max_tokens=12, seed=each)
+                alone = plain().generate("Once upon a time", params)[0].outputs[0]
+                assert token_ids(answer.text) == list(alone.token_ids)
+                assert server.post("/v1/nowhere").status_code == 404
+                with server.http() as http:
+                    assert "forerun:generation_tokens_total" in http.get("/metrics").text
+            assert faults.num > 5
+            assert not llm.engine.strikes, "the drafter never failed"
+            faults.share = 0.0
+            print("the end", file=sys.stderr)
+            until(lambda: log.read_text(errors="replace").endswith("the end\n"))
+
+
+def token_ids(answer: str) -> list[int]:
+    """Of an answer, whole or as events."""
+    events = [line.removeprefix("data: ") for line in answer.splitlines() if line not in ("", "data: [DONE]")]
+    return [token for event in events for token in json.loads(event)["choices"][0]["token_ids"]]
+
+
+@gives_up
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 12))
+def test_past_answers_before_a_fault_are_there_at_the_next_start(seed: int, count: int) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path, before, found = Path(folder) / "past", [], list[Any]()
+        past = suffix_file.PastFile(path, "v")
+        patch.setattr(suffix_file, "open", Faults(seed, 0.15).open, raising=False)
+        for each in range(count):
+            past.append(suffix_file.PastAnswer(str(each), "", [each] * each))
+            before += [] if past.broken else [each]
+        patch.undo()
+        suffix_file.PastFile(path, "v").restore(found.extend)
+    assert [int(each.name) for each in found] == before
+    assert past.broken == (len(before) < count)
