@@ -6,17 +6,18 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.errors import InvalidRequest
+from forerun.errors import EngineClosed, InvalidRequest
 from forerun.serve.envelope import ACCESS
 from forerun.serve.hosts import Hosts
 from forerun.serve.logs import REQUESTS
 from forerun.serve.problems import ApiError
+from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 from serve.servers import Running, drafting, httpx, openai, running
 from serve.test_serve_load import expected
@@ -192,6 +193,61 @@ def test_an_id_that_cannot_be_taken_over_is_replaced(server: Running, sent: byte
     with server.http() as http:
         answer = http.get("/health", headers={b"X-Request-Id": sent})
     assert answer.headers["x-request-id"].startswith("req_")
+
+
+ANSWERED: list[tuple[int, dict[str, Any]]] = [  # by what is not as usual in a request
+    (200, {}), (200, {"json": {**OK, "stream": True}}), (200, {"path": "/tokenize", "json": {"prompt": "a"}}),
+    (400, {"json": {"prompt": 3}}), (400, {"content": b"{"}), (400, {"json": {**OK, "max_tokens": 9999}}),
+    (400, {"path": "/v1/messages"}), (401, {"X-Api-Key": "no"}), (403, {"Host": "a.example"}),
+    (403, {"Origin": "null"}), (404, {"json": {**OK, "model": "other"}}), (404, {"path": "/%ff?%00"}),
+    (404, {"path": "/v1/models/other", "method": "GET"}), (405, {"method": "BREW"}), (405, {"method": "HEAD"}),
+    (413, {"json": "x" * 3000}), (415, {"Content-Type": "text/plain"}), (415, {"Content-Encoding": "gzip"}),
+    (431, {"X": "y" * 16_400}), (429, {"fault": ApiError(429, "", code="full")}), (500, {"fault": OSError()}),
+    (500, {"fault": KeyError(3)}), (503, {"fault": MemoryError()}), (503, {"fault": EngineClosed("on purpose")}),
+    (504, {"fault": ApiError(504, "", code="late")}),
+]  # fmt: skip
+SENT = st.text(st.characters(min_codepoint=1, max_codepoint=255, exclude_characters="\r\n\v\f\x7f"), max_size=130)
+
+
+def test_every_answer_of_every_status_has_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the client, where it is of printable ASCII and was read; else a new one, of which there are no two."""
+    keys, ids, honest = tmp_path / "keys", set[str](), Service.body
+    keys.write_text("alice k-1\n")
+
+    with drafting() as llm, running(llm, api_keys=keys, max_body_bytes=2000) as server, server.http() as http:
+
+        @settings(max_examples=8, deadline=None)
+        @given(st.lists(st.none() | SENT, min_size=len(ANSWERED), max_size=len(ANSWERED)))
+        def check(sents: list[str | None]) -> None:
+            for (status, odd), sent in zip(ANSWERED, sents, strict=True):
+                headers = {"X-Api-Key": "k-1", "Content-Type": "application/json"}
+                headers |= {name: value for name, value in odd.items() if name[0].isupper()}
+                raw = {name.encode(): value.encode() for name, value in headers.items()}
+                raw |= {} if sent is None else {b"X-Request-Id": sent.strip(" \t").encode("latin-1")}
+                body = {"content": odd["content"]} if "content" in odd else {"json": odd.get("json", OK)}
+                monkeypatch.setattr(Service, "body", raising(odd["fault"]) if "fault" in odd else honest)
+                path = odd.get("path", "/v1/completions")
+                answer = http.request(odd.get("method", "POST"), path, headers=raw, **body)
+                assert answer.status_code == status
+                (found,) = {answer.headers[name] for name in ("x-request-id", "request-id")}
+                shown = (sent or "").strip(" \t")
+                if status != 431 and 1 <= len(shown) <= 128 and all(" " <= each <= "~" for each in shown):
+                    assert found == shown
+                else:
+                    assert found.startswith("req_")
+                    assert found not in ids
+                    ids.add(found)
+
+        check()
+
+
+def raising(error: Exception) -> Any:
+    """A method that raises."""
+
+    async def body(*_: object) -> None:
+        raise error
+
+    return body
 
 
 def test_the_log_has_the_id_of_the_answer(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ from forerun.shape import StaticTree
 MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
 SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number exactly
 LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
-PROMPTS = ("prompt", "messages", "input")  # the fields that a prompt comes from
+PROMPTS: Mapping[Endpoint, str] = {"completions": "prompt", "responses": "input"}  # others have messages
 MOST_CHAT_LOGPROBS = 128
 FEW_LOGPROBS = 1 << 20  # of one body, which take half a gigabyte until they are written; a full context has 21 a token
 
@@ -79,7 +79,7 @@ def prepared(
     body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
 ) -> tuple[Asked, Answers]:
     """What a body asks for, and its sequences; nothing runs yet. Raises InvalidRequest or ApiError, naming a field."""
-    with prompt_named(body):
+    with prompt_named(PROMPTS.get(endpoint, "messages")):
         asked = asked_of(body, endpoint, llm, tenant, settings)
         answers = llm.ask(asked.requests)
     require_room(asked, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
@@ -104,12 +104,11 @@ def num_logprobs(answers: Answers) -> int:
 
 
 @contextmanager
-def prompt_named(body: Mapping[str, Any]) -> Iterator[None]:
-    """Within it a prompt that is too long is answered with 400 and the name of the body's own field."""
+def prompt_named(name: str) -> Iterator[None]:
+    """Within it a prompt that is too long is answered with 400 and the name of the field that it comes from."""
     try:
         yield
     except PromptTooLong as error:
-        name = next((name for name in PROMPTS if body.get(name) is not None), error.field)
         raise refused(name, str(error).replace(error.field, name, 1), TOO_MANY_TOKENS) from error
 
 
@@ -137,7 +136,7 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     if chat is None:
         requests, form = completion_requests(given, params, wish, tenant, llm), AnswerForm()
     else:
-        prompt = chat.request(llm, "input" if "input" in given else "messages")
+        prompt = chat.request(llm, PROMPTS.get(endpoint, "messages"))
         form = answer_form(chat.options, prompt.prompt or "", chat.continued, tools, llm.tokenizer)
         ids = form.shown_special_ids
         requests = [replace(prompt, sampling_params=params, speculation=wish, tenant=tenant, shown_special_ids=ids)]

@@ -26,7 +26,7 @@ def tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
         text = chat.options.render(llm.tokenizer, chat.messages)
     if not isinstance(text, str):
         raise refused("prompt", f"prompt: {shown(text)} is no text.")
-    with prompt_named(body):
+    with prompt_named("messages" if prompt is None else "prompt"):
         tokens = llm.tokenizer.encode_within(text, llm.plan.max_model_len, special)
     own = {"count": len(tokens), "max_model_len": llm.plan.max_model_len, "tokens": tokens}
     if switch(given, "return_token_strs"):
@@ -53,7 +53,7 @@ def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     chat = ChatBody.of(
         chat_fields(served_fields(body, "messages", service.settings.lenient)), service.llm, service.settings
     )
-    with prompt_named(body):
+    with prompt_named("messages"):
         prompt = chat.request(service.llm)
     return {"input_tokens": len(prompt.prompt_token_ids or ())}
 
