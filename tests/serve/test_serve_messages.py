@@ -55,20 +55,24 @@ def streamed(server: Running, **fields: Any) -> dict[str, Any]:
     with server.http() as http, http.stream("POST", "/v1/messages", json={**BODY, **fields, "stream": True}) as lines:
         assert lines.status_code == 200
         pairs = [line.partition(": ")[::2] for line in lines.iter_lines() if line]
+    return added_up(pairs)
+
+
+def added_up(pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """The message that events add up to, as names and values of their lines."""
     names = [value for name, value in pairs if name == "event"]
     events = [json.loads(value) for name, value in pairs if name == "data"]
     assert [event["type"] for event in events] == names
     assert (names[0], names[-2:]) == ("message_start", ["message_delta", "message_stop"])
-    message, opened = events[0]["message"], -1
+    message, is_open = events[0]["message"], False
     assert message["content"] == []
     for event in events[1:-2]:
-        if event["type"] == "content_block_start":
-            assert event["index"] == len(message["content"]) == opened + 1 or opened == -1
-            opened = event["index"]
+        kind, begins = event["type"].removeprefix("content_block_"), event["type"] == "content_block_start"
+        assert (is_open, event["index"]) == (not begins, len(message["content"]) - (not begins))
+        is_open = kind != "stop"
+        if begins:
             message["content"].append({**event["content_block"], "json": ""})
-            continue
-        assert event["index"] == opened == len(message["content"]) - 1
-        if event["type"] == "content_block_delta":
+        elif kind == "delta":
             delta, block = event["delta"], message["content"][-1]
             if delta["type"] == "input_json_delta":
                 block["json"] += delta["partial_json"]
@@ -76,12 +80,16 @@ def streamed(server: Running, **fields: Any) -> dict[str, Any]:
                 assert delta["type"] == f"{block['type']}_delta"
                 block[block["type"]] += delta[block["type"]]
         else:
-            assert event["type"] == "content_block_stop"
+            assert kind == "stop"
+    assert not is_open
     for block in message["content"]:
         text = block.pop("json")
         if block["type"] == "tool_use":
             block["input"] = json.loads(text)
-    return {**message, **events[-2]["delta"], "usage": events[-2]["usage"]}
+    first, last = message["usage"], events[-2]["usage"]
+    assert all(first[name] == last[name] for name in first if "input_tokens" in name)
+    assert first["output_tokens"] <= last["output_tokens"]
+    return {**message, **events[-2]["delta"], "usage": last}
 
 
 def timeless(message: dict[str, Any]) -> dict[str, Any]:

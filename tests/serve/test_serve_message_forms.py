@@ -1,0 +1,200 @@
+"""Messages and chats: a conversation in Anthropic's words is the chat that it stands for, token for token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.serve.asking import prepared
+from forerun.serve.settings import ServeSettings
+from serve.servers import drafting, plain, running
+from serve.test_serve_messages import added_up, timeless
+
+TEMPLATE = (  # it shows all that a message may have
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }} {{ m.tool_call_id }}>{{ m.reasoning_content }}|{{ m.content }}"
+    '{% for call in m.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}\n</tool_call>{{ call.id }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>{% endif %}{% endif %}{# </think> #}"
+)
+SCHEMA = {"type": "object", "properties": {"to": {"enum": ["Rome", "Oslo"]}}, "required": ["to"]}
+NAMES = ("go", "see")
+FEW = {"max_size": 2}
+WORDS = st.sampled_from(["", "Once", "a dog", "upon\n", " ran", "<think>", "é"])
+TEXT = st.builds(lambda text: {"type": "text", "text": text, "cache_control": None}, WORDS)
+TEXTS = WORDS | st.lists(TEXT, min_size=1, **FEW)
+IDS = st.sampled_from(["t1", "t2"])
+USE = st.builds(
+    lambda name, own, to: {"type": "tool_use", "id": own, "name": name, "input": {"to": to} if to else {}},
+    st.sampled_from(NAMES), IDS, st.none() | st.sampled_from(["Rome", 3, {"x": ["y"]}]),
+)  # fmt: skip
+THOUGHT = st.builds(lambda text: {"type": "thinking", "thinking": text, "signature": "s"}, WORDS)
+RESULT = st.builds(
+    lambda own, content: {"type": "tool_result", "tool_use_id": own, "is_error": False} | content,
+    IDS, st.just({}) | TEXTS.map(lambda content: {"content": content}),
+)  # fmt: skip
+MESSAGE = st.one_of(
+    st.builds(
+        lambda content: {"role": "user", "content": content}, WORDS | st.lists(TEXT | RESULT, min_size=1, max_size=3)
+    ),
+    st.builds(lambda content: {"role": "system", "content": content}, TEXTS),
+    st.builds(
+        lambda content: {"role": "assistant", "content": content},
+        WORDS | st.lists(TEXT | USE | THOUGHT, min_size=1, max_size=3),
+    ),
+)
+CHOICES: dict[str, Any] = {"auto": "auto", "none": "none", "any": "required"}
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[Any]:
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
+    with drafting() as llm, running(llm) as server, server.http() as found:
+        yield found
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> dict[str, Any]:
+    """A body of /v1/messages."""
+    body: dict[str, Any] = {"messages": draw(st.lists(MESSAGE, min_size=1, max_size=4))}
+    body |= {
+        "max_tokens": draw(st.sampled_from([1, 2, 8, 20])),
+        "seed": draw(st.integers(0, 9)),
+        "chat_template": TEMPLATE,
+    }
+    maybe = {
+        "system": TEXTS,
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "stop_sequences": st.lists(st.sampled_from(["a", " the", "."]), **FEW),
+        "thinking": st.builds(
+            lambda kind, display: {"type": kind, "display": display},
+            st.sampled_from(["enabled", "adaptive", "disabled"]), st.sampled_from([None, "omitted", "summarized"]),
+        ),
+    }  # fmt: skip
+    body |= draw(st.fixed_dictionaries({}, optional=maybe))
+    if draw(st.booleans()):
+        names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
+        body["tools"] = [
+            {"name": name, "input_schema": SCHEMA} | ({"description": "d"} if draw(st.booleans()) else {})
+            for name in names
+        ]
+        kind = draw(st.sampled_from([None, "auto", "none", "any", "tool"]))
+        if kind is not None:
+            body["tool_choice"] = {"type": kind} | ({"name": names[0]} if kind == "tool" else {})
+            if kind in ("any", "tool") and draw(st.booleans()):
+                body["max_tokens"] = 90  # enough for a call
+            if draw(st.booleans()):
+                body["tool_choice"]["disable_parallel_tool_use"] = draw(st.booleans())
+    return body
+
+
+def text_of(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
+
+
+def chat_of(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a chat that it stands for."""
+    chat = {name: body[name] for name in ("max_tokens", "seed", "chat_template", "temperature") if name in body}
+    chat |= {"stop": body["stop_sequences"]} if "stop_sequences" in body else {}
+    blocks = [
+        (message["role"], block)
+        for message in body["messages"]
+        for content in [message["content"]]
+        for block in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+    ]
+    messages = [{"role": "system", "content": text_of(body["system"])}] if "system" in body else []
+    # A result is a message of its own, and what stands between results is one for each role.
+    for (role, _), group in groupby(
+        enumerate(blocks), lambda each: (each[1][0], each[0] if each[1][1]["type"] == "tool_result" else -1)
+    ):
+        own = [block for _, (_, block) in group]
+        kinds = {
+            kind: [block for block in own if block["type"] == kind]
+            for kind in ("text", "thinking", "tool_use", "tool_result")
+        }
+        if kinds["tool_result"]:
+            (result,) = own
+            messages.append(
+                {"role": "tool", "tool_call_id": result["tool_use_id"], "content": text_of(result.get("content", ""))}
+            )
+            continue
+        message: dict[str, Any] = {
+            "role": role,
+            "content": text_of([block for block in kinds["text"] if block["text"]]),
+        }
+        if kinds["thinking"]:
+            message["reasoning_content"] = "\n".join(block["thinking"] for block in kinds["thinking"])
+        if kinds["tool_use"]:
+            message["tool_calls"] = [
+                {
+                    "id": use["id"],
+                    "type": "function",
+                    "function": {"name": use["name"], "arguments": json.dumps(use["input"])},
+                }
+                for use in kinds["tool_use"]
+            ]
+        messages.append(message)
+    if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        chat["continue_final_message"] = True
+    if "thinking" in body:
+        chat["chat_template_kwargs"] = {"enable_thinking": body["thinking"]["type"] != "disabled"}
+        chat["include_reasoning"] = body["thinking"]["display"] != "omitted"
+    for tool in body.get("tools", ()):
+        own = {name: tool[name] for name in ("name", "description") if name in tool} | {
+            "parameters": tool["input_schema"]
+        }
+        chat.setdefault("tools", []).append({"type": "function", "function": own})
+    if choice := body.get("tool_choice"):
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        chat["tool_choice"] = CHOICES.get(choice["type"], named)
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+    return chat | {"messages": messages}
+
+
+def asked(body: dict[str, Any], endpoint: Any) -> Any:
+    """The tokens of the prompt, and all else that the answer depends on; or why there is none."""
+    try:
+        found, answers = prepared(body, endpoint, plain(), "", ServeSettings(trust_request_templates=True))
+    except Exception as error:
+        return type(error), str(error)
+    (request,), (sequence,) = found.requests, answers.sequences
+    return sequence.tokens, request, found.form, found.include_reasoning, found.limit_field
+
+
+@settings(max_examples=50, deadline=None)
+@given(bodies())
+def test_a_conversation_asks_for_what_its_chat_asks_for(body: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
+    assert asked(body, "messages") == asked(chat_of(body), "chat")
+
+
+@settings(max_examples=20, deadline=None)
+@given(body=bodies())
+def test_an_answer_is_that_of_its_chat(http: Any, body: dict[str, Any]) -> None:
+    """Whole, and as a stream, whose events are in their order."""
+    message = http.post("/v1/messages", json=body).json()
+    with http.stream("POST", "/v1/messages", json={**body, "stream": True}) as lines:
+        pairs = [line.partition(": ")[::2] for line in lines.iter_lines() if line]
+    assert timeless(added_up(pairs)) == timeless(message)
+    answer = http.post("/v1/chat/completions", json=chat_of(body)).json()
+    (choice,), blocks, usage = answer["choices"], message["content"], message["usage"]
+    said = {kind: "".join(block.get(kind, "") for block in blocks) for kind in ("text", "thinking")}
+    assert said["text"] == (choice["message"]["content"] or "")
+    assert said["thinking"] == (choice["message"].get("reasoning_content") or "")
+    calls = [call["function"] for call in choice["message"].get("tool_calls", ())]
+    uses = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+    assert uses == [(call["name"], json.loads(call["arguments"])) for call in calls]
+    met = choice["stop_reason"] if isinstance(choice["stop_reason"], str) else None
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if met else "end_turn"}
+    assert message["stop_reason"] == reasons[choice["finish_reason"]]
+    assert message["stop_sequence"] == (met if message["stop_reason"] == "stop_sequence" else None)
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == answer["usage"]["completion_tokens"]
+    count = http.post("/v1/messages/count_tokens", json=body).json()
+    assert count == {"input_tokens": answer["usage"]["prompt_tokens"]}
