@@ -278,7 +278,7 @@ def test_writes_that_fail_at_random_change_no_answer(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the log, of past answers, of measured costs: the answers are those of plain decoding, and the log goes on."""
-    faults, log, costs, honest = Faults(seed, 0.3), tmp_path / "log", tmp_path / "costs", os.write
+    faults, log, costs, honest = Faults(seed, 0.5), tmp_path / "log", tmp_path / "costs", os.write
 
     def write(number: int, data: bytes) -> int:
         return faults.at(partial(honest, number), data) if number == file.fileno() else honest(number, data)
@@ -293,7 +293,7 @@ def test_writes_that_fail_at_random_change_no_answer(
         with (
             unfailing_stderr(),
             logging_to_stderr(),
-            drafting(f"suffix:{tmp_path / 'past'}") as llm,
+            drafting(f"suffix:{tmp_path / 'past'}", speculation="auto") as llm,
             running(llm) as server,
         ):
             for each in range(8):
@@ -306,8 +306,8 @@ def test_writes_that_fail_at_random_change_no_answer(
                 assert server.post("/v1/nowhere").status_code == 404
                 with server.http() as http:
                     assert "forerun:generation_tokens_total" in http.get("/metrics").text
-            assert faults.num > 5
-            assert not llm.engine.strikes, "the drafter never failed"
+            assert faults.num
+            assert llm.engine.drafter is not None, "it is not switched off"
             faults.share = 0.0
             print("the end", file=sys.stderr)
             until(lambda: log.read_text(errors="replace").endswith("the end\n"))

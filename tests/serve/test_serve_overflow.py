@@ -23,7 +23,14 @@ LIMITS = {
 ENDPOINTS: dict[str, Endpoint] = {where: where.split("/")[0] for where in LIMITS}  # type: ignore[misc]
 NAMES = {"prompt", "messages", "input"}.union(*LIMITS.values())
 PROMPTS = {"completions": "prompt", "responses": "input"}  # elsewhere messages
-COUNTS = st.integers(1, 40) | st.integers(ROOM - 6, ROOM + 3) | st.integers(1, 4 * ROOM)
+COUNTS = (
+    st.integers(1, 40)
+    | st.integers(1, 40)
+    | st.integers(1, 40)
+    | st.integers(1, 40)
+    | st.integers(ROOM - 6, ROOM + 3)
+    | st.integers(1, 3 * ROOM)
+)
 ENDS = {"stop_token_ids": list(range(ROOM)), "chat_template": TEMPLATE, "seed": 1}  # the first token is the last
 
 
@@ -44,10 +51,10 @@ def num_tokens(prompt: str | list[int], special: bool) -> int:
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any], int]:
     """An address, a body, and the tokens of its longest prompt."""
-    where = draw(st.sampled_from(sorted(LIMITS)))
+    where = draw(st.sampled_from(["completions", *LIMITS]))
     if where == "completions":
         one = COUNTS.map(lambda count: [1] * count) | COUNTS.map(text_of)
-        prompts = draw(one.map(lambda prompt: [prompt]) | st.lists(one, min_size=2, max_size=4))
+        prompts = draw(st.lists(one, min_size=1, max_size=3))
         body = {"prompt": prompts if len(prompts) > 1 else prompts[0], "stop_token_ids": ENDS["stop_token_ids"]}
         return where, body, max(num_tokens(prompt, True) for prompt in prompts)
     words = draw(st.lists(COUNTS, min_size=1, max_size=2))
@@ -71,9 +78,11 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any], int]:
 def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], int, int]:
     """Such a body with limits, or nulls in their place, and what it allows the answer at least."""
     where, body, length = draw(bodies())
-    limit = draw(COUNTS | st.integers(max(1, ROOM - length - 2), max(1, ROOM - length + 2)))
-    said = draw(st.lists(st.sampled_from(LIMITS[where]), unique=True, min_size=where == "messages"))
-    body |= {name: None for name in LIMITS[where] if draw(st.booleans())} | dict.fromkeys(said, limit)
+    near = st.sampled_from([-1, 0, 1, 1]).map(lambda more: max(1, ROOM - length + more))
+    limit = draw(near | near | COUNTS)
+    names = LIMITS[where]
+    said = draw(st.sampled_from([*([name] for name in names), names, [] if where != "messages" else names]))
+    body |= {name: None for name in names if draw(st.booleans())} | dict.fromkeys(said, limit)
     if where in ("completions", "chat/completions"):
         body["n"] = draw(st.integers(1, 3))
     body["stream"] = draw(st.booleans())
@@ -83,7 +92,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], int, int]:
     return where, body, length, limit if said else 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(request=requests())
 def test_what_exceeds_the_context_is_refused_in_the_bodys_own_words(
     http: Any, request: tuple[str, dict[str, Any], int, int]
