@@ -324,13 +324,13 @@ def token_ids(answer: str) -> list[int]:
 @given(st.integers(0, 1 << 30), st.integers(1, 12))
 def test_past_answers_before_a_fault_are_there_at_the_next_start(seed: int, count: int) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        path, before, found = Path(folder) / "past", [], list[Any]()
+        path, before, kept = Path(folder) / "past", [], list[Any]()
         past = suffix_file.PastFile(path, "v")
         patch.setattr(suffix_file, "open", Faults(seed, 0.15).open, raising=False)
         for each in range(count):
             past.append(suffix_file.PastAnswer(str(each), "", [each] * each))
             before += [] if past.broken else [each]
         patch.undo()
-        suffix_file.PastFile(path, "v").restore(found.extend)
-    assert [int(each.name) for each in found] == before
+        suffix_file.PastFile(path, "v").restore(kept.extend)
+    assert [int(each.name) for each in kept] == before
     assert past.broken == (len(before) < count)

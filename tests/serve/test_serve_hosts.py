@@ -232,14 +232,14 @@ def test_every_answer_of_every_status_has_an_id(tmp_path: Path, monkeypatch: pyt
                 path = odd.get("path", "/v1/completions")
                 answer = http.request(odd.get("method", "POST"), path, headers=raw, **body)
                 assert answer.status_code == status
-                (found,) = {answer.headers[name] for name in ("x-request-id", "request-id")}
+                (answer_id,) = {answer.headers[name] for name in ("x-request-id", "request-id")}
                 shown = (sent or "").strip(" \t")
                 if 1 <= len(shown) <= 128 and all(" " <= each <= "~" for each in shown):
-                    assert found == shown
+                    assert answer_id == shown
                 else:
-                    assert found.startswith("req_")
-                    assert found not in ids
-                    ids.add(found)
+                    assert answer_id.startswith("req_")
+                    assert answer_id not in ids
+                    ids.add(answer_id)
 
         check()
 

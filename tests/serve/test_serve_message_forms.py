@@ -37,12 +37,12 @@ TEXT = st.builds(lambda text: {"type": "text", "text": text, "cache_control": No
 TEXTS = WORDS | st.lists(TEXT, min_size=1, **FEW)
 IDS = st.sampled_from(["t1", "t2"])
 USE = st.builds(
-    lambda name, own, to: {"type": "tool_use", "id": own, "name": name, "input": {"to": to} if to else {}},
+    lambda name, call_id, to: {"type": "tool_use", "id": call_id, "name": name, "input": {"to": to} if to else {}},
     st.sampled_from(NAMES), IDS, st.none() | st.sampled_from(["Rome", 3, {"x": ["y"]}]),
 )  # fmt: skip
 THOUGHT = st.builds(lambda text: {"type": "thinking", "thinking": text, "signature": "s"}, WORDS)
 RESULT = st.builds(
-    lambda own, content: {"type": "tool_result", "tool_use_id": own, "is_error": False} | content,
+    lambda call_id, content: {"type": "tool_result", "tool_use_id": call_id, "is_error": False} | content,
     IDS, st.just({}) | TEXTS.map(lambda content: {"content": content}),
 )  # fmt: skip
 MESSAGE = st.one_of(
@@ -61,8 +61,8 @@ CHOICES: dict[str, Any] = {"auto": "auto", "none": "none", "any": "required"}
 @pytest.fixture(scope="module")
 def http() -> Iterator[Any]:
     pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
-    with drafting() as llm, running(llm) as server, server.http() as found:
-        yield found
+    with drafting() as llm, running(llm) as server, server.http() as client:
+        yield client
 
 
 @cache
@@ -130,13 +130,13 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     for (role, _), group in groupby(
         enumerate(blocks), lambda each: (each[1][0], each[0] if each[1][1]["type"] == "tool_result" else -1)
     ):
-        own = [block for _, (_, block) in group]
+        members = [block for _, (_, block) in group]
         kinds = {
-            kind: [block for block in own if block["type"] == kind]
+            kind: [block for block in members if block["type"] == kind]
             for kind in ("text", "thinking", "tool_use", "tool_result")
         }
         if kinds["tool_result"]:
-            (result,) = own
+            (result,) = members
             messages.append(
                 {"role": "tool", "tool_call_id": result["tool_use_id"], "content": text_of(result.get("content", ""))}
             )
@@ -163,10 +163,10 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
         chat["chat_template_kwargs"] = {"enable_thinking": body["thinking"]["type"] != "disabled"}
         chat["include_reasoning"] = body["thinking"]["display"] != "omitted"
     for tool in body.get("tools", ()):
-        own = {name: tool[name] for name in ("name", "description") if name in tool} | {
+        function = {name: tool[name] for name in ("name", "description") if name in tool} | {
             "parameters": tool["input_schema"]
         }
-        chat.setdefault("tools", []).append({"type": "function", "function": own})
+        chat.setdefault("tools", []).append({"type": "function", "function": function})
     if choice := body.get("tool_choice"):
         named = {"type": "function", "function": {"name": choice.get("name")}}
         chat["tool_choice"] = CHOICES.get(choice["type"], named)
@@ -177,11 +177,11 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
 def asked(body: dict[str, Any], endpoint: Any) -> Any:
     """The tokens of the prompt, and all else that the answer depends on; or why there is none."""
     try:
-        found, answers = prepared(body, endpoint, plain(), "", ServeSettings(trust_request_templates=True))
+        ask, answers = prepared(body, endpoint, plain(), "", ServeSettings(trust_request_templates=True))
     except Exception as error:
         return type(error), str(error)
-    (request,), (sequence,) = found.requests, answers.sequences
-    return sequence.tokens, request, found.form, found.include_reasoning, found.limit_field
+    (request,), (sequence,) = ask.requests, answers.sequences
+    return sequence.tokens, request, ask.form, ask.include_reasoning, ask.limit_field
 
 
 @settings(max_examples=50, deadline=None)
@@ -204,9 +204,9 @@ def test_an_answer_is_that_of_its_chat(http: Any, body: dict[str, Any]) -> None:
         pairs = [line.partition(": ")[::2] for line in lines.iter_lines() if line]
     assert timeless(added_up(pairs)) == timeless(message)
     (choice,), blocks, usage = answer["choices"], message["content"], message["usage"]
-    said = {kind: "".join(block.get(kind, "") for block in blocks) for kind in ("text", "thinking")}
-    assert said["text"] == (choice["message"]["content"] or "")
-    assert said["thinking"] == (choice["message"].get("reasoning_content") or "")
+    texts = {kind: "".join(block.get(kind, "") for block in blocks) for kind in ("text", "thinking")}
+    assert texts["text"] == (choice["message"]["content"] or "")
+    assert texts["thinking"] == (choice["message"].get("reasoning_content") or "")
     calls = [call["function"] for call in choice["message"].get("tool_calls", ())]
     uses = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
     assert uses == [(call["name"], json.loads(call["arguments"])) for call in calls]

@@ -36,8 +36,8 @@ ENDS = {"stop_token_ids": list(range(ROOM)), "chat_template": TEMPLATE, "seed": 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[Any]:
-    with drafting() as llm, running(llm, lenient=True) as server, server.http() as found:
-        yield found
+    with drafting() as llm, running(llm, lenient=True) as server, server.http() as client:
+        yield client
 
 
 def text_of(num_words: int) -> str:
@@ -81,15 +81,15 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], int, int]:
     near = st.sampled_from([-1, 0, 1, 1]).map(lambda more: max(1, ROOM - length + more))
     limit = draw(near | near | COUNTS)
     names = LIMITS[where]
-    said = draw(st.sampled_from([*([name] for name in names), names, [] if where != "messages" else names]))
-    body |= {name: None for name in names if draw(st.booleans())} | dict.fromkeys(said, limit)
+    limits = draw(st.sampled_from([*([name] for name in names), names, [] if where != "messages" else names]))
+    body |= {name: None for name in names if draw(st.booleans())} | dict.fromkeys(limits, limit)
     if where in ("completions", "chat/completions"):
         body["n"] = draw(st.integers(1, 3))
     body["stream"] = draw(st.booleans())
     known = KNOWN[ENDPOINTS[where]]
     strays = draw(st.sets(st.sampled_from(sorted(NAMES - known.keys()))))  # which are ignored
     body |= dict.fromkeys(strays, 7)
-    return where, body, length, limit if said else 1
+    return where, body, length, limit if limits else 1
 
 
 @settings(max_examples=120, deadline=None)

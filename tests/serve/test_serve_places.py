@@ -174,11 +174,11 @@ class AsgiClient:
         """Of all samples."""
         raw = b"".join(message.get("body", b"") for message in self.sent).decode()
         events = [line.removeprefix("data: ") for line in raw.splitlines() if line not in ("", "data: [DONE]")]
-        found: dict[int, str] = {}
+        by_sample: dict[int, str] = {}
         for event in map(json.loads, events):
             for choice in event["choices"]:
-                found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
-        return [found[place] for place in sorted(found)]
+                by_sample[choice["index"]] = by_sample.get(choice["index"], "") + choice["text"]
+        return [by_sample[place] for place in sorted(by_sample)]
 
 
 @pytest.fixture(scope="module")
