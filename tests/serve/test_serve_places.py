@@ -19,9 +19,9 @@ from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 from serve.servers import PATIENCE_S, drafting
 
-TENANTS = ("busy", "calm", "shy")
+TENANTS = ("busy", "busy", "shy")
 OPERATIONS = st.tuples(
-    st.sampled_from(["enter", "place", "place", "finish", "finish", "leave", "late", "cancel"]), st.integers(0, 99)
+    st.sampled_from(["enter"] * 3 + ["place"] * 4 + ["finish"] * 3 + ["leave", "late", "cancel"]), st.integers(0, 99)
 )
 
 
@@ -38,7 +38,7 @@ class Crowd:
     async def do(self, what: str, number: int) -> None:
         """One operation, of the visit with this number where there is one."""
         if what == "enter":
-            tenant = TENANTS[number % 3]
+            tenant = TENANTS[number % len(TENANTS)]
             room = self.gate.num_requests + self.gate.max_queue
             if sum(self.counted(visit) for visit in self.inside if visit.tenant == tenant) < room:
                 self.inside.append(self.gate.enter(tenant))
@@ -101,8 +101,8 @@ class Crowd:
             assert list(self.gate.queues[tenant]) == waiting
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 4), st.lists(OPERATIONS, min_size=10, max_size=60))
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.sampled_from([0, 2, 12, 12]), st.lists(OPERATIONS, min_size=20, max_size=60))
 def test_the_gate_counts_who_is_there(num_places: int, max_queue: int, operations: list[tuple[str, int]]) -> None:
     async def work() -> None:
         gate = Gate(num_places, num_places, max_queue)
@@ -116,7 +116,8 @@ def test_the_gate_counts_who_is_there(num_places: int, max_queue: int, operation
                 if visit not in crowd.asked:
                     crowd.leave(visit)
             crowd.check()
-        await asyncio.gather(*crowd.tasks.values(), return_exceptions=True)
+        ends = await asyncio.gather(*crowd.tasks.values(), return_exceptions=True)
+        assert not [end for end in ends if isinstance(end, AssertionError)]
         assert not gate.num_in + gate.num_waiting + gate.held.total() + gate.visits.total() + gate.num_sending
         gate.drain()
         assert gate.empty.is_set()
@@ -198,7 +199,7 @@ CLIENTS = st.tuples(
 )
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.generate])  # what hangs is not tried again
+@settings(max_examples=10, deadline=None, phases=[Phase.generate])  # what hangs is not tried again
 @given(clients=st.lists(CLIENTS, min_size=3, max_size=9))
 def test_others_are_served_whatever_clients_do(served: Any, clients: list[tuple[bool, int, Any, bool, bool]]) -> None:
     """While those that have stopped reading are still there, nothing is held for them any more."""
