@@ -27,8 +27,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun import streams
+from forerun.control import kept_costs
 from forerun.draft import suffix_file
-from forerun.engine import calibration, kept_costs
+from forerun.engine import calibration
 from forerun.sampling.params import SamplingParams
 from forerun.serve import logs
 from forerun.streams import BackgroundStream, unfailing_stderr
@@ -218,7 +219,6 @@ def test_a_server_goes_on_without_a_place_for_what_it_keeps(where: str, tmp_path
 
 
 def test_a_disk_that_is_full_under_the_measured_costs_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.control import kept_costs
     from forerun.models import choice
 
     def full(*_: object) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forerun.engine.proposal import Round
 
 from forerun.control.forecast import Forecast
 from forerun.engine.engine import Engine
+from forerun.engine.round import RoundPlan
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
 from forerun.serve.gate import Gate, Visit
@@ -70,7 +70,7 @@ class Paced:
         self.passes, self.held, self.num_rounds = threading.Semaphore(0), False, 0
         honest = Engine.round
 
-        def one(engine: Engine, plan: Round) -> object:
+        def one(engine: Engine, plan: RoundPlan) -> object:
             if self.held:
                 assert self.passes.acquire(timeout=PATIENCE_S)
             self.num_rounds += 1
@@ -208,7 +208,7 @@ def test_a_broken_round_fails_its_own_request_and_the_server_goes_on(
 ) -> None:
     honest = Engine.round
 
-    def broken(engine: Engine, plan: Round) -> object:
+    def broken(engine: Engine, plan: RoundPlan) -> object:
         if any(row.sequence.seed == 666 and row.sequence.num_output > 2 for row in plan.rows):
             raise RuntimeError("on purpose")
         return honest(engine, plan)
@@ -531,7 +531,7 @@ def test_a_request_has_its_time_waiting_included(paced: Paced, monkeypatch: pyte
 def test_what_takes_longer_than_the_drain_is_ended_with_an_error(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     honest = Engine.round
 
-    def slow(engine: Engine, plan: Round) -> object:
+    def slow(engine: Engine, plan: RoundPlan) -> object:
         time.sleep(0.03)
         return honest(engine, plan)
 
