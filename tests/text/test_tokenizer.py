@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from transformers import AutoTokenizer
 
 from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
 from forerun.text.detokenize import IncrementalDecoder
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import LONG_TEXT, Tokenizer
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 CORPUS = [
@@ -231,6 +233,31 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, kind: str, text
     assert ours.special_ids == set(theirs.all_special_ids)
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("text", ["Once upon a time, é\n", "x", " ", "<s>"])
+def test_a_long_text_has_the_ids_of_a_text_by_itself(text: str, special: bool) -> None:
+    tokenizer, text = stories(), text * LONG_TEXT + "."
+    assert tokenizer.encode(text, special) == tokenizer._backend.encode(text, add_special_tokens=special).ids
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    tokenizer, text, ticks, ended = stories(), "Once upon a time " * 20_000, list[float](), threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began_s = time.perf_counter()
+    encoding = tokenizer._encoding(text, add_special_tokens=False)
+    ended_s = time.perf_counter()
+    ended.set()
+    thread.join()
+    assert len(encoding.ids) > 20_000
+    assert sum(began_s < each < ended_s for each in ticks) > 3
 
 
 def test_an_empty_text_is_the_bos_token() -> None:

@@ -189,7 +189,7 @@ class HttpRoutes:
         visit, raw = await self.entered(request)
         try:
             body = await self.service.body(raw)
-            return json_response(await self.service.work(body, lambda: work(self.service, body)))
+            return json_response(await self.service.work(body, len(raw), lambda: work(self.service, body)))
         finally:
             self.service.gate.leave(visit)
 

@@ -32,6 +32,7 @@ GRACE_S = 1.0  # beyond the limits of the application, for what it says of them
 MOST_CONNECTIONS = 4096
 SPARE_FILES = 128  # for what is no connection
 READ_BYTES = 1 << 13  # at once: a body in chunks of one byte takes 4 µs a byte, in which nobody else is read
+BODY_BYTES = 1 << 16  # at once, of a body without chunks: a piece takes 0.1 ms, however long it is
 UNSENT_BYTES = 1 << 14  # in the system's buffer: with more there, progress on a slow line would be seen in large steps
 
 
@@ -118,17 +119,24 @@ class Connection(H11Protocol):
         self.wait: tuple[Phase, object] | None = None
         self.since_s = self.asked_s = self.sent_s = time.monotonic()
         self.num_sent = 0
+        self.rest_bytes = 0  # of a body without chunks, at least
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
-        cast(Any, transport).max_size = READ_BYTES
         super().connection_made(cast(asyncio.Transport, CountedTransport(transport)))
+        self.read_at_once(READ_BYTES)
         self.note()
 
     def data_received(self, data: bytes) -> None:
         """Read what came."""
         super().data_received(data)
         self.note()
+        self.rest_bytes -= len(data)
+        self.read_at_once(min(BODY_BYTES, self.rest_bytes))
+
+    def read_at_once(self, num_bytes: int) -> None:
+        """Read so many bytes at a time, and READ_BYTES at least."""
+        cast(Any, self.transport).transport.max_size = max(READ_BYTES, num_bytes)
 
     def on_response_complete(self) -> None:
         """Go on with the next request."""
@@ -151,6 +159,7 @@ class Connection(H11Protocol):
                 self.asked_s = self.since_s
             self.wait = wait
             self.all.place(self, wait[0])
+            self.rest_bytes = unread_bytes(self.headers) if wait[0] is Phase.BODY else 0
 
     def cut(self) -> None:
         """Break the connection off; what it has not sent is dropped."""
@@ -206,6 +215,12 @@ class Connection(H11Protocol):
             for event in events:
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+def unread_bytes(headers: list[tuple[bytes, bytes]]) -> int:
+    """How much of a body comes at least behind what came with its head; 0 where its chunks have to be taken apart."""
+    fields = dict(headers)
+    return 0 if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0)) - READ_BYTES
 
 
 def most_connections(backlog: int) -> int:

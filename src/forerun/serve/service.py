@@ -27,6 +27,7 @@ from forerun.serve.keys import ApiKeys
 from forerun.serve.logs import RequestLog
 from forerun.serve.message_answers import MessageWriter
 from forerun.serve.metrics import Metrics, Watch
+from forerun.serve.one_by_one import OneByOne
 from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_of
 from forerun.serve.record import FINISHED, LEFT, RecordSink, RequestRecord
 from forerun.serve.responses import ResponseWriter
@@ -39,6 +40,7 @@ from forerun.serve.uploads import Uploads
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 SLOW_FIELDS = ("chat_template", "tools", *FIELDS_OF_FORM)
+LONG_BODY_BYTES = 1 << 13  # to take a shorter one apart costs less than its request does anyway
 NUM_SLOW_BODIES = 2  # that are read at once, each with a process of its own for what it brings
 QUICK_LOGPROBS = 2000  # take some milliseconds to write
 T = TypeVar("T")
@@ -72,7 +74,9 @@ class Service:
         self.metrics = Metrics(llm, self.gate)
         self.texts = TokenTexts(llm.tokenizer)
         self.started = int(time.time())
+        self.long_bodies = OneByOne()
         self.slow_bodies = ThreadPoolExecutor(NUM_SLOW_BODIES, "slow bodies")
+        self.long_prompts = ThreadPoolExecutor(1, "long prompts")
         self.long_answers = ThreadPoolExecutor(1, "long answers")
         self.front = AsyncLLM(llm)
         self.sinks: list[RecordSink] = [RequestLog()]
@@ -92,7 +96,7 @@ class Service:
     def close(self) -> None:
         """Stop the engine's thread; whoever is still waiting is told so."""
         self.front.close()
-        for pool in (self.slow_bodies, self.long_answers):
+        for pool in (self.slow_bodies, self.long_prompts, self.long_answers):
             pool.shutdown(wait=False, cancel_futures=True)
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
@@ -107,23 +111,26 @@ class Service:
     async def writer(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Writer:
         """A body, checked and made into sequences, with the writer of its answer; nothing runs yet."""
         body = await self.body(raw)
-        return await self.work(body, partial(self.read, visit, endpoint, body))
+        return await self.work(body, len(raw), partial(self.read, visit, endpoint, body))
 
     async def body(self, raw: bytes) -> dict[str, Any]:
         """The JSON object of a body for the model that is served; long ones take time, hence in another thread."""
-        body = await asyncio.to_thread(parsed_body, raw)
+        parse = partial(parsed_body, raw)
+        body = await (self.long_bodies.run(parse) if len(raw) > LONG_BODY_BYTES else asyncio.to_thread(parse))
         self.check_model(body.get("model"))
         return body
 
-    async def work(self, body: Mapping[str, Any], task: Callable[[], T]) -> T:
-        """What a task gives that reads a body, in another thread.
+    async def work(self, body: Mapping[str, Any], num_bytes: int, task: Callable[[], T]) -> T:
+        """What a task gives that reads a body of so many bytes, in another thread: for long ones one after the other.
 
         Where the body brings what has to be compiled or run, which may take seconds, it is one of few threads that are
         for such bodies alone, so that others do not wait for them.
         """
-        if all(body.get(name) is None for name in SLOW_FIELDS):
+        is_slow = any(body.get(name) is not None for name in SLOW_FIELDS)
+        if not is_slow and num_bytes <= LONG_BODY_BYTES:
             return await asyncio.to_thread(task)
-        return await self.within(self.slow_bodies, partial(contextvars.copy_context().run, task))
+        pool = self.slow_bodies if is_slow else self.long_prompts
+        return await self.within(pool, partial(contextvars.copy_context().run, task))
 
     def read(self, visit: Visit, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
         """The writer of a body's answer, in this thread."""
@@ -231,6 +238,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+        del task, working, watching  # an error that holds this frame, and it the error, would keep a whole body
 
 
 async def gone(receive: Receive) -> None:

@@ -23,6 +23,7 @@ from forerun.text.detokenize import ByteTable, IncrementalDecoder, byte_table, s
 from forerun.text.files import TokenizerFiles, damage_as_errors
 
 _CONTEXT_TOKENS = 4
+LONG_TEXT = 1 << 12  # characters, which take some milliseconds
 CHARACTERS_PER_TOKEN = 8  # texts have fewer; few that fit their context are cut into tokens twice
 
 
@@ -114,12 +115,19 @@ class Tokenizer:
         """
         try:
             with damage_as_errors("tokenizer.json"):
-                ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                ids = self._encoding(text, add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("prompt", f"{shown(text)} is not valid Unicode text ({error})") from error
         if add_special_tokens and self.bos_token_id is not None and not ids:
             return [self.bos_token_id]
         return list(ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """What the backend makes of a text: of a long one in a batch, beside which other threads go on."""
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            with suppress(TypeError):  # of which the error below says more
+                return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_within(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
         """What `encode` gives, for a text that should have fewer than `limit` tokens.
