@@ -10,6 +10,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
