@@ -52,7 +52,7 @@ def test_a_task_without_its_client_keeps_its_turn_and_one_that_waits_is_not_run(
 
     async def work() -> list[str]:
         tasks, ends, done = OneByOne(), threading.Event(), list[str]()
-        first = asyncio.create_task(tasks.run(lambda: (ends.wait(), done.append("first"))))
+        first = asyncio.create_task(tasks.run(lambda: (ends.wait(5), done.append("first"))))
         others = [asyncio.create_task(tasks.run(lambda name=name: done.append(name))) for name in ("gone", "last")]  # type: ignore[misc]
         await asyncio.sleep(0.01)
         first.cancel()
