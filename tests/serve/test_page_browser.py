@@ -118,7 +118,7 @@ def test_both_answers_are_those_of_the_library_and_the_page_says_so(page: Any, s
             )
             == expected
         )
-        assert "tokens/s" in page.inner_text(f"#lane-{name} .speed")
+        page.locator(f"#lane-{name} .speed", has_text="tokens/s").wait_for()
     assert page.locator("#lane-drafted .tok.drafted").count() > 0
     assert page.locator("#lane-drafted .tok.recovered").count() > 0
     assert page.locator("#lane-plain .tok:not(.target)").count() == 0

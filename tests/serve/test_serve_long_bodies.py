@@ -112,7 +112,7 @@ def test_nothing_of_a_refused_body_waits_for_the_collector() -> None:
                 answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
                 assert answer.json()["error"]["code"] == "unknown_parameter"
             until(lambda: not server.server.service.gate.num_in)
-            assert not markers()
+            until(lambda: not markers())  # the thread that read it may end a moment after the answer
         finally:
             gc.enable()
 
