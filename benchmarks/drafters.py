@@ -32,11 +32,11 @@ from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculati
 from forerun.control.controller import FixedDepth
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, load_prompts, widen
 from forerun.draft.base import Committed, Drafter
-from forerun.draft.build import plan
-from forerun.draft.model.widen import KINDS, cached_widened_drafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.drafters import plan
 from forerun.engine.engine import Engine
+from forerun.heads.widen import KINDS, cached_widened_drafter
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.bundled import DRAFT, TARGET

@@ -21,6 +21,8 @@ ORDER = """
     models
     verify
     draft
+    heads
+    drafters
     accept
     request
     control
@@ -28,7 +30,7 @@ ORDER = """
     ecosystem messages output
     llm
     async_llm
-    convert train serve prove trace
+    train serve prove trace
     card
     bench
     tune

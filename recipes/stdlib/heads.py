@@ -17,9 +17,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from forerun.heads.student import StudentSizes
 from forerun.models.spec import ModelSpec
 from forerun.progress import LoadingBar
-from forerun.train.kinds import StudentSizes
 from forerun.train.settings import TrainSettings
 from forerun.train.train import TrainTask, train
 from recipes.stdlib.corpus import read_corpus, standard_library

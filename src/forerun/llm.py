@@ -32,9 +32,8 @@ from forerun.control.forecast import Forecast, forecasts, told
 from forerun.device import Placement
 from forerun.draft.auto import settled_draft
 from forerun.draft.base import MERGED, Drafter
-from forerun.draft.build import plan_drafter
-from forerun.draft.label import draft_label
 from forerun.draft.plan import DraftContext, DraftPlan
+from forerun.drafters import draft_label, plan_drafter
 from forerun.ecosystem import REQUEST_WORDS, check_words, drafting_of, memory_of
 from forerun.engine.calibration import calibrate
 from forerun.engine.driver import EngineDriver

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from convert.package_block import ANCHORS, CHECKPOINTS, FOLDER, TAPS, TARGET, load, said
 from draft.heads import BLOCK_CONFIG, written_block
-from forerun.convert.convert import convert
 from forerun.errors import ModelError, UnsupportedModel
-from forerun.models.block import MASKED, BlockDecoder, plan_block_drafter
+from forerun.heads.block.network import MASKED, BlockDecoder, plan_block_drafter
+from forerun.heads.convert import convert
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from unchecked import unchecked

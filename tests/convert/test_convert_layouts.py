@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from draft.heads import PROMPTS, eagle_of, first_eagle_of, heads_of
 from forerun import cli
 from forerun.config import Speculation
-from forerun.convert.convert import convert
 from forerun.errors import InvalidRequest, MissingWeights, ModelError, UnsupportedModel, WrongShape
+from forerun.heads.convert import convert
+from forerun.heads.eagle.blueprint import plan_layer
+from forerun.heads.medusa.network import plan_heads
 from forerun.llm import LLM
-from forerun.models.eagle import plan_layer
 from forerun.models.loading import Blueprint
-from forerun.models.medusa import plan_heads
 from forerun.sampling.params import SamplingParams
 from unchecked import unchecked
 

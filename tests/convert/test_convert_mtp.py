@@ -12,10 +12,10 @@ from torch import Tensor
 
 from convert.package_mtp import FOLDER, NAME, PLACES, TARGET, load, logits_of
 from draft.modules import apart
-from forerun.convert.convert import convert
 from forerun.errors import ModelError
+from forerun.heads.convert import convert
+from forerun.heads.mtp.network import plan_modules
 from forerun.models.loading import Blueprint
-from forerun.models.mtp import plan_modules
 from forerun.models.runner import Read
 from unchecked import unchecked
 

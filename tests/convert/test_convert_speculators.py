@@ -12,13 +12,14 @@ from torch import Tensor
 
 from convert.package import ANCHORS, CHECKPOINTS, DEPTHS, FOLDER, TAPS, TARGET, guesses_of, load, logits_of
 from draft.heads import eagle_of
-from forerun.convert.convert import convert
 from forerun.errors import InvalidRequest, ModelError, UnsupportedModel
-from forerun.models.eagle import plan_layer
-from forerun.models.eagle_layer import EagleDecoder
+from forerun.heads.convert import convert
+from forerun.heads.eagle.blueprint import plan_layer
+from forerun.heads.eagle.network import EagleDecoder
+from forerun.heads.student import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
-from forerun.train.kinds import StudentSizes, make_student
+from forerun.train.kinds import make_student
 from unchecked import unchecked
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}

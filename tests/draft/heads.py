@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.fields import Fields
+from forerun.heads.block.format import BlockTensors
+from forerun.heads.block.network import MASKED, BlockDecoder, plan_block_drafter
+from forerun.heads.eagle.blueprint import plan_layer
+from forerun.heads.eagle.network import EagleDecoder
 from forerun.llm import LLM
-from forerun.models.block import MASKED, BlockDecoder, plan_block_drafter
-from forerun.models.block_layout import BlockTensors
 from forerun.models.config import ModelConfig
-from forerun.models.eagle import plan_layer
-from forerun.models.eagle_layer import EagleDecoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams

@@ -15,9 +15,8 @@ from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.device import Placement
 from forerun.draft.base import Budget
-from forerun.draft.build import plan_drafter
-from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
 from forerun.errors import (
     ForerunError,
@@ -28,6 +27,7 @@ from forerun.errors import (
     WrongShape,
     WrongTarget,
 )
+from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
 from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Read, Runner

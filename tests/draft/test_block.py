@@ -16,13 +16,13 @@ from draft.heads import PROMPTS, block_of
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import Budget
-from forerun.draft.build import plan_drafter
-from forerun.draft.model.block import BlockDrafter
 from forerun.draft.model.expand import with_first
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape, WrongTarget
+from forerun.heads.block.drafter import BlockDrafter
+from forerun.heads.block.network import MASKED, plan_block_drafter
 from forerun.llm import LLM
-from forerun.models.block import MASKED, plan_block_drafter
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams

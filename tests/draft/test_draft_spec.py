@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.draft.build import PLANNERS, plan_drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.mix import MixDrafter
-from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.draft.translate import TranslatingDrafter
+from forerun.drafters import PLANNERS, plan_drafter
 from forerun.errors import ModelNotFound, UnknownDrafter
+from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.loading import Blueprint
 
 SMALL = Path(__file__).resolve().parent.parent / "data" / "stories280k"

@@ -15,11 +15,11 @@ from torch.nn import functional
 from draft.heads import PROMPTS, eagle_of, first_eagle_of
 from draft.rounds import Row, committed
 from forerun.config import Speculation
-from forerun.draft.model.eagle import EagleDrafter
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongTarget
+from forerun.heads.eagle.blueprint import plan_layer
+from forerun.heads.eagle.drafter import EagleDrafter
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder
-from forerun.models.eagle import plan_layer
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams

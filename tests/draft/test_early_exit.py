@@ -19,11 +19,11 @@ from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import FixedDepth, Load
 from forerun.draft.base import Budget, Committed, Draft, Drafter
-from forerun.draft.label import draft_label
-from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.model.model import ModelDrafter
+from forerun.drafters import draft_label
 from forerun.engine.engine import Engine
 from forerun.errors import WrongTarget
+from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder, Hidden, TokenBatch
 from forerun.models.loading import Blueprint

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from draft.heads import PROMPTS, heads_of, states, texts, written_heads
 from draft.rounds import Row, committed
 from forerun.config import VERIFICATIONS, Speculation, Verification
-from forerun.draft.model.medusa import MedusaDrafter
 from forerun.errors import MissingWeights, ModelError, ModelNotFound, UnknownDrafter, UnsupportedModel, WrongTarget
+from forerun.heads.medusa.drafter import MedusaDrafter
+from forerun.heads.medusa.network import plan_heads
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.medusa import plan_heads
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree

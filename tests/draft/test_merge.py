@@ -13,10 +13,10 @@ import pytest
 
 from draft.rounds import Row, committed
 from forerun.draft.base import Budget
-from forerun.draft.build import plan_drafter
 from forerun.draft.merge import Branches, merge
 from forerun.draft.mix import came_true
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.llm import LLM
 from forerun.models.bundled import BUNDLED

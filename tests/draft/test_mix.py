@@ -13,16 +13,16 @@ from torch import Tensor
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.build import plan_drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.lengths import FixedLength
 from forerun.draft.merge import Branches, merge
 from forerun.draft.mix import ANY_PRICE, MixDrafter, came_true
-from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.suffix import SuffixDrafter
+from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
+from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States

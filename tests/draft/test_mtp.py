@@ -20,11 +20,11 @@ from draft.modules import NAMES, apart, rewritten, shipped_with
 from draft.rounds import Row, committed
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.model.mtp import MtpDrafter
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape, WrongTarget
+from forerun.heads.mtp.drafter import MtpDrafter
+from forerun.heads.mtp.network import MtpDecoder
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.mtp import MtpDecoder
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams

@@ -17,12 +17,12 @@ from draft.vocabularies import byte_level_copy, sentence_piece
 from forerun.bench.material import shipped
 from forerun.device import CPU, Placement
 from forerun.draft.base import Budget, Committed
-from forerun.draft.build import plan_drafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.transcript import Transcriber, Transcript
 from forerun.draft.translate import TranslatingDrafter, plan_translation, translated
 from forerun.draft.vocab import shared_ids
+from forerun.drafters import plan_drafter
 from forerun.errors import UnknownDrafter, VocabularyMismatch
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint

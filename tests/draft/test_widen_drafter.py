@@ -13,11 +13,11 @@ from draft.heads import PROMPTS, block_of, eagle_of, heads_of
 from draft.modules import apart
 from forerun.config import Speculation
 from forerun.draft.auto import settled
-from forerun.draft.model import widen as module
-from forerun.draft.model.widen import WideDrafter, widen_drafter, widened_tap
 from forerun.draft.record import RECORD, DrafterRecord
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
+from forerun.heads import widen as module
+from forerun.heads.widen import WideDrafter, widen_drafter, widened_tap
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Plan, Wider, widen

@@ -16,9 +16,9 @@ from forerun.cache.plan import MemoryPlan
 from forerun.config import Speculation
 from forerun.control.controller import slots_of
 from forerun.draft.base import Budget
-from forerun.draft.build import plan_drafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import DraftContext, DraftPlan
+from forerun.drafters import plan_drafter
 from forerun.engine.memory import plan_engine, tail_tokens
 from forerun.models.loading import Blueprint
 from forerun.shape import StaticTree

@@ -19,10 +19,10 @@ from draft.heads import block_of, eagle_of, first_eagle_of, heads_of
 from draft.modules import apart
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
-from forerun.draft.build import plan_drafter
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.lengths import FixedLength
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from sparse import write_sparse

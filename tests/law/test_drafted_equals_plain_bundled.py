@@ -17,8 +17,8 @@ from recipes.stdlib.corpus import read_corpus, standard_library
 
 from forerun.config import Speculation
 from forerun.draft.base import Drafter
-from forerun.draft.build import plan_drafter
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.models.bundled import BUNDLED
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ from forerun.draft.base import NO_DRAFT, Budget, Draft, Drafter, Outlook
 from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.judge import Judge
 from forerun.draft.lengths import FixedLength
-from forerun.draft.model.early_exit import EarlyExitDrafter
+from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams

@@ -28,10 +28,10 @@ from forerun.accept.outcome import Stats
 from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Text
 from forerun.engine.sequence import Status
+from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws

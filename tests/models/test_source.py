@@ -18,8 +18,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
-from forerun.draft.build import plan_drafter
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound, UnknownDrafter
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS
 from forerun.models.loading import Blueprint

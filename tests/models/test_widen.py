@@ -31,7 +31,7 @@ from typer.testing import CliRunner, Result
 from forerun import cli
 from forerun.commands.conversation import label_of_widened
 from forerun.commands.widening import read_amount
-from forerun.draft.label import draft_label
+from forerun.drafters import draft_label
 from forerun.errors import InvalidRequest, TokenizerError, UnsupportedModel, WidenedDiffers
 from forerun.llm import LLM
 from forerun.models import widen as module

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from forerun.heads.student import Student
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.train.answers import AnswerSource
-from forerun.train.base import Student
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.objective import Objective
 from forerun.train.settings import TrainSettings

@@ -13,32 +13,32 @@ from torch import Tensor
 from forerun.cache.paged import PagedCache
 from forerun.config import Speculation
 from forerun.draft.base import Committed
-from forerun.draft.model.block import BlockDrafter
-from forerun.draft.model.early_exit import EarlyExitDrafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
+from forerun.heads.adapter.drafter import EarlyExitDrafter
+from forerun.heads.adapter.student import AdapterStudent
+from forerun.heads.block.drafter import BlockDrafter
+from forerun.heads.block.format import CONFIDENCE, MARKOV_W2, SUCCESSORS
+from forerun.heads.block.network import BlockDecoder
+from forerun.heads.block.student import BlockShape, BlockStudent
+from forerun.heads.eagle.blueprint import EagleDecoder
+from forerun.heads.eagle.student import STEPS as EAGLE_STEPS
+from forerun.heads.eagle.student import EagleStudent
+from forerun.heads.layer_stack import NORM
+from forerun.heads.medusa.network import MedusaHeads
+from forerun.heads.medusa.student import MedusaStudent
+from forerun.heads.mtp.network import MtpDecoder
+from forerun.heads.mtp.student import STEPS as MTP_STEPS
+from forerun.heads.mtp.student import MtpStudent
+from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.llm import LLM
-from forerun.models.block import BlockDecoder
-from forerun.models.block_layout import CONFIDENCE, MARKOV_W2, SUCCESSORS
 from forerun.models.decoder import Decoder, Hidden, TokenBatch
-from forerun.models.eagle import EagleDecoder
 from forerun.models.loading import Blueprint
-from forerun.models.medusa import MedusaHeads
-from forerun.models.mtp import MtpDecoder
 from forerun.models.runner import Read, Runner
-from forerun.train.adapter import AdapterStudent
 from forerun.train.answer_cache import AnswerCache
 from forerun.train.answers import TRAINED, AnswerSource
-from forerun.train.base import Student, TargetText, TextBatch
-from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent, DraftShape
-from forerun.train.eagle import STEPS as EAGLE_STEPS
-from forerun.train.eagle import EagleStudent
-from forerun.train.medusa import MedusaStudent
-from forerun.train.mtp import STEPS as MTP_STEPS
-from forerun.train.mtp import MtpStudent
-from forerun.train.network import NORM
 from forerun.train.settings import TrainSettings
 from train.material import STORIES, quiet, read_prompts, source_of, write_prompts
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.heads.block.student import BlockShape, BlockStudent
+from forerun.heads.student import TextBatch
 from forerun.models.loading import Blueprint
 from forerun.train.answers import AnswerSource
-from forerun.train.base import TextBatch
-from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.objective import confidence_loss
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder

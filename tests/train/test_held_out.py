@@ -17,18 +17,18 @@ from forerun.accept.outcome import Outcome
 from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
 from forerun.fields import Fields
+from forerun.heads.adapter.student import AdapterStudent
+from forerun.heads.block.format import BlockTensors
+from forerun.heads.block.student import BlockShape, BlockStudent
+from forerun.heads.eagle.student import EagleStudent
+from forerun.heads.layer_stack import trainable
+from forerun.heads.medusa.student import MedusaStudent
+from forerun.heads.mtp.student import MtpStudent
+from forerun.heads.student import Student
 from forerun.llm import LLM
-from forerun.models.block_layout import BlockTensors
 from forerun.models.loading import Blueprint
-from forerun.train.adapter import AdapterStudent
-from forerun.train.base import Student
-from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent
-from forerun.train.eagle import EagleStudent
 from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
-from forerun.train.medusa import MedusaStudent
-from forerun.train.mtp import MtpStudent
-from forerun.train.network import trainable
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
 from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts

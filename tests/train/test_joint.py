@@ -12,14 +12,15 @@ from forerun import cli
 from forerun.config import Speculation
 from forerun.draft.record import DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
+from forerun.heads.student import StudentSizes
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from forerun.train.held_out import judge_held_out
-from forerun.train.joint import check_free
-from forerun.train.kinds import StudentSizes, make_student
+from forerun.train.kinds import make_student
 from forerun.train.log import TrainLog
 from forerun.train.settings import TrainSettings
+from forerun.train.tuned_target import check_free
 from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
 from unchecked import unchecked
 

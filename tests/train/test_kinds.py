@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.models.loading import Blueprint
 from forerun.models.weights import Checkpoint
-from forerun.train.base import Predictions, Student, TextBatch
 from forerun.train.held_out import judge_held_out
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.heads.mtp.student import MtpStudent
+from forerun.heads.student import Student
 from forerun.models.loading import Blueprint
-from forerun.train.base import Student
-from forerun.train.mtp import MtpStudent
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from forerun.train.trainer import Trainer

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.train.base import Predictions, TargetText, TextBatch
+from forerun.heads.student import Predictions, TargetText, TextBatch
 from forerun.train.objective import SMOOTH, Objective, d_pace, deepened, gathered
 from forerun.train.settings import TrainSettings
 

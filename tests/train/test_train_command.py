@@ -22,6 +22,7 @@ from forerun import cli
 from forerun.config import Speculation
 from forerun.draft.record import RECORD, DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
+from forerun.heads.student import StudentSizes
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
@@ -29,7 +30,7 @@ from forerun.shape import StaticTree
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptIds
 from forerun.train.files import write_folder
-from forerun.train.kinds import StudentSizes, make_student
+from forerun.train.kinds import make_student
 from forerun.train.log import TrainLog
 from forerun.train.losses import LOSSES
 from forerun.train.speed import RoundTimes

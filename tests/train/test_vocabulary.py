@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from forerun.errors import FolderTaken, InvalidRequest
+from forerun.heads.eagle.student import EagleStudent
+from forerun.heads.student import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.train.answers import AnswerSource
-from forerun.train.eagle import EagleStudent
-from forerun.train.kinds import StudentSizes
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from forerun.train.vocabulary import draft_vocabulary

@@ -15,8 +15,8 @@ from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage, Workload, check_lengths, workload_of
 from forerun.bench.plan import CHOSEN, Selection
 from forerun.bench.run import Stage
-from forerun.draft.build import plan_drafter
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM
 from forerun.machine import Machine, sources_digest

@@ -1,6 +1,6 @@
 """`forerun convert`: a drafter in the format of another program.
 
-This file decides the options and what is shown; `forerun.convert` decides what is read and written.
+This file decides the options and what is shown; `forerun.heads.convert` decides what is read and written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.options import OutputOptions, complete_model, with_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from forerun.convert.convert import Converted
+    from forerun.heads.convert import Converted
 
 EXAMPLES = """
 forerun convert RedHatAI/Qwen3-8B-speculator.eagle3 --to eagle --out qwen3-eagle
@@ -58,7 +58,7 @@ def convert(
     with importing():
         from rich.console import Console
 
-        from forerun.convert.convert import convert as run
+        from forerun.heads.convert import convert as run
     made = run(source, options.to, options.out, options.model, options.force)
     if not result.as_json:
         Console(highlight=False).print(card(made))

@@ -219,10 +219,11 @@ def train(
     with importing():
         from rich.console import Console
 
+        from forerun.heads.student import StudentSizes
         from forerun.models.generation import GenerationDefaults
         from forerun.models.source import find_checkpoint
         from forerun.progress import LoadingBar
-        from forerun.train.kinds import KINDS, StudentSizes
+        from forerun.train.kinds import KINDS
         from forerun.train.settings import TrainSettings, check_choice
         from forerun.train.state import TrainFolder
         from forerun.train.train import TrainTask

@@ -65,7 +65,7 @@ def widen(shape: ShapeOptions, output: OutputOptions) -> None:
         from rich.console import Console
 
         from forerun.commands.widening import Widened, wider_of
-        from forerun.draft.model.widen import widen_drafter
+        from forerun.heads.widen import widen_drafter
         from forerun.models.loading import Blueprint
         from forerun.models.widen import widen as write_widened
         from forerun.progress import LoadingBar

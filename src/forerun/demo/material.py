@@ -13,10 +13,10 @@ from pathlib import Path
 
 from forerun.annotations import ProgressCallback
 from forerun.draft.auto import settled
-from forerun.draft.label import draft_label
-from forerun.draft.model.widen import KINDS, cached_widened_drafter, planned
 from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.drafters import draft_label
 from forerun.errors import InvalidRequest
+from forerun.heads.widen import KINDS, cached_widened_drafter, planned
 from forerun.llm import LLM
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES, DRAFT, TARGET
 from forerun.models.config import amount

@@ -20,12 +20,12 @@ from forerun.annotations import Float, ProgressCallback
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine.sequence import Sequence
+from forerun.heads.student import TargetText
 from forerun.llm import LLM
 from forerun.request import requests_of
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import mix
 from forerun.train.answer_cache import AnswerCache
-from forerun.train.base import TargetText
 from forerun.train.data import PromptIds, TrainingData
 from forerun.train.settings import TrainSettings
 from forerun.train.team import Team

@@ -21,14 +21,14 @@ from forerun.config import require_whole
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, VocabularyMismatch
 from forerun.fields import Fields, read_fields
+from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, LayerStack, fresh_weights, save_weights, trainable
+from forerun.heads.student import Predictions, TextBatch
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
 from forerun.models.source import find_tokenizer
 from forerun.models.widen import copy_files
 from forerun.text.chat import OTHER_FILES
-from forerun.train.base import Predictions, TextBatch
-from forerun.train.network import EMBEDDING, HEAD, NORM, LayerStack, fresh_weights, save_weights, trainable
 
 USUAL_HEAD = 64  # width of a head where nothing else is said
 TOKENIZER = (
@@ -40,7 +40,6 @@ TOKENIZER = (
     "*.jinja",
     OTHER_FILES,
 )
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)

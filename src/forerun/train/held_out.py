@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import ProgressCallback
+from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.sampling.draws import Draws, PathState, RowSampling
-from forerun.train.base import Student, TargetText, TextBatch
 from forerun.train.objective import Objective, deepened
 
 Hits = Sequence[Sequence[bool]]  # by depth and then by root: whether the guess is what the target drew

@@ -5,58 +5,18 @@ Every kind is a module that makes a `Student`. This file decides which of the si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
-from forerun.config import require_whole
-from forerun.errors import InvalidRequest
+from forerun.heads.adapter.student import AdapterStudent
+from forerun.heads.block.student import BlockShape, BlockStudent
+from forerun.heads.eagle.student import EagleStudent
+from forerun.heads.medusa.joint import JointMedusaStudent
+from forerun.heads.medusa.student import MedusaStudent
+from forerun.heads.mtp.student import MtpStudent
+from forerun.heads.student import Student, StudentSizes
 from forerun.models.loading import Blueprint
-from forerun.train.adapter import AdapterStudent
-from forerun.train.base import Student
-from forerun.train.block import BlockShape, BlockStudent
 from forerun.train.draft_model import DraftModelStudent, DraftShape
-from forerun.train.eagle import EagleStudent
-from forerun.train.joint import JointMedusaStudent
-from forerun.train.medusa import MedusaStudent
-from forerun.train.mtp import MtpStudent
 from forerun.train.settings import check_choice
-
-
-@dataclass(frozen=True, slots=True)
-class StudentSizes:
-    """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said.
-
-    `draft_vocab` is how many of the target's tokens it has, or which these are. `portable`: in a form that other
-    programs read too. `tune_target` is a folder for the target, where that is tuned as well.
-    """
-
-    exit: int | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    mlp: int | None = None
-    init: str | None = None
-    hydra: bool | None = None
-    shared_head: bool | None = None
-    draft_vocab: int | Sequence[int] | None = None
-    block: int | None = None
-    markov_rank: int | None = None
-    selector_rank: int | None = None
-    confidence: bool | None = None
-    tune_target: Path | None = None
-    taps: Sequence[int] | None = None
-    portable: bool | None = None
-
-    def only(self, kind: str, *names: str) -> None:
-        """Raise InvalidRequest where something is said that the kind does not have."""
-        takes = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and each.name not in names:
-                raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes {takes}.")
-            if isinstance(value, int) and not isinstance(value, bool):
-                require_whole(each.name, value, 0 if each.name.endswith("_rank") else 1)
 
 
 def draft_model(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from forerun.annotations import Bool, Float, Int
-from forerun.train.base import Predictions, Student, TextBatch
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.train.losses import LOSSES, LawPair
 from forerun.train.settings import TrainSettings
 

@@ -5,12 +5,12 @@ This file decides which values are allowed, how long the loss is KL, and how the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest
+from forerun.heads.student import MOST_DEPTH
 from forerun.limits import real
 from forerun.near import nearest
 from forerun.sampling.params import SamplingParams
@@ -20,7 +20,6 @@ PLACE_WEIGHTS = ("decay", "d-pace")
 USUAL_STEPS = 2000
 RISE = 100  # steps at most in which the learning rate rises
 RISE_SHARE = 10  # of all steps: one in so many at most
-MOST_DEPTH = 16
 MOST_SEQUENCES = 32  # answers that are written at a time, unless a step learns from more
 POOL = 256  # answers that are kept where they are learnt from several times
 COUNTS = ("batch", "max_tokens", "prompt_tokens", "held_out", "look_every", "patience", "checkpoint_every", "passes")
@@ -132,19 +131,3 @@ def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
         near = nearest(str(value), known)
         meant = f"did you mean {near}? Otherwise " if near else ""
         raise InvalidRequest(name, f"{value!r} is not known: {meant}choose one of {', '.join(known)}.")
-
-
-def check_most(name: str, value: int, most: int) -> None:
-    """Raise InvalidRequest for more than there can be."""
-    if value > most:
-        raise InvalidRequest(name, f"{value} must be at most {most}.")
-
-
-def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The target's states, each named by the layer that it enters. Raises InvalidRequest for what is no layer."""
-    if not taps or len(set(taps)) < len(taps) or not all(0 <= tap <= num_layers for tap in taps):
-        told = ",".join(map(str, taps))
-        raise InvalidRequest(
-            "taps", f"{told!r} must be different layers, from 0 to {num_layers}, such as 2,{num_layers}."
-        )
-    return tuple(taps)

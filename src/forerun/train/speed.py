@@ -23,14 +23,14 @@ from forerun.annotations import ProgressCallback
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Drafter
-from forerun.draft.build import plan_drafter
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
+from forerun.heads.student import Student
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
-from forerun.train.base import Student
 
 CACHE_TOKENS = 2048  # of the drafter while it is timed
 TIMED_DEPTHS = (1, 2, 4, 8, 16)  # others lie on the lines between

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.shape import RankPath, StaticTree
-from forerun.train.base import Student, TargetText, TextBatch
 from forerun.train.held_out import ranked, spread
 from forerun.train.objective import Objective
 

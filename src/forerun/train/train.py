@@ -14,17 +14,16 @@ import torch
 from forerun import __version__
 from forerun.control.advice import without_advice
 from forerun.draft.record import RECORD, DrafterRecord
+from forerun.heads.student import Student, StudentSizes, TargetText
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.train.answer_cache import AnswerCache, state_bytes
 from forerun.train.answers import AnswerSource
-from forerun.train.base import Student, TargetText
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.files import write_whole
 from forerun.train.held_out import judge_held_out
-from forerun.train.joint import check_free, write_target
-from forerun.train.kinds import StudentSizes, make_student
+from forerun.train.kinds import make_student
 from forerun.train.objective import Objective
 from forerun.train.report import TrainReport, TunedTarget
 from forerun.train.settings import MOST_SEQUENCES, TrainSettings
@@ -33,6 +32,7 @@ from forerun.train.state import TrainFolder, TrainState
 from forerun.train.static_tree import NUM_NODES, TREE, shares_right, worthiest
 from forerun.train.team import Team
 from forerun.train.trainer import Trainer
+from forerun.train.tuned_target import check_free, write_target
 from forerun.train.vocabulary import draft_vocabulary
 
 FREE = ("checkpoint_every",)  # settings that may change between a run and its continuation

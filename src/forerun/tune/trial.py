@@ -20,8 +20,8 @@ from forerun.control.controller import Controller, FixedDepth
 from forerun.control.kept_costs import from_json
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Drafter
-from forerun.draft.build import plan_drafter
 from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
 from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
 from forerun.errors import NotEnoughMemory
 from forerun.llm import LLM

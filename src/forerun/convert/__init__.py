@@ -1,1 +1,0 @@
-"""Converting drafters between the layouts that trainers and engines publish them in."""

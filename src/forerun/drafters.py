@@ -1,0 +1,98 @@
+"""All drafters by their names: from a specification to the plan of a drafter, and to what it is called.
+
+This module decides which names exist: one table, `PLANNERS`. What their arguments mean is decided where each drafter
+is defined. Wherever numbers measured with a drafter are shown, a widened checkpoint has the name of its source, and is
+called widened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from forerun.draft.auto import AUTO_DRAFT, settled
+from forerun.draft.base import Drafter
+from forerun.draft.cascade import plan_cascade
+from forerun.draft.mix import plan_mix
+from forerun.draft.ngram import plan_ngram
+from forerun.draft.plan import DraftContext, DraftPlan
+from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.draft.suffix import plan_suffix
+from forerun.draft.translate import plan_model
+from forerun.errors import UnknownDrafter
+from forerun.fields import read_fields
+from forerun.heads.adapter.drafter import plan_early_exit
+from forerun.heads.block.drafter import plan_block
+from forerun.heads.eagle.drafter import plan_eagle
+from forerun.heads.medusa.drafter import plan_medusa
+from forerun.heads.mtp.drafter import plan_mtp
+from forerun.heads.widen import KINDS
+from forerun.models.bundled import BUNDLED_DRAFTS
+from forerun.models.config import read_widened
+from forerun.models.loading import checkpoint_label
+from forerun.near import nearest
+
+
+def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
+    """The drafter that the specification `text` spells.
+
+    Raises UnknownDrafter for what does not parse, exist or fit together, VocabularyMismatch for a drafter whose
+    tokens cannot be compared with the target's, and ModelError for a checkpoint that cannot be used.
+    """
+    return plan(parse_spec(text), context)
+
+
+def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """The same for a parsed specification."""
+    planner = PLANNERS.get(spec.name)
+    if planner is None:
+        near = nearest(spec.name, PLANNERS)
+        meant = f"did you mean {near}? Otherwise " if near else ""
+        if spec.name in BUNDLED_DRAFTS:
+            meant = f"did you mean {BUNDLED_DRAFTS[spec.name]}? Otherwise "
+        elif spec.name in ("none", "off"):
+            meant = "plain decoding is to name none; "
+        raise UnknownDrafter(f"there is no drafter {spec.name!r}: {meant}choose one of {', '.join(sorted(PLANNERS))}")
+    return planner(spec, context)
+
+
+PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
+    AUTO_DRAFT: lambda spec, context: plan(settled(spec, context.target), context),
+    "block": plan_block,
+    "cascade": lambda spec, context: plan_cascade(spec, context, plan),
+    "eagle": plan_eagle,
+    "early-exit": plan_early_exit,
+    "medusa": plan_medusa,
+    "mix": lambda spec, context: plan_mix(spec, context, plan),
+    "model": plan_model,
+    "mtp": plan_mtp,
+    "ngram": plan_ngram,
+    "suffix": plan_suffix,
+}
+
+
+def draft_label(draft: str | Drafter | None) -> str:
+    """A specification as spelled, with widened checkpoints named as such; a Drafter's arms; empty without a drafter."""
+    if draft is None:
+        return ""
+    return str(labelled(parse_spec(draft))) if isinstance(draft, str) else "+".join(draft.arms)
+
+
+def labelled(spec: DraftSpec) -> DraftSpec:
+    """The specification with labels in place of the folders of widened checkpoints."""
+    argument = spec.argument
+    if spec.name == "model" and argument is not None:
+        argument = checkpoint_label(argument)
+    elif spec.name in KINDS and argument is not None:
+        lead, colon, folder = argument.partition(":") if spec.name == "early-exit" else ("", "", argument)
+        argument = f"{lead}{colon}{head_label(folder)}"
+    return replace(spec, argument=argument, members=tuple(labelled(member) for member in spec.members))
+
+
+def head_label(folder: str) -> str:
+    """What heads are called: by their name or, if they were widened, by that of their source; nothing without any."""
+    if not folder:
+        return folder
+    path = Path(folder) / "config.json"
+    return (read_widened(read_fields(path)) if path.is_file() else None) or folder

@@ -1,0 +1,1 @@
+"""Adapters for early exit: their format, network, drafter and training."""

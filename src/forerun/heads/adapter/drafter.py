@@ -1,0 +1,188 @@
+"""The target's own first layers as drafter: their states, under the target's norm and head, guess (2404.16710).
+
+This module decides what is read, where, and which of it the target's pass need not read again. Root and guesses go
+through the layers below the exit, in the target's own cache, into the slots where verification expects them; there is
+no other model and, without an adapter, no other cache. The target has read all committed text, so there is nothing else
+to read or to remember. A chain's keys, values and states are handed on with the draft (`Resume`): these layers compute
+the same bits for one token as for many, so the target's pass begins at the exit, except for the last guess, which was
+not read yet. Trees, whose nodes lie in other slots in the target's pass, and passes of fixed shape are read again.
+
+An adapter is trained layers above the exit (Kangaroo, 2404.18911), with the target's head. It reads the target's states
+at the exit, in a cache of its own: those of final text when that is observed, those of guesses behind the lower layers'
+pass; accepted guesses are not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, ProgressCallback
+from forerun.cache.blocks import OutOfBlocks
+from forerun.draft.base import Budget, Committed, Draft, Resume
+from forerun.draft.model.drafted_text import DraftRow
+from forerun.draft.model.follower import Follower
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.spec import DraftSpec
+from forerun.errors import WrongTarget
+from forerun.heads.adapter.format import plan_adapter
+from forerun.models.chains import Chains, SameIds, Start
+from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.sampling.draws import Draws
+
+
+class EarlyExitDrafter(Follower):
+    """Drafts with the first `layer` layers of `target`, for engines that run on this very runner.
+
+    An `adapter` is a runner that reads their states, and has the target's head, in a cache of its own.
+    """
+
+    arms: tuple[str, ...] = ("early-exit",)
+    rereads: ClassVar[bool] = False
+
+    def __init__(self, target: Runner, layer: int, adapter: Runner | None = None) -> None:
+        self.target = target
+        self.layer = layer
+        self.lower = target.lower(layer)
+        self.adapter = adapter
+        self.taps = () if adapter is None else (layer,)
+        self.noted: dict[int, list[Tensor]] | None = None  # the states of what a proposal has read; None: not wanted
+        vocab = target.decoder.config.vocab_size
+        super().__init__(adapter or self.lower, SameIds(vocab, vocab))
+
+    def observe(self, news: Committed) -> None:
+        """Count what became final, and let the adapter read it.
+
+        Raises WrongTarget where the target's cache does not hold it, or where an adapter is not shown its states.
+        """
+        for seq_id, tokens, _ in news.rows():
+            known = self.sequences.get(seq_id)
+            num_final = len(tokens) + (0 if known is None else len(known.text))
+            if self.target.length(seq_id) != num_final:
+                raise WrongTarget(
+                    f"early-exit:{self.layer} reads in the cache of the target that it was built for, which holds "
+                    f"{self.target.length(seq_id)} tokens of sequence {seq_id} where {num_final} are final: "
+                    f"build one for this engine, as LLM(model, draft='early-exit:{self.layer}') does"
+                )
+        super().observe(news)
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """A tree per sequence, grown from the lower layers; the root alone where text or memory is full."""
+        self.noted = {} if self.lower.resumes and tail is None else None  # else there is text before a root
+        draft = super().propose(draws, budgets, tail)
+        self.noted = None
+        return draft
+
+    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
+        """One pass through the lower layers, and the adapter if there is one; through it alone for final text."""
+        states = super().run(reads, drawn, features)
+        if self.adapter is None:
+            self.note(reads, states.hidden)
+        return states
+
+    def inputs(
+        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
+    ) -> Float[Tensor, "total hidden"]:
+        """The states at the exit, which the lower layers compute for roots and guesses."""
+        if features is not None:
+            return features[:, 0]
+        assert self.adapter is not None, "without an adapter tokens are read"
+        cache = self.adapter.cache
+        counts = [len(r.tokens) + (0 if r.seq_id in self.adapter.tails else r.scratch) for r in reads]
+        if not cache.can_reserve([r.seq_id for r in reads], counts):
+            raise OutOfBlocks(sum(counts), cache.blocks.num_free)
+        hidden = self.lower.read([replace(read, judged=()) for read in reads]).hidden
+        self.note(reads, hidden)
+        return hidden
+
+    def draw_at_once(
+        self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
+    ) -> Chains | None:
+        """The same, with the states noted."""
+        chains = super().draw_at_once(draws, starts, logits, self.noted is not None)
+        if chains is not None and chains.states is not None and self.noted is not None:
+            for start, own in zip(starts, chains.states, strict=True):
+                self.noted[start.seq_id].append(own[: chains.num_read[start.seq_id]])
+        return chains
+
+    def note(self, reads: Sequence[Read], states: Float[Tensor, "read hidden"]) -> None:
+        """Keep the states of nodes that were read."""
+        if self.noted is not None:
+            each = states.split([len(read.tokens) for read in reads]) if len(reads) > 1 else [states]
+            for read, own in zip(reads, each, strict=True):
+                self.noted.setdefault(read.seq_id, []).append(own)
+
+    def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
+        """Leave the chains that were read to the target's pass, with their states; nothing else stays in its cache."""
+        rows = {s: row for row, s in enumerate(draws.seq_ids) if s in granted and granted[s].width == 1}
+        rows = {} if self.noted is None else rows
+        self.lower.hand_over([*rows])
+        self.lower.drop([seq_id for seq_id in granted if seq_id not in rows])
+        if self.noted is None or not rows:
+            return draft
+        columns = draft.tree.tokens.shape[1]
+        counts = {row: sum(map(len, self.noted[seq_id])) for seq_id, row in rows.items()}
+        nodes = [row * columns + node for row, count in counts.items() for node in range(count)]
+        hidden = torch.cat([states for seq_id in rows for states in self.noted[seq_id]])
+        return replace(draft, resume=Resume(self.layer, torch.tensor(nodes), hidden))
+
+    def confirm(self, seq_ids: Sequence[int]) -> None:
+        """Keep of the adapter's tails what the texts confirm; the target keeps its own."""
+        if self.adapter is not None:
+            super().confirm(seq_ids)
+        for seq_id in seq_ids:
+            self.sequences[seq_id].clear()
+
+    def cut_tails(self, wishes: Sequence[DraftRow]) -> None:
+        """Forget all guesses, since they are gone from the target's cache."""
+        seq_ids = [wish.seq_id for wish in wishes]
+        self.lower.drop(seq_ids)
+        if self.adapter is not None:
+            self.adapter.drop(seq_ids)
+        for seq_id in seq_ids:
+            self.sequences[seq_id].clear()
+
+    @property
+    def window(self) -> int:
+        """The longest text that the target and the adapter can read."""
+        return self.lower.window if self.adapter is None else min(self.lower.window, self.adapter.window)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Give up what the adapter's cache holds; the target's is its own."""
+        self.lower.hand_over(seq_ids)
+        if self.adapter is not None:
+            super().release(seq_ids)
+        for seq_id in seq_ids:
+            if seq_id in self.sequences:
+                self.sequences[seq_id].clear()
+
+
+def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`early-exit:E[:DIR]`: the target's first E layers, its norm and its head; between them the adapter in DIR."""
+    refuse_members(spec)
+    layers = context.target.config.layers
+    if layers < 2:
+        refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")
+    exit_layer, colon, folder = (spec.argument or "").partition(":")
+    if not exit_layer.isdecimal() or not 1 <= int(exit_layer) < layers:
+        refuse(
+            spec,
+            f"the argument is the number of layers that guess: at least 1 and at most {layers - 1}, as the target has "
+            f"{layers}, for instance early-exit:{max(1, layers // 4)}, or early-exit:LAYERS:DIR with an adapter",
+        )
+    layer = int(exit_layer)
+    if not colon:
+        return DraftPlan({}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
+    if not folder:
+        refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out")
+    name, adapter = str(spec), plan_adapter(folder, context.target, layer)
+
+    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> EarlyExitDrafter:
+        above = adapter.load(cache_tokens[name], progress, target.decoder.config.max_positions, target.decoder)
+        return EarlyExitDrafter(target, layer, above)
+
+    return DraftPlan({name: adapter.memory}, build, adapter.fingerprint)

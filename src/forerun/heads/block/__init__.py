@@ -1,0 +1,1 @@
+"""Block drafters: their format, network, drafter and training."""

@@ -1,0 +1,251 @@
+"""Block drafters in the layout of DFlash's authors (z-lab) and in those of `speculators`: dflash, dspark and dflash2.
+
+The tensors have the same names. The form that is kept in between is the authors', which `block:DIR` reads. Three things
+differ in `speculators`. A number of `aux_hidden_state_layer_ids` names a layer by its input, so it is one more than the
+authors', who name the layer that leaves the state. Embedding and whole head are always the target's. And what a dflash2
+has beside the selector, its convolutions, no drafter here computes: such layers are read where the convolutions change
+nothing, and are written with such ones.
+
+The target's last layer is refused in both directions: the authors read its state behind the final norm, speculators
+before it. The package's own converter leaves the number out, which leaves `fc.weight` too wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UnsupportedModel
+from forerun.fields import Fields
+from forerun.heads.block.format import EMBEDDING, HEAD, IGNORED, INSIDE, OFFSETS, BlockConfig, BlockTensors
+from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of
+from forerun.heads.eagle.convert import BLOCK_NORM, head_ids, id_tables, own_target
+from forerun.heads.eagle.fields import LAYER_CONFIG, SPECULATORS
+from forerun.heads.source import DraftSource
+from forerun.heads.speculators import (
+    FORMAT_KEYS,
+    KEPT,
+    TRAINING,
+    VERSION,
+    VERSION_KEY,
+    named,
+    number_format,
+    resolved,
+    speculators_config,
+)
+from forerun.models.config import config_of
+from forerun.models.weights import BUFFERS
+
+KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their values where they are not given
+    "dflash": {},
+    "dspark": {
+        "sample_from_anchor": True,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "dflash2": {"sliding_window_non_causal": True, "selector_rank": 256, "selector_top_k": 16},
+}
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
+COMMON = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}  # of all types
+IDS, AUTHOR_IDS, MASK_ID = "aux_hidden_state_layer_ids", "target_layer_ids", "mask_token_id"
+AUTHORS = (INSIDE, AUTHOR_IDS, MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
+CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+AROUND = (LAYER_CONFIG, SPECULATORS, VERSION_KEY, IDS, MASK_ID, "sliding_window_non_causal", "tie_word_embeddings")
+PORTABLE = "`forerun train block --portable`, with --taps below the last layer, writes what speculators reads"
+LAST = "its state is read before the target's final norm in speculators, and behind it in the authors' layout"
+NUMBERS = "the last of the target's layers means another state in this format"
+
+
+def is_block(source: DraftSource) -> bool:
+    """Whether a folder is in the authors' layout."""
+    return {"fc.weight", BLOCK_NORM} <= source.shapes.keys() and SPECULATORS not in source.values
+
+
+def read_block_authors(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
+    """As `block:DIR` reads it."""
+    names = [name for name in source.shapes if name not in IGNORED and not name.endswith(BUFFERS)]
+    return DraftFiles(source.fields.path, dict(source.values), source.tensors(names))
+
+
+def write_block_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
+    """With `t2d`, which other programs read."""
+    return replace(files, tensors={**files.tensors, **id_tables(files)})
+
+
+def read_block_package(source: DraftSource, target: TargetFacts | None) -> DraftFiles:
+    """A dflash, dspark or dflash2. Raises UnsupportedModel for states and layers that `block:DIR` does not read."""
+    of = named(target, source.folder, NUMBERS).config
+    fields = source.fields
+    kind = str(fields.values[SPECULATORS])
+    given = {key: value for key, value in fields.values.items() if value is not None}
+    own = COMMON | KINDS[kind] | given
+    layer = {**fields.inside(LAYER_CONFIG).values, "model_type": "qwen3"}  # the package's layers are always its
+    config = layer | {key: value for key, value in own.items() if key not in (*AROUND, *CONVOLUTION_KEYS)}
+    config |= {"architectures": [ARCHITECTURES["dflash"]], "num_target_layers": of.layers}
+    config[INSIDE] = {
+        AUTHOR_IDS: [each - 1 for each in read_ids_of_layers(fields, of.layers)],
+        "causal": read_causal(replace(fields, values=own), replace(fields, values=layer)),
+    }
+    if MASK_ID in given:
+        config[INSIDE][MASK_ID] = given[MASK_ID]
+    left_out = (*IGNORED, *TRAINING)
+    names = [name for name in source.shapes if name not in left_out and not name.endswith(BUFFERS)]
+    tensors = without_convolutions(fields, source.tensors(names))
+    if given.get("draft_vocab_size") == config.get("vocab_size"):
+        tensors.pop(OFFSETS, None)  # of a head over all tokens
+    return DraftFiles(fields.path, config, tensors)
+
+
+def read_ids_of_layers(fields: Fields, num_layers: int) -> list[int]:
+    """The numbers of the layers that the states enter."""
+    found = fields.values.get(IDS)
+    ids = found if isinstance(found, list) else []
+    if not ids or not all(isinstance(each, int) and 0 <= each <= num_layers for each in ids):
+        raise fields.refuse(IDS, f"it must be a list of numbers from 0 to {num_layers - 1}: correct it")
+    if num_layers in ids:
+        raise fields.refuse(IDS, f"{num_layers} is the last layer's output, and {LAST}: use another drafter")
+    return ids
+
+
+def read_causal(fields: Fields, layer: Fields) -> bool:
+    """Whether the places of a block see those before them alone: in layers with sliding windows, unless it is said."""
+    windows = config_of(layer).windows
+    causal = any(windows) and not fields.flag("sliding_window_non_causal")
+    if causal and not all(windows):
+        wanted = "so layers with windows are causal and the others are not, but block:DIR has one rule for all of them"
+        raise fields.refuse("sliding_window_non_causal", f"{wanted}: use another drafter")
+    return causal
+
+
+def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without convolutions that change nothing. Raises UnsupportedModel for others."""
+    found = dict(tensors)
+    for name in [each for each in tensors if any(f".{conv}." in each for conv in CONVOLUTIONS)]:
+        tensor = found.pop(name)
+        neutral = torch.zeros_like(tensor)
+        if name.endswith(".base_kernel") and tensor.dim() == 3:
+            neutral[:, 0] = 1
+        if not torch.equal(tensor, neutral):
+            wanted = f"{name} is a convolution that changes states, and no drafter here computes that"
+            raise fields.refuse("conv_kernel_size", f"{wanted}: use another drafter")
+    return found
+
+
+def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors:
+    """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
+    fields = files.fields
+    of = (
+        own_target(replace(fields, values={"model_type": "qwen3", **files.config})) if target is None else target.config
+    )
+    name = "its own config.json" if target is None else target.name
+    found = BlockTensors.of(fields, of, name, files.tensors)
+    check_tensors_of(files, found.shapes(), (OFFSETS,))
+    if len(head_ids(files, of.vocab_size)) != found.draft_vocab:
+        raise fields.refuse("draft_vocab_size", f"{OFFSETS} has another size, or is missing: correct it")
+    return found
+
+
+def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
+    """The same without embedding and whole head. Raises UnsupportedModel where those are not the target's."""
+    of, tensors = named(target, files.path.parent, NUMBERS), dict(files.tensors)
+    tables = {EMBEDDING: of.embedding} | ({} if OFFSETS in tensors else {HEAD: of.head})
+    for name, table in tables.items():
+        own = tensors.pop(name, None)
+        if own is not None and not torch.equal(own, table().to(own.dtype)):
+            raise UnsupportedModel(
+                f"{files.path.parent}: {name} differs from the one of {of.name}, which speculators takes: choose "
+                "another format"
+            )
+    return replace(files, tensors=tensors)
+
+
+def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
+    """As `speculators` saves it. Raises UnsupportedModel for what it has no field for."""
+    fields, of = files.fields, named(target, files.path.parent, NUMBERS)
+    config = block_meaning(files, of).config
+    check_written(replace(fields, values={**files.config, **fields.inside(INSIDE).values}), config, of)
+    kind = "dflash2" if config.selector_rank else "dspark" if config.markov_rank or config.confidence else "dflash"
+    own = COMMON | KINDS[kind]
+    own |= {key: value for key, value in said(config).items() if key in own}
+    strange = (*AUTHORS, *FORMAT_KEYS, *(key for each in KINDS.values() for key in each), *COMMON, "target_hidden_size")
+    layer = {key: value for key, value in files.config.items() if key not in strange}
+    layer |= {"model_type": "qwen3", **resolved(config.layers)}
+    written: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[kind]],
+        SPECULATORS: kind,
+        VERSION_KEY: VERSION,
+        KEPT: speculators_config(fields, of, kind, config.most_depth),
+        LAYER_CONFIG: layer,
+        "draft_vocab_size": fields.whole("draft_vocab_size", config.layers.vocab_size),
+        "target_hidden_size": fields.values.get("target_hidden_size"),
+        IDS: list(config.taps),
+        MASK_ID: config.mask_id,
+        **own,
+        "tie_word_embeddings": False,
+        "dtype": number_format(fields),
+    }
+    tensors = {**files.tensors, **id_tables(files)}
+    if kind == "dflash2":
+        written |= {"conv_kernel_size": 1, "conv_group_size": config.layers.hidden}
+        tensors |= neutral_convolutions(config, files.tensors["fc.weight"].dtype)
+    return DraftFiles(files.path, written, tensors)
+
+
+def said(config: BlockConfig) -> Mapping[str, Any]:
+    """The fields of all types, for this drafter."""
+    return {
+        "block_size": config.block_size,
+        "sample_from_anchor": config.sample_from_anchor,
+        **({"sliding_window_non_causal": not config.causal} if any(config.layers.windows) else {}),
+        "markov_rank": config.markov_rank,
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_with_markov,
+        "selector_rank": config.selector_rank,
+        "selector_top_k": config.top_k,
+    }
+
+
+def check_written(fields: Fields, config: BlockConfig, of: TargetFacts) -> None:
+    """Raise UnsupportedModel for what `speculators` cannot say."""
+    refused = {
+        "model_type": (config.layers.family != "qwen3", "the layers of speculators are qwen3's"),
+        AUTHOR_IDS: (-1 in config.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
+        MASK_ID: (config.mask_id is None, "speculators has no embedding of its own for masked places"),
+        "causal": (
+            config.causal and not all(config.layers.windows),
+            "in speculators only layers with sliding windows are causal",
+        ),
+        "hidden_size": (
+            config.layers.hidden != of.config.hidden,
+            f"{of.name} has {of.config.hidden}, and speculators takes its embedding",
+        ),
+        "draft_vocab_size": (
+            bool(config.selector_rank)
+            and fields.values.get("draft_vocab_size", of.config.vocab_size) != of.config.vocab_size,
+            "speculators has selectors for heads over all tokens only",
+        ),
+        "enable_confidence_head": (
+            bool(config.selector_rank) and config.confidence,
+            "speculators has no confidence head beside a selector",
+        ),
+    }
+    for key, (is_refused, why) in refused.items():
+        if is_refused:
+            raise fields.refuse(key, f"{why}: convert it to another format, or train another one: {PORTABLE}")
+
+
+def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """The convolutions that a dflash2 must have, of one place and one group, which change nothing."""
+    hidden, found = config.layers.hidden, dict[str, Tensor]()
+    for layer in range(config.layers.layers):
+        for name in CONVOLUTIONS:
+            found[f"layers.{layer}.{name}.base_kernel"] = torch.ones(2, 1, hidden, dtype=dtype)
+            found[f"layers.{layer}.{name}.kernel_projection.weight"] = torch.zeros(2, hidden, dtype=dtype)
+    return found

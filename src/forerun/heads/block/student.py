@@ -1,0 +1,294 @@
+"""Training a block drafter: from some roots of a text it guesses whole blocks, each in one pass, as when it serves.
+
+A block reads the target's states up to the place before its root, and the root's embedding. From which roots it is
+taught is drawn anew in every step, so many that each token of an answer is guessed about once. The Markov head, or the
+selector, is taught with the text's own tokens in the place of guesses before, which is what it reads wherever those
+were right; where they were not, nothing that follows counts. The confidence head learns the overlap of both laws at
+each place. The result is a folder for `--draft block:DIR`, in the layout of `models/block_layout.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Float, Int
+from forerun.draft.spec import DraftSpec
+from forerun.errors import InvalidRequest
+from forerun.fields import Fields
+from forerun.heads.block.format import (
+    CONFIDENCE,
+    CONFIDENCE_BIAS,
+    INSIDE,
+    MARKOV_W1,
+    MARKOV_W2,
+    MASK_EMBEDDING,
+    MOST_BLOCK,
+    PREDECESSORS,
+    SELECTOR,
+    SUCCESSORS,
+    BlockTensors,
+    layer_ids,
+)
+from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, SPREAD, save_weights, trainable
+from forerun.heads.student import MOST_DEPTH, Predictions, TextBatch, check_most, check_taps
+from forerun.models.decoder import rms_norm, rotate
+from forerun.models.loading import Blueprint
+from forerun.models.rope import RopeTables, rope_tables
+from forerun.sampling.winners import largest
+
+LAYERS, BLOCK_SIZE = 2, 8  # unless said
+MOST_RANK, RANK_SHARE = 256, 4  # of a Markov head, unless said: a part of the width
+NUM_TAPS = 5  # at most
+FADES = 4.0  # depths after which a guess counts 1/e
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What a user may say of a block drafter; None: the usual. A rank of 0 leaves that head out."""
+
+    layers: int | None = None
+    mlp: int | None = None
+    block: int | None = None
+    markov_rank: int | None = None
+    selector_rank: int | None = None
+    confidence: bool | None = None
+    taps: Sequence[int] | None = None
+    portable: bool | None = None
+
+
+@dataclass(frozen=True)
+class BlockStudent:
+    """A block drafter in training. `embedding` and `head` are the target's, and stay as they are."""
+
+    values: Mapping[str, Any]
+    tensors: BlockTensors
+    weights: dict[str, Tensor]
+    embedding: Float[Tensor, "vocab hidden"]
+    head: Float[Tensor, "vocab hidden"]
+    dtype: torch.dtype
+    vocabulary: Int[Tensor, " ids"] | None = None
+    rope: RopeTables = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers = self.tensors.config.layers
+        tables = rope_tables(replace(layers, max_positions=layers.max_positions + MOST_BLOCK))
+        object.__setattr__(self, "rope", tables.to(self.embedding.device))
+
+    @classmethod
+    def fresh(cls, target: Blueprint, shape: BlockShape, seed: int) -> BlockStudent:
+        """Layers shaped like the target's, whose heads on the states add nothing yet. Raises InvalidRequest."""
+        of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
+        values = values_of(target, shape)
+        tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
+        weights = {
+            name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=dice) * SPREAD
+            for name, size in tensors.shapes().items()
+        }
+        num_taps = len(tensors.config.taps)
+        weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
+        for name in {MARKOV_W2, SUCCESSORS, CONFIDENCE, CONFIDENCE_BIAS} & set(weights):
+            weights[name].zero_()
+        checkpoint = target.checkpoint(torch.float32)
+        embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
+        head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
+        weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
+        if MASK_EMBEDDING in weights:
+            weights[MASK_EMBEDDING] = embedding.mean(0)
+        dtype = torch.bfloat16 if of.dtype in HALF else torch.float32
+        return cls(values, tensors, trainable(weights, device), embedding.to(device), head.to(device), dtype)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """As its configuration says."""
+        return self.tensors.config.taps
+
+    @property
+    def most_depth(self) -> int | None:
+        """As many guesses as a block has."""
+        return self.tensors.config.most_depth
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]:
+        """Falling exponentially, as in both papers."""
+        return tuple(math.exp(-depth / FADES) for depth in range(self.tensors.config.most_depth))
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Its configuration."""
+        return {"kind": "block", "config": dict(self.values)}
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        """The law of every guess of the blocks from these roots, and the confidence in it."""
+        c = self.tensors.config
+        roots = batch.roots if dice is None else batch.some_roots(c.most_depth, dice)
+        states = self.states(batch, roots)
+        padded = functional.pad(batch.tokens, (0, c.block_size))
+        rows = torch.arange(len(roots), device=roots.device)[:, None]
+        logits, confidence = [], []
+        for depth in range(c.most_depth):
+            own, before = states[:, :, c.first + depth], padded[rows, roots + depth]
+            logits.append(self.logits(own, before, whole=dice is not None))
+            if c.confidence:
+                confidence.append(self.confidence(own, before))
+        return Predictions(logits, roots, confidence=confidence)
+
+    def logits(
+        self, states: Float[Tensor, "batch roots hidden"], before: Int[Tensor, "batch roots"], whole: bool
+    ) -> Float[Tensor, "batch roots vocab"]:
+        """Those of a place, after these tokens. A selector is taught with all tokens as candidates (`whole`)."""
+        w, found = self.weights, functional.linear(states, self.head)
+        if MARKOV_W1 in w:
+            return found + functional.linear(w[MARKOV_W1][before], w[MARKOV_W2])
+        if SELECTOR not in w:
+            return found
+        pairs = functional.linear(w[PREDECESSORS][before] * functional.linear(states, w[SELECTOR]), w[SUCCESSORS])
+        if whole:
+            return found + pairs
+        flat = found.flatten(0, 1)
+        candidates = largest(flat, self.tensors.config.top_k)
+        hidden = torch.full_like(flat, -math.inf).scatter_(1, candidates, 0.0)
+        return found + pairs + hidden.view_as(found)
+
+    def confidence(
+        self, states: Float[Tensor, "batch roots hidden"], before: Int[Tensor, "batch roots"]
+    ) -> Float[Tensor, "batch roots"]:
+        """The logit of the chance that a place's guess is accepted."""
+        w = self.weights
+        read = [states, w[MARKOV_W1][before]] if self.tensors.config.confidence_with_markov else [states]
+        return functional.linear(torch.cat(read, dim=-1), w[CONFIDENCE], w[CONFIDENCE_BIAS])[..., 0]
+
+    def states(self, batch: TextBatch, roots: Int[Tensor, "batch roots"]) -> Float[Tensor, "batch roots places hidden"]:
+        """What the heads read of every place of the blocks from these roots."""
+        c = self.tensors.config
+        context = self.normed(
+            functional.linear(batch.taps.flatten(2).float(), self.weights["fc.weight"]), "hidden_norm"
+        )
+        rows = torch.arange(len(roots), device=roots.device)[:, None]
+        mask = self.weights[MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
+        masks = mask.expand(*roots.shape, c.num_places(c.most_depth) - 1, -1)
+        x = torch.cat([self.embedding[batch.tokens[rows, roots]][:, :, None], masks], dim=2)
+        for layer in range(c.layers.layers):
+            x = x + self.attention(layer, x, context, roots)
+            inner = self.normed(x, f"layers.{layer}.post_attention_layernorm")
+            gate, up = (self.linear(inner, f"layers.{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+            x = x + self.linear(functional.silu(gate) * up, f"layers.{layer}.mlp.down_proj")
+        return self.normed(x, "norm")
+
+    def attention(
+        self,
+        layer: int,
+        x: Float[Tensor, "batch roots places hidden"],
+        context: Float[Tensor, "batch length hidden"],
+        roots: Int[Tensor, "batch roots"],
+    ) -> Float[Tensor, "batch roots places hidden"]:
+        """What a layer's attention adds: a block sees the context before its root, and its own places."""
+        c, name, places = self.tensors.config, f"layers.{layer}.self_attn", x.shape[2]
+        inner = self.normed(x, f"layers.{layer}.input_layernorm")
+        at = roots[:, :, None] + torch.arange(places, device=x.device)
+        text = torch.arange(context.shape[1], device=x.device).expand(len(x), -1)
+        q = self.turned(inner, f"{name}.q", at).movedim(-2, 1)  # [batch, heads, roots, places, head_dim]
+        own_k = self.turned(inner, f"{name}.k", at).repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
+        own_v = self.heads_of(inner, f"{name}.v").repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
+        k = self.turned(context, f"{name}.k", text).repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
+        v = self.heads_of(context, f"{name}.v").repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
+        unseen = (text[:, None] >= roots[:, :, None])[:, None, :, None]  # [batch, 1, roots, 1, length]
+        later = torch.ones(places, places, dtype=torch.bool, device=x.device).triu(1) & c.causal
+        scores = [(q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4]).masked_fill(unseen, -math.inf)]
+        scores.append((q @ own_k.mT).masked_fill(later, -math.inf))
+        weights = (torch.cat(scores, dim=-1) / math.sqrt(c.layers.head_dim)).softmax(-1)
+        seen, own = weights.split([context.shape[1], places], dim=-1)
+        mixed = (seen.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]) + own @ own_v
+        return self.linear(mixed.movedim(1, -2).flatten(-2), f"{name}.o_proj")
+
+    def turned(self, x: Tensor, name: str, positions: Tensor) -> Tensor:
+        """Queries or keys, normed where the family does that, and rotated."""
+        x = self.heads_of(x, name)
+        if f"{name}_norm.weight" in self.weights:
+            x = self.normed(x, f"{name}_norm")
+        cos, sin = (table[positions].flatten(0, -2)[:, None] for table in (self.rope.cos, self.rope.sin))
+        return rotate(x.flatten(0, -3), cos, sin).view(x.shape)
+
+    def heads_of(self, x: Tensor, name: str) -> Tensor:
+        """A projection's outputs, head by head."""
+        outputs = self.linear(x, f"{name}_proj")
+        return outputs.view(*outputs.shape[:-1], -1, self.tensors.config.layers.head_dim)
+
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        """Behind the norm of this name."""
+        return rms_norm(x, self.weights[f"{name}.weight"], self.tensors.config.layers.norm_eps)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Through the projection of this name."""
+        return functional.linear(x, self.weights[f"{name}.weight"])
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """The layers and heads; embedding and output matrix are the target's."""
+        save_weights(weights, self.dtype, folder)
+        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
+
+    def spec(self, folder: Path) -> str:
+        """`block:DIR`."""
+        return str(DraftSpec("block", argument=str(folder)))
+
+
+def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
+    """The fields of config.json.
+
+    A block is causal, so that a shallower draft is a shorter pass, and its masked places have an embedding of their
+    own. A portable one is not causal, and they have that of a token which begins or ends texts.
+    """
+    of, block = target.config, shape.block or BLOCK_SIZE
+    mask_id = next(iter(of.eos_ids), 0) if of.bos_id is None else of.bos_id
+    check_most("block", block, MOST_DEPTH)
+    usual = 0 if shape.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
+    rank = usual if shape.markov_rank is None else shape.markov_rank
+    if shape.markov_rank and shape.selector_rank:
+        raise InvalidRequest(
+            "selector_rank", f"{shape.selector_rank} stands in the place of a --markov-rank: leave out one."
+        )
+    confident = not (shape.portable and shape.selector_rank) if shape.confidence is None else shape.confidence
+    if shape.portable and shape.selector_rank and confident:
+        raise InvalidRequest("confidence", "speculators has no confidence head beside a selector: leave it out.")
+    own = None if shape.taps is None else layer_ids(check_taps(shape.taps, of.layers), of.layers)
+    layers = usual_layers(of.layers) if own is None else own
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": shape.layers or LAYERS,
+        "hidden_size": of.hidden,
+        "vocab_size": of.vocab_size,
+        "intermediate_size": of.intermediate if shape.mlp is None else shape.mlp,
+        "num_attention_heads": of.heads,
+        "num_key_value_heads": of.kv_heads,
+        "head_dim": of.head_dim,
+        "max_position_embeddings": of.max_positions,
+        "rms_norm_eps": of.norm_eps,
+        "rope_theta": of.rope.theta,
+        "dtype": "bfloat16" if of.dtype in HALF else "float32",
+        INSIDE: {
+            "target_layer_ids": layers,
+            "block_size": block,
+            "causal": not shape.portable,
+            "sample_from_anchor": True,
+            **({"mask_token_id": mask_id} if shape.portable else {}),
+        },
+        "markov_rank": rank,
+        "selector_rank": shape.selector_rank or 0,
+        "enable_confidence_head": confident,
+        "confidence_head_with_markov": confident and rank > 0,
+    }
+
+
+def usual_layers(num_layers: int) -> list[int]:
+    """The target's layers that are read: evenly spaced from the second to the last but two, as the authors choose."""
+    first, last = min(1, num_layers - 1), max(0, num_layers - 3)
+    return sorted({round(first + i * (last - first) / (NUM_TAPS - 1)) for i in range(NUM_TAPS)})

@@ -1,0 +1,1 @@
+"""EAGLE layers: their format, network, drafter and training."""

@@ -1,0 +1,184 @@
+"""Training an EAGLE-3 layer: it reads the target's states behind the tokens of a text, and its own for what it guesses.
+
+Training goes through drafts as serving does (the paper's training-time test). At the first step every place reads the
+target's state before it. At each further step the draft from every root is one token longer: the layer reads the text's
+next token beside its own output of the step before, and sees the target's states up to the root and its own outputs
+behind it. So what it reads at any depth is what it will read when it serves. The layer adds to the normed state
+(`norm_before_residual`): states of late layers are so large that what a fresh layer adds to them is hardly seen, and it
+learns half as fast. The result is a folder for `--draft
+eagle:DIR`, in the authors' layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Float, Int
+from forerun.draft.spec import DraftSpec
+from forerun.errors import InvalidRequest
+from forerun.fields import Fields
+from forerun.heads.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
+from forerun.heads.eagle.fields import usual_taps
+from forerun.heads.eagle.format import OFFSETS, PLACES, EagleForm, EagleTensors
+from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, SPREAD, trainable
+from forerun.heads.student import Predictions, TextBatch, check_most, check_taps
+from forerun.models.config import ModelConfig, config_of
+from forerun.models.decoder import rms_norm
+from forerun.models.loading import Blueprint
+from forerun.models.rope import rope_tables
+
+STEPS = 5  # of a draft that training goes through
+DEPTH_WEIGHT = 0.8  # of each step, of the one before it
+PLACE = PLACES[0]
+
+
+@dataclass(frozen=True)
+class EagleStudent:
+    """A layer in training. `embedding` and `head` are the target's, and stay as they are."""
+
+    values: Mapping[str, Any]
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    embedding: Float[Tensor, "vocab hidden"]
+    head: Float[Tensor, "vocab hidden"]
+    taps: tuple[int, ...]
+    vocabulary: Int[Tensor, " ids"] | None = None
+    most_depth: int | None = None
+    depth_weights: tuple[float, ...] = tuple(DEPTH_WEIGHT**step for step in range(STEPS))
+    own: DraftedLayer = field(init=False)
+
+    def __post_init__(self) -> None:
+        rope = rope_tables(self.config).to(self.embedding.device)
+        object.__setattr__(self, "own", DraftedLayer(self.config, self.weights, PLACE, rope))
+
+    @classmethod
+    def fresh(
+        cls,
+        target: Blueprint,
+        mlp: int | None,
+        shared_head: bool,
+        seed: int,
+        vocabulary: int | Sequence[int] | None = None,
+        taps: Sequence[int] | None = None,
+    ) -> EagleStudent:
+        """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train.
+
+        The head has so many of the target's tokens, or these, or all of them. Raises InvalidRequest for more than there
+        are, and for some of them where the head is shared.
+        """
+        of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
+        ids = head_ids(target, shared_head, vocabulary)
+        taps = usual_taps(of.layers) if taps is None else check_taps(taps, of.layers)
+        num_ids = of.vocab_size if ids is None else len(ids)
+        values = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": of.hidden,
+            "vocab_size": of.vocab_size,
+            "draft_vocab_size": num_ids,
+            "intermediate_size": of.intermediate if mlp is None else mlp,
+            "num_attention_heads": of.heads,
+            "num_key_value_heads": of.kv_heads,
+            "head_dim": of.head_dim,
+            "max_position_embeddings": of.max_positions,
+            "rms_norm_eps": of.norm_eps,
+            "rope_theta": of.rope.theta,
+            "eagle_aux_hidden_state_layer_ids": list(taps),
+            "norm_before_residual": True,
+            "dtype": "bfloat16" if of.dtype in HALF else "float32",
+        }
+        config = config_of(Fields(Path("the layer's config.json"), without_architecture(values)))
+        tensors = EagleTensors(config, EagleForm(taps), PLACE, of.hidden, num_ids, False, not shared_head)
+        weights = {
+            name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
+            for name, shape in tensors.shapes().items()
+        }
+        weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
+        checkpoint = target.checkpoint(torch.float32)
+        embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
+        head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
+        if not shared_head:
+            weights[HEAD] = head if ids is None else head[ids]
+        weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
+        weights = trainable(weights, device)
+        return cls(
+            values,
+            config,
+            weights,
+            embedding.to(device),
+            head.to(device),
+            taps,
+            None if ids is None else ids.to(device),
+        )
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Its configuration, and whether it has a head of its own."""
+        return {"kind": "eagle", "config": dict(self.values), "shared_head": HEAD not in self.weights}
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        """The law of every step of the drafts from these roots."""
+        drafts = DraftSteps.of(batch, STEPS, dice)
+        fused = functional.linear(batch.taps[:, :-1].flatten(2).float(), self.weights["fc.weight"])
+        found = []
+        for states in drafts.run(fused, self.embedding, self.layer):
+            judged = rms_norm(states, self.weights["norm.weight"], self.config.norm_eps)
+            found.append(functional.linear(judged, self.weights.get(HEAD, self.head)))
+        return Predictions(found, drafts.roots)
+
+    def layer(
+        self,
+        embedded: Float[Tensor, "batch places hidden"],
+        states: Float[Tensor, "batch places hidden"],
+        places: Int[Tensor, "batch places"],
+        past: list[KeysAndValues],
+    ) -> Float[Tensor, "batch places hidden"]:
+        """The layer's output where the drafts from these places are; its keys and values join the past."""
+        own = self.own
+        residual = own.normed(states, "hidden_norm")
+        joined = torch.cat([own.normed(embedded, "input_layernorm"), residual], dim=2)
+        x = residual + own.mix(joined, places, past)
+        return x + own.mlp(x)
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """The layer and, if it has one, its head, and whose tokens the head's are."""
+        stored = {name: tensor.detach().to("cpu", self.config.dtype).contiguous() for name, tensor in weights.items()}
+        if HEAD in stored:
+            num_ids = len(stored[HEAD])
+            ids = torch.arange(num_ids) if self.vocabulary is None else self.vocabulary.cpu()
+            stored[OFFSETS] = ids - torch.arange(num_ids)
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
+
+    def spec(self, folder: Path) -> str:
+        """`eagle:DIR`."""
+        return str(DraftSpec("eagle", argument=str(folder)))
+
+
+def head_ids(
+    target: Blueprint, shared_head: bool, vocabulary: int | Sequence[int] | None
+) -> Int[Tensor, " ids"] | None:
+    """The target's ids of the head's tokens: these, the first so many, or None for all of them."""
+    if vocabulary is None:
+        return None
+    if shared_head:
+        raise InvalidRequest("draft_vocab", "the target's head has all tokens: leave --shared-head out, or this one.")
+    ids = torch.arange(vocabulary) if isinstance(vocabulary, int) else torch.tensor(vocabulary)
+    check_most("draft_vocab", len(ids), target.config.vocab_size)
+    return ids
+
+
+def without_architecture(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as those of the family whose layer it is."""
+    return {key: value for key, value in values.items() if key != "architectures"}

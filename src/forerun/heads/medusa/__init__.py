@@ -1,0 +1,1 @@
+"""Medusa heads: their format, network, drafter and training."""

@@ -1,0 +1,108 @@
+"""Medusa: heads on the target's last hidden state guess, each one token further ahead (2401.10774).
+
+This module decides what the heads are asked and when. They read no text and keep no cache: all that a sequence leaves
+behind is the state after the last token that the target has read. So a draft costs a few matrix products, whatever the
+length of the text. Trees are products of what the heads say, or, where the heads are hydra's, each guess depends on
+those before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, ProgressCallback
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.draft.model.ahead import Paths, grow_ahead
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.spec import DraftSpec
+from forerun.errors import WrongTarget
+from forerun.heads.medusa.network import MedusaHeads, plan_heads
+from forerun.models.runner import Runner
+from forerun.sampling.draws import Draws
+
+
+class MedusaDrafter:
+    """Drafts with `heads`, at most as deep as there are heads."""
+
+    arms: tuple[str, ...] = ("medusa",)
+    taps: tuple[int, ...] = (-1,)
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        self.heads = heads
+        self.states: dict[int, Float[Tensor, " hidden"]] = {}
+        self.pass_s = 0.0
+
+    def observe(self, news: Committed) -> None:
+        """Keep the state after the last token. Raises WrongTarget for text without states that was not adopted."""
+        if news.adopted:
+            return
+        for i, (seq_id, tokens, _) in enumerate(news.rows()):
+            if not tokens:
+                continue
+            if news.features is None:
+                raise WrongTarget(
+                    "medusa reads the target's states, and is told text without them: build the drafter for the "
+                    "engine that runs it, which shows them, as LLM(model, draft=...) does"
+                )
+            self.states[seq_id] = news.features[news.offsets[i + 1] - 1, 0].clone()
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        """All: the root is read in any case, and the state after it is all that is needed."""
+        return most
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        """A tree per sequence, grown from the heads' logits; the root alone where there is no state."""
+        assert tail is None, "text that the target has not read has no states"
+        self.pass_s = 0.0
+        granted = [self.granted(seq_id, budget) for seq_id, budget in zip(draws.seq_ids, budgets, strict=True)]
+        rows = [row for row, budget in enumerate(granted) if budget.depth]
+        if not rows:
+            return Draft.none([row.tokens[-1] for row in draws.rows])
+        states = {row: self.states[draws.seq_ids[row]] for row in rows}
+        roots = {row: draws.rows[row].tokens[-1] for row in rows}
+
+        def ahead(rows: Sequence[int], paths: Paths) -> Tensor:
+            started_s = time.perf_counter()
+            seen = torch.tensor([[roots[row], *path] for row, path in zip(rows, paths, strict=True)])
+            rows_states = torch.stack([states[row] for row in rows])
+            found = self.heads.logits(len(paths[0]), rows_states, seen.to(draws.device))
+            self.pass_s += time.perf_counter() - started_s
+            return found
+
+        draft = grow_ahead(draws, granted, ahead)
+        return replace(draft, pass_s=self.pass_s)
+
+    def granted(self, seq_id: int, budget: Budget) -> Budget:
+        """The budget, cut to the number of heads."""
+        if seq_id not in self.states or budget.depth == 0:
+            return NO_DRAFT
+        depth = min(budget.depth, self.heads.config.num_heads)
+        return budget if depth == budget.depth else replace(budget, depth=depth)
+
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """As many guesses as there are heads; nothing has to be read first."""
+        limit = [self.heads.config.num_heads if seq_id in self.states else 0 for seq_id in seq_ids]
+        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=[None] * len(seq_ids), ends_early=True)
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop the states of these sequences."""
+        for seq_id in seq_ids:
+            self.states.pop(seq_id, None)
+
+
+def plan_medusa(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """`medusa:DIR`: heads on the target's last hidden state. They need no cache."""
+    refuse_members(spec)
+    if spec.argument is None:
+        refuse(spec, "name the folder with the heads, as in medusa:DIR")
+    heads = plan_heads(spec.argument, context.target)
+
+    def build(_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> MedusaDrafter:
+        return MedusaDrafter(heads.load(target.decoder))
+
+    return DraftPlan({str(spec): heads.memory}, build, heads.fingerprint)

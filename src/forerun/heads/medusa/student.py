@@ -1,0 +1,125 @@
+"""Training Medusa heads: each predicts one token further ahead from the target's last state; hydra's from the tokens
+between, too.
+
+A head reads the state before a root, which serving has when a round begins. Hydra's heads are taught with the text's
+own tokens in the place of guesses, which is what they read wherever those guesses were right; where they were not,
+nothing that follows counts. The target stays as it is. The result is a folder for `--draft medusa:DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Float, Int
+from forerun.draft.spec import DraftSpec
+from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, save_weights, trainable
+from forerun.heads.medusa.network import MOST_HEADS, MedusaConfig
+from forerun.heads.student import Predictions, TextBatch, check_most
+from forerun.models.loading import Blueprint
+
+NUM_HEADS = 4  # unless said
+DEPTH_WEIGHT = 0.8  # of each head, of the one before it
+
+
+@dataclass(frozen=True)
+class MedusaStudent:
+    """Heads in training. `head` and `embedding` are the target's, and stay as they are."""
+
+    config: MedusaConfig
+    dtype: torch.dtype
+    weights: dict[str, Tensor]
+    head: Float[Tensor, "vocab hidden"]
+    embedding: Float[Tensor, "vocab hidden"]
+    taps: tuple[int, ...] = (-1,)
+    vocabulary: Int[Tensor, " ids"] | None = None
+
+    @classmethod
+    def fresh(
+        cls, target: Blueprint, num_heads: int | None, num_blocks: int | None, hydra: bool, shared_head: bool
+    ) -> MedusaStudent:
+        """Heads that say what the target's head says of the state they read. Raises InvalidRequest."""
+        of, device = target.config, target.placement.device
+        check_most("heads", num_heads or NUM_HEADS, MOST_HEADS)
+        config = MedusaConfig(num_heads or NUM_HEADS, num_blocks or 1, of.hidden, of.vocab_size, not shared_head, hydra)
+        checkpoint = target.checkpoint(torch.float32)
+        table = (of.vocab_size, of.hidden)
+        embedding = checkpoint.take(EMBEDDING, table)
+        head = embedding if of.tied else checkpoint.take(HEAD, table)
+        weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
+        for name, tensor in weights.items():
+            if name.endswith(".in.weight"):
+                tensor[:, : of.hidden] = torch.eye(of.hidden)
+            elif tensor.shape == table and name.endswith(f".{config.num_blocks}.weight"):
+                tensor.copy_(head)
+        dtype = torch.bfloat16 if of.dtype in HALF else torch.float32
+        return cls(config, dtype, trainable(weights, device), head.to(device), embedding.to(device))
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]:
+        """Less for each head."""
+        return tuple(DEPTH_WEIGHT**head for head in range(self.config.num_heads))
+
+    @property
+    def most_depth(self) -> int | None:
+        """As many guesses as there are heads."""
+        return self.config.num_heads
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What it writes into config.json."""
+        return {"kind": "medusa", "config": self.values}
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The configuration, as the authors' code spells it."""
+        c = self.config
+        return {
+            "architectures": ["MedusaModel"],
+            "medusa_num_heads": c.num_heads,
+            "medusa_num_layers": c.num_blocks,
+            "hidden_size": c.hidden,
+            "vocab_size": c.vocab_size,
+            "hydra": c.hydra,
+        }
+
+    def inputs(self, batch: TextBatch, head: int) -> Float[Tensor, "batch roots inputs"]:
+        """What a head reads for every root: the state before it and, with hydra, the embeddings of what is between."""
+        length = batch.read.shape[1]
+        states = functional.pad(batch.taps[:, :, 0].float(), (0, 0, 1, 0))[:, batch.first_root : length]
+        if not self.config.hydra:
+            return states
+        tokens = functional.pad(batch.tokens, (0, self.config.num_heads))
+        between = [tokens[:, batch.first_root + i : length + i] for i in range(1 + head)]
+        return torch.cat([states, *(self.embedding[own] for own in between)], dim=2)
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        """The law of every head behind every root."""
+        c, found = self.config, []
+        for head in range(c.num_heads):
+            x = self.inputs(batch, head)
+            if c.hydra:
+                x = functional.linear(x, self.weights[f"{head}.in.weight"])
+            for block in range(c.num_blocks):
+                name = f"{head}.{block}.linear"
+                x = x + functional.silu(
+                    functional.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+                )
+            found.append(functional.linear(x, self.weights.get(f"{head}.{c.num_blocks}.weight", self.head)))
+        return Predictions(found, batch.roots)
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """The heads and their configuration."""
+        save_weights(weights, self.dtype, folder)
+        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
+
+    def spec(self, folder: Path) -> str:
+        """`medusa:DIR`."""
+        return str(DraftSpec("medusa", argument=str(folder)))

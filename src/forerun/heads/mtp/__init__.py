@@ -1,0 +1,1 @@
+"""MTP modules: their format, network, drafter and training."""

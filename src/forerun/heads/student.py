@@ -1,0 +1,216 @@
+"""The protocol of what can be trained: one module for each kind of drafter.
+
+A kind brings its network, the target's states that this reads, the weights that its loss gives to each depth, and its
+checkpoint. Everything else is the same for all of them: data, the target's answers, losses, optimizers, the state that
+survives a kill, what is measured on held-out text, and the report. No code asks which kind it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int
+from forerun.config import require_whole
+from forerun.errors import InvalidRequest
+
+MOST_DEPTH = 16  # of drafts that training goes through
+
+
+@dataclass(frozen=True, slots=True)
+class TargetText:
+    """A prompt and what the target wrote behind it, with the target's states while it wrote.
+
+    Row t of `taps` is the state after reading token t, at the student's taps in their order; row t of `last` is the
+    one behind the last layer, which the target's norm and head turn into the law of token t + 1. The text's last token
+    was not read. `seed` is that of the draws. `is_cut` tells an answer that ended at its limit from one that ended
+    itself.
+    """
+
+    tokens: Sequence[int]
+    num_prompt: int
+    seed: int
+    taps: Float[Tensor, "read taps hidden"]
+    last: Float[Tensor, "read hidden"]
+    is_cut: bool = True
+
+    @property
+    def roots(self) -> range:
+        """Places from which a draft may begin: the prompt's last token, and all of the answer but its last token."""
+        return range(self.num_prompt - 1, len(self.tokens) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """Texts side by side, padded at their ends: what a student's network reads in one pass.
+
+    Padding comes last, so no causal network sees it before it has read the text. `num_tokens` counts the text's last
+    token, which is in `tokens` although nothing was read behind it.
+    """
+
+    texts: Sequence[TargetText]
+    tokens: Int[Tensor, "batch longest"]
+    taps: Float[Tensor, "batch length taps hidden"]
+    last: Float[Tensor, "batch length hidden"]
+
+    @classmethod
+    def of(cls, texts: Sequence[TargetText]) -> TextBatch:
+        """These texts."""
+        longest = max(len(text.tokens) for text in texts)
+        device = texts[0].last.device
+        tokens = [[*text.tokens, *[0] * (longest - len(text.tokens))] for text in texts]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return cls(
+            texts,
+            torch.tensor(tokens, device=device),
+            pad([text.taps for text in texts], batch_first=True),
+            pad([text.last for text in texts], batch_first=True),
+        )
+
+    @property
+    def read(self) -> Int[Tensor, "batch length"]:
+        """The tokens that were read."""
+        return self.tokens[:, :-1]
+
+    @property
+    def first_root(self) -> int:
+        """The first place that is a root in any of the texts."""
+        return min(text.roots.start for text in self.texts)
+
+    @property
+    def roots(self) -> Int[Tensor, "batch places"]:
+        """All places from the first root on."""
+        rows, length = self.read.shape
+        return torch.arange(self.first_root, length, device=self.tokens.device).expand(rows, -1)
+
+    def some_roots(self, one_in: int, dice: torch.Generator) -> Int[Tensor, "batch roots"]:
+        """Roots of every text, one in so many places, in their order; other places where a text has too few roots."""
+        places = self.roots
+        starts = torch.tensor([[text.roots.start] for text in self.texts])
+        ends = torch.tensor([[text.roots.stop] for text in self.texts])
+        outside = (places.cpu() < starts) | (places.cpu() >= ends)
+        order = torch.rand(places.shape, generator=dice) + outside
+        count = -(-places.shape[1] // one_in)
+        return places[0, 0] + order.argsort(1)[:, :count].sort(1).values.to(places.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """A student's logits. Entry `[b, r]` of `logits[d - 1]` is for the token d places behind `roots[b, r]`.
+
+    A drafter whose guess at every depth reads what its first one would read there has logits for depth 1 alone, with
+    every place a root (`TextBatch.roots`): those for deeper guesses are the same, further on. `more` are losses of the
+    kind's own, already weighed, which are added. `confidence` are, in the places of `logits`, the logits of the kind's
+    own estimates of the chance that a guess is accepted once those before it are: they learn the overlap of the laws.
+    `target` are the target's own logits, from the first root of the batch on, of a kind that tunes the target as well.
+    """
+
+    logits: Sequence[Float[Tensor, "batch roots vocab"]]
+    roots: Int[Tensor, "batch roots"]
+    more: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
+    confidence: Sequence[Float[Tensor, "batch roots"]] = ()
+    target: Float[Tensor, "batch places vocab"] | None = None
+
+
+@runtime_checkable
+class Student(Protocol):
+    """A drafter in training.
+
+    `taps` names the target states that it reads, as `Drafter.taps` does. `weights` are the tensors that are trained, by
+    their names in the checkpoint. `depth_weights` says how much each depth counts in its loss, as many as it predicts.
+    `most_depth` is that of its deepest draft; None where it goes as far as it is asked to. `vocabulary` are the
+    target's ids of its tokens; None where it has all of them. `about` says what it is made of, as JSON: another value
+    is another training.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    @property
+    def weights(self) -> dict[str, Tensor]: ...
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]: ...
+
+    @property
+    def most_depth(self) -> int | None: ...
+
+    @property
+    def vocabulary(self) -> Int[Tensor, " ids"] | None: ...
+
+    @property
+    def about(self) -> Mapping[str, Any]: ...
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        """Its logits with gradients, as serving would compute them from the same tokens and states.
+
+        What serving knows behind a root is the text up to the root, and states up to the place before it: the target
+        has not read the root yet. A network may use the state at the root only if its drafter computes it itself.
+        Without `dice` all of `TextBatch.roots` are roots; with them a kind for which that is too much draws some.
+        """
+        ...
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Put a checkpoint with these weights into an empty folder."""
+        ...
+
+    def spec(self, folder: Path) -> str:
+        """The specification of the drafter in a folder, as `--draft` takes it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StudentSizes:
+    """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said.
+
+    `draft_vocab` is how many of the target's tokens it has, or which these are. `portable`: in a form that other
+    programs read too. `tune_target` is a folder for the target, where that is tuned as well.
+    """
+
+    exit: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    mlp: int | None = None
+    init: str | None = None
+    hydra: bool | None = None
+    shared_head: bool | None = None
+    draft_vocab: int | Sequence[int] | None = None
+    block: int | None = None
+    markov_rank: int | None = None
+    selector_rank: int | None = None
+    confidence: bool | None = None
+    tune_target: Path | None = None
+    taps: Sequence[int] | None = None
+    portable: bool | None = None
+
+    def only(self, kind: str, *names: str) -> None:
+        """Raise InvalidRequest where something is said that the kind does not have."""
+        takes = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and each.name not in names:
+                raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes {takes}.")
+            if isinstance(value, int) and not isinstance(value, bool):
+                require_whole(each.name, value, 0 if each.name.endswith("_rank") else 1)
+
+
+def check_most(name: str, value: int, most: int) -> None:
+    """Raise InvalidRequest for more than there can be."""
+    if value > most:
+        raise InvalidRequest(name, f"{value} must be at most {most}.")
+
+
+def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The target's states, each named by the layer that it enters. Raises InvalidRequest for what is no layer."""
+    if not taps or len(set(taps)) < len(taps) or not all(0 <= tap <= num_layers for tap in taps):
+        told = ",".join(map(str, taps))
+        raise InvalidRequest(
+            "taps", f"{told!r} must be different layers, from 0 to {num_layers}, such as 2,{num_layers}."
+        )
+    return tuple(taps)
