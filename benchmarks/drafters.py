@@ -36,7 +36,8 @@ from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import plan
 from forerun.engine.engine import Engine
-from forerun.heads.widen import KINDS, cached_widened_drafter
+from forerun.heads.kinds import HEADS
+from forerun.heads.widen import cached_widened_drafter
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.bundled import DRAFT, TARGET
@@ -97,7 +98,7 @@ class Mode:
 def widened(spec: DraftSpec, target: Path) -> DraftSpec:
     """The specification with bundled models at their large sizes, and heads at that of the widened target."""
     argument = spec.argument
-    if spec.name in KINDS and argument is not None:
+    if spec.name in HEADS and argument is not None:
         wider = Wider.of(Blueprint.of(TARGET).config, TARGET_PARAMETERS)
         return cached_widened_drafter(str(spec), TARGET, target, wider)
     if spec.name == "model" and argument in SIZES:

@@ -22,12 +22,7 @@ from forerun.draft.suffix import plan_suffix
 from forerun.draft.translate import plan_model
 from forerun.errors import UnknownDrafter
 from forerun.fields import read_fields
-from forerun.heads.adapter.drafter import plan_early_exit
-from forerun.heads.block.drafter import plan_block
-from forerun.heads.eagle.drafter import plan_eagle
-from forerun.heads.medusa.drafter import plan_medusa
-from forerun.heads.mtp.drafter import plan_mtp
-from forerun.heads.widen import KINDS
+from forerun.heads.kinds import HEADS
 from forerun.models.bundled import BUNDLED_DRAFTS
 from forerun.models.config import read_widened
 from forerun.models.loading import checkpoint_label
@@ -59,16 +54,12 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     AUTO_DRAFT: lambda spec, context: plan(settled(spec, context.target), context),
-    "block": plan_block,
     "cascade": lambda spec, context: plan_cascade(spec, context, plan),
-    "eagle": plan_eagle,
-    "early-exit": plan_early_exit,
-    "medusa": plan_medusa,
     "mix": lambda spec, context: plan_mix(spec, context, plan),
     "model": plan_model,
-    "mtp": plan_mtp,
     "ngram": plan_ngram,
     "suffix": plan_suffix,
+    **{name: kind.plan_for for name, kind in HEADS.items()},
 }
 
 
@@ -84,8 +75,9 @@ def labelled(spec: DraftSpec) -> DraftSpec:
     argument = spec.argument
     if spec.name == "model" and argument is not None:
         argument = checkpoint_label(argument)
-    elif spec.name in KINDS and argument is not None:
-        lead, colon, folder = argument.partition(":") if spec.name == "early-exit" else ("", "", argument)
+    elif spec.name in HEADS and argument is not None:
+        leads = HEADS[spec.name].signs.argument is not None
+        lead, colon, folder = argument.partition(":") if leads else ("", "", argument)
         argument = f"{lead}{colon}{head_label(folder)}"
     return replace(spec, argument=argument, members=tuple(labelled(member) for member in spec.members))
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from convert.package_block import ANCHORS, CHECKPOINTS, FOLDER, TAPS, TARGET, load, said
 from draft.heads import BLOCK_CONFIG, written_block
 from forerun.errors import ModelError, UnsupportedModel
-from forerun.heads.block.network import MASKED, BlockDecoder, plan_block_drafter
+from forerun.heads.block.drafter import BlockBlueprint
+from forerun.heads.block.network import MASKED
 from forerun.heads.convert import convert
+from forerun.heads.folder import HeadFolder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from unchecked import unchecked
@@ -31,19 +33,19 @@ no_package = pytest.mark.skipif(
 def own(folder: Path, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
     """What a drafter says here in the guessing places of the blocks; [anchors, places, tokens]."""
     target = Blueprint.of(str(TARGET), dtype="float32")
-    plan = plan_block_drafter(str(folder), target)
-    runner, heads = plan.load(2048, 512, target.load(64).decoder)
-    block, decoder, text = plan.tensors.config, runner.decoder, tokens.tolist()
-    assert isinstance(decoder, BlockDecoder)
+    plan = BlockBlueprint.of(HeadFolder.of(str(folder), target))
+    layers = plan.load(2048, 512, target.load(64).decoder)
+    runner, decoder, heads = layers.runner, layers.decoder, layers.decoder.heads
+    block, text = plan.tensors.config, tokens.tolist()
     assert block.taps == TAPS
-    ids = torch.arange(block.layers.vocab_size) if plan.ids is None else plan.ids
+    ids = torch.arange(block.layers.vocab_size) if plan.ids.head_ids is None else plan.ids.head_ids
     logits, chances = [], []
     for seq_id, anchor in enumerate(ANCHORS):
         runner.read([Read(seq_id, text[:anchor])], inputs=decoder.fuse(states[:anchor]))
         runner.keep([seq_id], [range(anchor)])
         hidden = runner.read([Read(seq_id, [text[anchor], *[MASKED] * (block.block_size - 1)])]).hidden[block.first :]
         before = tokens[anchor : anchor + len(hidden)]
-        found = plan.exchange().spread(decoder.logits(hidden))
+        found = plan.ids.spread(decoder.logits(hidden))
         found = found if heads.after is None else heads.after(found, decoder.states(hidden), before)
         logits.append(found[:, ids])
         if heads.confidence is not None:
@@ -100,7 +102,7 @@ def read_states(folder: Path) -> tuple[list[int], Tensor]:
     """The numbers that speculators would give a drafter's states, and the states that it is given here."""
     convert(str(folder), "speculators", folder / "theirs", str(TARGET))
     target = Blueprint.of(str(TARGET), dtype="float32")
-    taps = plan_block_drafter(str(folder), target).tensors.config.taps
+    taps = BlockBlueprint.of(HeadFolder.of(str(folder), target)).tensors.config.taps
     found = target.load(64).read([Read(0, TEXT)], taps=taps).taps
     assert found is not None
     return config_of(folder / "theirs")["aux_hidden_state_layer_ids"], found

@@ -14,7 +14,8 @@ from convert.package_mtp import FOLDER, NAME, PLACES, TARGET, load, logits_of
 from draft.modules import apart
 from forerun.errors import ModelError
 from forerun.heads.convert import convert
-from forerun.heads.mtp.network import plan_modules
+from forerun.heads.folder import HeadFolder
+from forerun.heads.mtp.drafter import MtpBlueprint
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from unchecked import unchecked
@@ -34,11 +35,11 @@ def known() -> dict[str, Tensor]:
 def own_logits(folder: Path, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """What a module says here beside these states, and then beside its own outputs."""
     target = Blueprint.of(str(TARGET), dtype="float32")
-    runner = plan_modules(str(folder), target).load(2048, 512, target.load(64).decoder)
+    modules = MtpBlueprint.of(HeadFolder.of(str(folder), target)).load(2048, 512, target.load(64).decoder)
     found, inputs, text = [], states[:PLACES], tokens.tolist()
     for step in range(2):
-        inputs = runner.read([Read(step, text[1 + step : 1 + step + PLACES])], inputs=inputs).hidden
-        found.append(runner.decoder.logits(inputs))
+        inputs = modules.runner.read([Read(step, text[1 + step : 1 + step + PLACES])], inputs=inputs).hidden
+        found.append(modules.decoder.logits(inputs))
     return found[0], found[1]
 
 

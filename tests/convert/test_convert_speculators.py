@@ -14,8 +14,8 @@ from convert.package import ANCHORS, CHECKPOINTS, DEPTHS, FOLDER, TAPS, TARGET, 
 from draft.heads import eagle_of
 from forerun.errors import InvalidRequest, ModelError, UnsupportedModel
 from forerun.heads.convert import convert
-from forerun.heads.eagle.blueprint import plan_layer
-from forerun.heads.eagle.network import EagleDecoder
+from forerun.heads.eagle.drafter import EagleBlueprint
+from forerun.heads.folder import HeadFolder
 from forerun.heads.student import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
@@ -32,23 +32,23 @@ def own_logits(folder: Path, states: Tensor, tokens: Tensor) -> tuple[Tensor, Te
     Of P-EAGLE the second is what it says in masked places, as `guesses_of` has it of the package.
     """
     target = Blueprint.of(str(TARGET), dtype="float32")
-    plan = plan_layer(str(folder), target)
-    runner = plan.load(2048, 512, target.load(64).decoder)
-    assert isinstance(runner.decoder, EagleDecoder)
-    assert plan.taps == TAPS
-    fused, text, second = runner.decoder.fuse(states), tokens.tolist(), []
-    first = runner.decoder.logits(runner.read([Read(0, text)], inputs=fused).hidden)
-    if runner.decoder.mask is not None:
-        masks = runner.decoder.mask.expand(DEPTHS - 1, -1)
+    plan = EagleBlueprint.of(HeadFolder.of(str(folder), target))
+    layers = plan.load(2048, 512, target.load(64).decoder)
+    runner, decoder = layers.runner, layers.decoder
+    assert plan.tensors.form.taps == TAPS
+    fused, text, second = decoder.fuse(states), tokens.tolist(), []
+    first = decoder.logits(runner.read([Read(0, text)], inputs=fused).hidden)
+    if decoder.mask is not None:
+        masks = decoder.mask.expand(DEPTHS - 1, -1)
         for place in ANCHORS:
             read = Read(1 + place, [*text[: place + 1], *[plan.tensors.form.mask_token or 0] * len(masks)])
             hidden = runner.read([read], inputs=torch.cat([fused[: place + 1], masks])).hidden
-            second.append(runner.decoder.logits(hidden[place:])[None])
+            second.append(decoder.logits(hidden[place:])[None])
         return first, torch.cat(second)
     for place in range(len(text)):
         own = runner.read([Read(1 + place, text[: place + 1])], inputs=fused[: place + 1]).hidden[-1:]
         guess = [*text, 0][place + 1]
-        second.append(runner.decoder.logits(runner.read([Read(1 + place, [guess])], inputs=own).hidden))
+        second.append(decoder.logits(runner.read([Read(1 + place, [guess])], inputs=own).hidden))
     return first, torch.cat(second)
 
 

@@ -9,10 +9,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.fields import Fields
+from forerun.heads.block.drafter import BlockBlueprint
 from forerun.heads.block.format import BlockTensors
-from forerun.heads.block.network import MASKED, BlockDecoder, plan_block_drafter
-from forerun.heads.eagle.blueprint import plan_layer
-from forerun.heads.eagle.network import EagleDecoder
+from forerun.heads.block.network import MASKED
+from forerun.heads.eagle.drafter import EagleBlueprint
+from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
@@ -83,18 +84,17 @@ def eagle_of(source: Path, folder: Path, num_ids: int = 400, **keys: object) -> 
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {"d2t": ids - torch.arange(num_ids)}
     written_eagle(folder, config, tensors | {"lm_head.weight": torch.zeros(num_ids, hidden)}, hidden, generator)
-    layer, host = plan_layer(str(folder), target), target.load(4096)
-    runner = layer.load(4096, 512, host.decoder)
-    assert isinstance(runner.decoder, EagleDecoder)
+    blueprint, host = EagleBlueprint.of(HeadFolder.of(str(folder), target)), target.load(4096)
+    layer = blueprint.load(4096, 512, host.decoder)
     outputs, wanted = [], []
     for seq_id, text in enumerate(texts(source)):
-        taps = host.read([Read(seq_id, text)], taps=layer.taps).taps
+        taps = host.read([Read(seq_id, text)], taps=blueprint.tensors.form.taps).taps
         assert taps is not None
-        read = runner.read([Read(seq_id, text[1:-1])], inputs=runner.decoder.fuse(taps[:-2]))
-        outputs.append(runner.decoder.head_inputs(read.hidden))
+        read = layer.runner.read([Read(seq_id, text[1:-1])], inputs=layer.decoder.fuse(taps[:-2]))
+        outputs.append(layer.decoder.head_inputs(read.hidden))
         wanted.append(torch.tensor(text[2:]))
         host.release([seq_id])
-        runner.release([seq_id])
+        layer.runner.release([seq_id])
     sought = 20 * (torch.cat(wanted)[:, None] == ids).float()
     tensors["lm_head.weight"] = torch.linalg.lstsq(torch.cat(outputs), sought).solution.T
     return written_eagle(folder, config, tensors, hidden, torch.Generator().manual_seed(0))
@@ -163,18 +163,18 @@ def paired(tensors: dict[str, Tensor], states: Tensor, before: Tensor) -> Tensor
 
 def seen_blocks(source: Path, folder: Path, target: Blueprint) -> tuple[Tensor, Tensor, Tensor]:
     """The states behind the guessing places of blocks in the target's texts, and the tokens before and after them."""
-    planned, host = plan_block_drafter(str(folder), target), target.load(4096)
-    block, (runner, _) = planned.tensors.config, planned.load(4096, 512, host.decoder)
-    assert isinstance(runner.decoder, BlockDecoder)
+    planned, host = BlockBlueprint.of(HeadFolder.of(str(folder), target)), target.load(4096)
+    block, layers = planned.tensors.config, planned.load(4096, 512, host.decoder)
+    runner, decoder = layers.runner, layers.decoder
     found, before, after = [], [], []
     for seq_id, text in enumerate(texts(source)):
         taps = host.read([Read(seq_id, text)], taps=block.taps).taps
         assert taps is not None
         for root in range(3, len(text) - block.block_size, 3):
-            runner.read([Read(seq_id, text[root - 3 : root])], inputs=runner.decoder.fuse(taps[root - 3 : root]))
+            runner.read([Read(seq_id, text[root - 3 : root])], inputs=decoder.fuse(taps[root - 3 : root]))
             runner.keep([seq_id], [range(3)])
             places = [text[root], *[MASKED] * (block.block_size - 1)]
-            states = runner.decoder.states(runner.read([Read(seq_id, places)]).hidden)[block.first :]
+            states = decoder.states(runner.read([Read(seq_id, places)]).hidden)[block.first :]
             runner.drop([seq_id])
             found.append(states)
             before += text[root : root + len(states)]

@@ -20,11 +20,12 @@ from forerun.draft.model.expand import with_first
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape, WrongTarget
-from forerun.heads.block.drafter import BlockDrafter
-from forerun.heads.block.network import MASKED, plan_block_drafter
+from forerun.heads.block.drafter import BlockBlueprint, BlockDrafter
+from forerun.heads.block.network import MASKED, BlockDecoder
+from forerun.heads.folder import HeadFolder, LoadedHeads
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read, Runner
+from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 
@@ -222,28 +223,29 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
 ) -> None:
     """To the bit: states, logits, and what the heads say."""
     target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
-    planned = plan_block_drafter(str(made(kind)), target)
+    planned = BlockBlueprint.of(HeadFolder.of(str(made(kind)), target))
     host, dice = target.load(64).decoder, torch.Generator().manual_seed(3)
     lengths, block = (4, 9, 40), planned.tensors.config
     features = [torch.randn(n, len(block.taps), target.config.hidden, generator=dice) for n in lengths]
     places = [5, *[MASKED] * (block.block_size - 1)]
 
-    def told(runner: Runner, seq_ids: list[int], pieces: int) -> None:
+    def told(layers: LoadedHeads[BlockDecoder], seq_ids: list[int], pieces: int) -> None:
         for piece in range(pieces):
             parts = {s: features[s][piece * lengths[s] // pieces : (piece + 1) * lengths[s] // pieces] for s in seq_ids}
             reads = [Read(s, [0] * len(own)) for s, own in parts.items() if len(own)]
             shown = torch.cat([own for own in parts.values() if len(own)])
-            runner.read(reads, inputs=runner.decoder.fuse(shown))  # type: ignore[attr-defined]
-            runner.keep([r.seq_id for r in reads], [range(len(r.tokens)) for r in reads])
+            layers.runner.read(reads, inputs=layers.decoder.fuse(shown))
+            layers.runner.keep([r.seq_id for r in reads], [range(len(r.tokens)) for r in reads])
 
     found: list[list[Tensor]] = []
     for groups, pieces in (([[0, 1, 2]], 1), ([[2], [0], [1]], 4)):
-        runner, heads = planned.load(1024, 512, host)
+        layers = planned.load(1024, 512, host)
+        heads = layers.decoder.heads
         results: dict[int, list[Tensor]] = {}
         for group in groups:
-            told(runner, group, pieces)
-            read = runner.read([Read(s, places, judged=range(block.block_size)) for s in group])
-            states = runner.decoder.states(read.hidden)  # type: ignore[attr-defined]
+            told(layers, group, pieces)
+            read = layers.runner.read([Read(s, places, judged=range(block.block_size)) for s in group])
+            states = layers.decoder.states(read.hidden)
             before = torch.tensor([9, 8, 7, 6, 5] * len(group))
             after = read.logits if heads.after is None else heads.after(read.logits, states, before)
             told_sure = states[:, :1] if heads.confidence is None else heads.confidence(states, before)[:, None]
@@ -256,7 +258,8 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
 
 def test_a_causal_block_is_read_as_far_as_the_draft_goes_and_another_as_a_whole(made: Callable[[str], Path]) -> None:
     for kind, depth, places in (("causal", 2, 2), ("dspark", 2, 5), ("selector", 2, 5)):
-        block = plan_block_drafter(str(made(kind)), Blueprint.of(str(TARGET), dtype="float32")).tensors.config
+        folder = HeadFolder.of(str(made(kind)), Blueprint.of(str(TARGET), dtype="float32"))
+        block = BlockBlueprint.of(folder).tensors.config
         assert block.num_places(depth) == places
         assert block.deepest(places - 1) < depth
         assert [block.deepest(room) for room in (0, 1, 64)] == [0, 1 if kind == "causal" else 0, block.most_depth]

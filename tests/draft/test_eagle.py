@@ -16,8 +16,8 @@ from draft.heads import PROMPTS, eagle_of, first_eagle_of
 from draft.rounds import Row, committed
 from forerun.config import Speculation
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongTarget
-from forerun.heads.eagle.blueprint import plan_layer
-from forerun.heads.eagle.drafter import EagleDrafter
+from forerun.heads.eagle.drafter import EagleBlueprint, EagleDrafter
+from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
@@ -226,7 +226,9 @@ def test_a_folder_without_a_head_uses_the_targets(folder: Path, tmp_path: Path) 
 
 
 def test_the_first_token_may_be_that_of_masked_places(tmp_path: Path) -> None:
-    plan = plan_layer(str(eagle_of(TARGET, tmp_path, mask_token_id=0)), Blueprint.of(str(TARGET), dtype="float32"))
+    plan = EagleBlueprint.of(
+        HeadFolder.of(str(eagle_of(TARGET, tmp_path, mask_token_id=0)), Blueprint.of(str(TARGET), dtype="float32"))
+    )
     assert plan.tensors.form.mask_token == 0
 
 
@@ -285,7 +287,9 @@ def test_what_does_not_fit_eagle_1_is_refused(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(error, match=told):
-        plan_layer(str(changed(first, tmp_path, keys, tensors)), Blueprint.of(str(TARGET), dtype="float32"))
+        EagleBlueprint.of(
+            HeadFolder.of(str(changed(first, tmp_path, keys, tensors)), Blueprint.of(str(TARGET), dtype="float32"))
+        )
 
 
 def test_a_folder_must_be_named_and_text_must_come_with_states(folder: Path) -> None:

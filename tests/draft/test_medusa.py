@@ -13,8 +13,8 @@ from draft.heads import PROMPTS, heads_of, states, texts, written_heads
 from draft.rounds import Row, committed
 from forerun.config import VERIFICATIONS, Speculation, Verification
 from forerun.errors import MissingWeights, ModelError, ModelNotFound, UnknownDrafter, UnsupportedModel, WrongTarget
-from forerun.heads.medusa.drafter import MedusaDrafter
-from forerun.heads.medusa.network import plan_heads
+from forerun.heads.folder import HeadFolder
+from forerun.heads.medusa.drafter import MedusaBlueprint, MedusaDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
@@ -42,7 +42,7 @@ def silent(folder: Path, num_heads: int = 2, **keys: object) -> Path:
 def test_heads_of_zeros_say_what_the_target_says(options: dict[str, str], tmp_path: Path) -> None:
     target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
     runner = target.load(1024)
-    heads = plan_heads(str(silent(tmp_path)), target).load(runner.decoder)
+    heads = MedusaBlueprint.of(HeadFolder.of(str(silent(tmp_path)), target)).load(runner.decoder)
     text = texts(TARGET)[0][:50]
     read = runner.read([Read(0, text, judged=range(50))], taps=(-1,))
     assert read.taps is not None
@@ -55,7 +55,7 @@ def test_heads_of_zeros_say_what_the_target_says(options: dict[str, str], tmp_pa
 @pytest.mark.parametrize("rows", [1, 2, 3, 9, 40])
 def test_a_row_does_not_depend_on_the_others(folder: Path, rows: int) -> None:
     target = Blueprint.of(str(TARGET), dtype="float32")
-    heads = plan_heads(str(folder), target).load(target.load(64).decoder)
+    heads = MedusaBlueprint.of(HeadFolder.of(str(folder), target)).load(target.load(64).decoder)
     some, tokens = states(TARGET)[0][:rows], torch.tensor(texts(TARGET)[0])[: rows + 2].unfold(0, 3, 1)
     together = heads.logits(2, some, tokens)
     for i in range(rows):
@@ -156,8 +156,10 @@ def test_heads_have_no_cache_in_the_plan_and_may_lie_in_several_files(folder: Pa
     places = {name: "a.safetensors" if name in names[:2] else "b.safetensors" for name in names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     target = Blueprint.of(str(TARGET), dtype="float32")
-    sizes = {quantize: plan_heads(str(tmp_path), replace(target, spec=replace(target.spec, quantize=quantize))).memory
-             for quantize in (None, "int8", "int4")}  # fmt: skip
+    sizes = {}
+    for quantize in (None, "int8", "int4"):
+        quantized = replace(target, spec=replace(target.spec, quantize=quantize))
+        sizes[quantize] = MedusaBlueprint.of(HeadFolder.of(str(tmp_path), quantized)).memory
     assert sizes[None].weights_bytes == 4 * sum(tensor.numel() for tensor in tensors.values())
     assert 4 * sizes["int8"].weights_bytes == sizes[None].weights_bytes > 7 * sizes["int4"].weights_bytes
     llm = LLM(str(TARGET), f"medusa:{tmp_path}", dtype="float32")
@@ -169,6 +171,6 @@ def test_heads_have_no_cache_in_the_plan_and_may_lie_in_several_files(folder: Pa
 
 def test_text_without_states_is_refused(folder: Path) -> None:
     target = Blueprint.of(str(TARGET), dtype="float32")
-    drafter = MedusaDrafter(plan_heads(str(folder), target).load(target.load(64).decoder))
+    drafter = MedusaDrafter(MedusaBlueprint.of(HeadFolder.of(str(folder), target)).load(target.load(64).decoder))
     with pytest.raises(WrongTarget, match="told text without them"):
         drafter.observe(committed([Row(0, [1, 5, 9])]))

@@ -17,7 +17,8 @@ from forerun.draft.record import RECORD, DrafterRecord
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
 from forerun.heads import widen as module
-from forerun.heads.widen import WideDrafter, widen_drafter, widened_tap
+from forerun.heads.widen import widen_drafter
+from forerun.heads.widened import WideDrafter, widened_tap
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Plan, Wider, widen
@@ -100,12 +101,12 @@ def test_a_wrong_widening_guesses_otherwise(
 ) -> None:
     """Each kind is caught where what it adds to a stream leaks into the channels that must stay 0."""
     draft, wide = MAKERS[kind](tmp_path / "narrow"), wide_targets("exact")
-    plain_make = module.KINDS[spec_name(draft)]
+    plain = HEADS[spec_name(draft)]
 
-    def leaking(folder: str, plan: Plan) -> WideDrafter:
-        return replace(plain_make(folder, plan), writers=())
+    def leaking(argument: str, plan: Plan, open_folder: OpenFolder) -> WideDrafter:
+        return replace(plain.widen(argument, plan, open_folder), writers=())
 
-    monkeypatch.setattr(module, "KINDS", {**module.KINDS, spec_name(draft): leaking})
+    monkeypatch.setattr(module, "HEADS", {**HEADS, spec_name(draft): replace(plain, widen=leaking)})
     spec = widen_drafter(draft, str(STORIES), wide, WAYS["exact"])
     shape = Speculation(3)
     assert counts(wide, str(spec), shape)[1:] != counts(STORIES, draft, shape)[1:]

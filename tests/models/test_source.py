@@ -21,9 +21,11 @@ from huggingface_hub.utils import filter_repo_objects
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound, UnknownDrafter
+from forerun.heads.folder import find_heads
+from forerun.heads.kinds import find_of_kind
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS
 from forerun.models.loading import Blueprint
-from forerun.models.source import find_checkpoint, find_heads, find_tokenizer
+from forerun.models.source import find_checkpoint, find_tokenizer
 
 
 def test_a_folder_is_taken_as_it_is(target_dir: Path) -> None:
@@ -153,16 +155,16 @@ def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="there is no folder nowhere: name the folder that forerun train wrote"):
-        find_heads("nowhere", "medusa")
+        find_of_kind("nowhere", "medusa")
     with pytest.raises(ModelNotFound, match="there is no folder stdlb: name the folder"):
         find_heads("stdlb")
     with pytest.raises(ModelNotFound, match=r"is not what this drafter reads: its config.json has no medusa_num_heads"):
-        find_heads(str(target_dir), "medusa")
+        find_of_kind(str(target_dir), "medusa")
     (tmp_path / "my-heads").mkdir()
     (tmp_path / "my-heads" / "config.json").write_text('{"medusa_num_heads": 2}')
-    assert find_heads("my-heads", "medusa") == Path("my-heads")
+    assert find_of_kind("my-heads", "medusa") == Path("my-heads")
     with pytest.raises(ModelNotFound, match=r"did you mean my-heads[?] Otherwise"):
-        find_heads("my-head", "medusa")
+        find_of_kind("my-head", "medusa")
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle", "early-exit", "medusa", "mtp"])
@@ -171,18 +173,18 @@ def test_heads_of_another_kind_are_told_their_own(kind: str, tmp_path: Path) -> 
     for name, folder in BUNDLED_HEADS.items():
         own = folder.name
         if own in (kind, "mtp"):
-            assert own == "mtp" or find_heads(name, kind) == folder
+            assert own == "mtp" or find_of_kind(name, kind) == folder
             continue
         with pytest.raises(ModelNotFound, match=f"{name} holds a drafter of another kind: write {own}:(2:)?{name}"):
-            find_heads(name, kind)
+            find_of_kind(name, kind)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": null, "exit_layer": null, "dflash_config": null}')
     if kind in ("medusa", "early-exit"):
         with pytest.raises(ModelNotFound, match=r"its config\.json has no "):
-            find_heads(str(tmp_path), kind)
+            find_of_kind(str(tmp_path), kind)
     else:
-        assert find_heads(str(tmp_path), kind) == tmp_path
+        assert find_of_kind(str(tmp_path), kind) == tmp_path
     with pytest.raises(ModelNotFound, match="stdlib-draft is a model, which drafts as model:stdlib-draft; for heads"):
-        find_heads("stdlib-draft", kind)
+        find_of_kind("stdlib-draft", kind)
 
 
 @pytest.mark.usefixtures("unreached")

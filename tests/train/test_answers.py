@@ -22,7 +22,7 @@ from forerun.heads.block.drafter import BlockDrafter
 from forerun.heads.block.format import CONFIDENCE, MARKOV_W2, SUCCESSORS
 from forerun.heads.block.network import BlockDecoder
 from forerun.heads.block.student import BlockShape, BlockStudent
-from forerun.heads.eagle.blueprint import EagleDecoder
+from forerun.heads.eagle.network import EagleDecoder
 from forerun.heads.eagle.student import STEPS as EAGLE_STEPS
 from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.layer_stack import NORM

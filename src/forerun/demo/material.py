@@ -16,7 +16,8 @@ from forerun.draft.auto import settled
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import draft_label
 from forerun.errors import InvalidRequest
-from forerun.heads.widen import KINDS, cached_widened_drafter, planned
+from forerun.heads.kinds import HEADS
+from forerun.heads.widen import cached_widened_drafter, planned
 from forerun.llm import LLM
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES, DRAFT, TARGET
 from forerun.models.config import amount
@@ -101,7 +102,7 @@ def refuse(spec: DraftSpec, target: str, wider: Wider) -> None:
     """Raise what stands in the way of widening a drafter, at any depth: an error of its own, or an unknown model."""
     for member in spec.members:
         refuse(member, target, wider)
-    if spec.name in KINDS and spec.argument is not None:
+    if spec.name in HEADS and spec.argument is not None:
         planned(str(spec), target, wider, seed=0)
     argument = spec.argument
     if spec.name == "model" and argument not in BUNDLED and Path(argument or "") not in BUNDLED.values():
@@ -114,7 +115,7 @@ def widened_draft(
     """A drafter of the target as one of the widened target in the folder `wide`."""
     if spec.name == "model" and spec.argument is not None:
         return replace(spec, argument=widen(spec.argument, DRAFT_PARAMETERS, progress))
-    if spec.name in KINDS and spec.argument is not None:
+    if spec.name in HEADS and spec.argument is not None:
         return cached_widened_drafter(str(spec), target, wide, wider)
     members = [widened_draft(member, target, wide, wider, progress) for member in spec.members]
     return replace(spec, members=tuple(members))

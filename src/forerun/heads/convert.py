@@ -1,5 +1,6 @@
 """A conversion from start to end: recognise, read, check, write, read back, and only then give the folder its name.
 
+The first layout of the kinds' tables that a folder fits is the one that it is in.
 What was written is read again and compared with what was read before: the tensors to the bit, and what config.json
 says. So a folder that has its name holds the same drafter.
 """
@@ -20,8 +21,17 @@ from safetensors.torch import save_file
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.heads.draft_files import DraftFiles, TargetFacts
-from forerun.heads.layouts import DraftLayout, layout_of, recognise
+from forerun.heads.kinds import HEADS
+from forerun.heads.layouts import DraftLayout, DraftMethod
 from forerun.heads.source import DraftSource
+from forerun.heads.speculators import SPECULATORS
+from forerun.near import nearest
+
+LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.layouts)
+FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
+NOT_RUN: Mapping[str, str] = {  # types of speculators that are not read, and why
+    "xpress": "xPress combines the guesses of a block in a way that no drafter here computes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class Converted:
         return self.written.is_run
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """What was converted, for JSON."""
         return {
             "method": self.read.method.label,
             "from": {"format": self.read.format, "source": self.source},
@@ -147,3 +157,29 @@ def settle(part: Path, out: Path) -> None:
         return
     for path in sorted(part.iterdir(), reverse=True):  # config.json, by which a folder is recognised, comes last
         os.replace(path, out / path.name)
+
+
+def recognise(source: DraftSource) -> DraftLayout:
+    """The layout of a folder. Raises UnsupportedModel for one that is in none of them."""
+    kind = source.values.get(SPECULATORS)
+    if isinstance(kind, str) and kind in NOT_RUN:
+        raise source.fields.refuse(SPECULATORS, NOT_RUN[kind])
+    found = next((layout for layout in LAYOUTS if layout.holds(source)), None)
+    if found is None:
+        signs = "; ".join(f"{each.method.label} ({each.format}): {each.sign}" for each in LAYOUTS)
+        raise UnsupportedModel(f"{source.folder} is in none of the layouts that are read. These are: {signs}")
+    return found
+
+
+def layout_of(format_name: str, method: DraftMethod) -> DraftLayout:
+    """The layout of a method in a format. Raises InvalidRequest where there is none."""
+    if format_name not in FORMATS:
+        near = nearest(format_name, FORMATS)
+        meant = f"did you mean {near}? Otherwise " if near else ""
+        raise InvalidRequest("to", f"{format_name!r} is no format: {meant}choose one of {', '.join(FORMATS)}.")
+    formats = {layout.format: layout for layout in LAYOUTS if layout.method is method}
+    if format_name not in formats:
+        raise InvalidRequest(
+            "to", f"{format_name!r} has no place for {method.label}: choose one of {', '.join(formats)}."
+        )
+    return formats[format_name]

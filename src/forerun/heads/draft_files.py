@@ -7,7 +7,7 @@ to it that every tensor is used and every expected one is there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import Fields, read_fields, short
-from forerun.models.config import ModelConfig, read_config
+from forerun.models.config import MOST_LAYERS, ModelConfig, config_of, read_config
 from forerun.models.projections import Shapes
 from forerun.models.source import find_checkpoint
 from forerun.models.weights import Checkpoint
@@ -71,7 +71,7 @@ class DraftFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -95,3 +95,11 @@ def listed(names: list[str]) -> str:
     """Names for a message: a few, and how many more there are."""
     shown = ", ".join(map(short, names[:MOST_NAMES]))
     return shown if len(names) <= MOST_NAMES else f"{shown} and {len(names) - MOST_NAMES} more"
+
+
+def own_target(fields: Fields) -> ModelConfig:
+    """What the layer's fields say of a target that was not named; it may have any number of layers."""
+    usual = {"max_position_embeddings": 2048, "model_type": "llama", "num_hidden_layers": 1}
+    values = {key: value for key, value in fields.values.items() if key != "architectures"}
+    config = config_of(replace(fields, values=usual | values))
+    return replace(config, layers=MOST_LAYERS, hidden=fields.whole("target_hidden_size", config.hidden))

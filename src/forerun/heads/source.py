@@ -18,7 +18,8 @@ from torch import Tensor
 
 from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields, read_fields, short
-from forerun.models.source import TOKENIZER_FILES, find_heads
+from forerun.heads.folder import find_heads
+from forerun.models.source import TOKENIZER_FILES
 from forerun.models.weights import AGAIN, StoredTensor, opened, read_header, read_headers
 
 FETCHED = ("*.safetensors", "*.bin", "*.pt", *TOKENIZER_FILES)
@@ -58,12 +59,12 @@ class DraftSource:
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """The place of its config.json."""
         return self.fields.path.parent
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Its config.json."""
+        """The fields of its config.json."""
         return self.fields.values
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from forerun.fields import Fields
 from forerun.heads.draft_files import TargetFacts
 from forerun.models.config import ModelConfig
 
+SPECULATORS, LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
 VERSION = "0.9.0"  # of the package whose layout is written
 KEPT = "speculators_config"  # what the layout says beside the layer: the target's name, and how many guesses to make
 FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", KEPT)

@@ -7,7 +7,7 @@ survives a kill, what is measured on held-out text, and the report. No code asks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +18,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest
+from forerun.models.loading import Blueprint
 
 MOST_DEPTH = 16  # of drafts that training goes through
 
@@ -198,6 +199,9 @@ class StudentSizes:
                 raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes {takes}.")
             if isinstance(value, int) and not isinstance(value, bool):
                 require_whole(each.name, value, 0 if each.name.endswith("_rank") else 1)
+
+
+MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]  # for a target, of these sizes, with a seed
 
 
 def check_most(name: str, value: int, most: int) -> None:

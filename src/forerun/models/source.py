@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
-from forerun.fields import mistaken, read_fields
-from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEAD_NAMES, BUNDLED_HEADS, BUNDLED_NAMES
+from forerun.fields import mistaken
+from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS, BUNDLED_NAMES
 from forerun.models.foreign import told_of
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -25,16 +25,6 @@ HUB_DUPLICATES = (  # the same weights in other layouts; in folders of a reposit
     *("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.json", "*/*.txt", "tokenizer*/*"),
     "consolidated*",
 )
-SHOWING = (  # kinds of heads, by what stands in a key of config.json that no other kind has
-    ("medusa", "medusa_num_heads", ""),
-    ("early-exit", "exit_layer", ""),
-    ("block", "dflash_config", ""),
-    ("block", "architectures", "DFlash"),
-    ("block", "speculators_model_type", "dflash"),
-    ("eagle", "architectures", "Eagle"),
-    ("eagle", "speculators_model_type", "eagle"),
-)
-NEEDED = {"medusa": "medusa_num_heads", "early-exit": "exit_layer"}
 MOST_SIBLINGS = 2000  # folders beside a missing one that are looked at for a similar name
 
 
@@ -45,41 +35,6 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
     Raises ModelNotFound where there is none of these, InvalidRequest for a revision of something that has none.
     """
     return find_folder(model, revision, HUB_FILES, "config.json")
-
-
-def find_heads(name: str, kind: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
-    """The folder of heads that draft on a target's states: a folder, a bundled name, or a hub id as owner/name.
-
-    Another name without an owner that is no folder here is a mistake. `kind` is that of a drafter: where config.json
-    shows that the folder holds another kind, or cannot be of this one, it is refused. `files` are fetched from the
-    hub. Raises ModelNotFound for a folder that is not there or is something else.
-    """
-    wanted = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
-    try:
-        there = Path(name).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):
-        there = False
-    if not there and name in BUNDLED_HEADS:
-        folder = BUNDLED_HEADS[name]
-    elif not there and name in BUNDLED:
-        raise ModelNotFound(f"{name} is a model, which drafts as model:{name}; for heads {wanted}")
-    elif not there and "/" not in name:
-        near = [each for each in similar(name, BUNDLED_HEADS) if each not in BUNDLED]
-        hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
-        raise ModelNotFound(f"there is no folder {name}: {hint}{wanted}")
-    else:
-        folder = find_folder(name, None, files, "config.json")
-    if kind is not None:
-        read = read_fields(folder / "config.json").values
-        values = {key: value for key, value in read.items() if value is not None}
-        found = next((each for each, key, part in SHOWING if key in values and part in str(values[key])), None)
-        if found not in (None, kind):
-            own = f"{found}:{values['exit_layer']}" if found == "early-exit" else found
-            raise ModelNotFound(f"{name} holds a drafter of another kind: write {own}:{name} in the place of {kind}")
-        if kind in NEEDED and NEEDED[kind] not in values:
-            lacks = f"its config.json has no {NEEDED[kind]}"
-            raise ModelNotFound(f"{folder} is not what this drafter reads: {lacks}: {wanted}")
-    return folder
 
 
 def find_tokenizer(name: str) -> Path:

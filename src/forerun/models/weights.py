@@ -33,7 +33,6 @@ HELD = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bf
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 OUTER, HEAD, TABLE = "model.", "lm_head.weight", "model.embed_tokens.weight"
-OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # of files that drafters are published in
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
 log = logging.getLogger(__name__)
@@ -228,19 +227,6 @@ def opened(file: Path) -> Iterator[Any]:
         raise MissingWeights(f"{file} {mistaken(file) or damage}") from error
     except OSError as error:
         raise MissingWeights(f"{file} cannot be read ({short(error)}): make it a readable file") from error
-
-
-def draft_checkpoint(folder: Path, dtype: torch.dtype, layout: str) -> Checkpoint:
-    """The tensors of a folder with a drafter on a target's states, whose layout `forerun convert` writes by this name.
-
-    Raises MissingWeights.
-    """
-    stored = [folder / name for name in ("model.safetensors", "model.safetensors.index.json")]
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
-    if others and not any(path.exists() for path in stored):
-        wanted = f"forerun convert {folder} --to {layout} --out {folder.name}-converted"
-        raise MissingWeights(f"{folder} has {others[0]} but no model.safetensors: write one with `{wanted}`")
-    return Checkpoint(folder, dtype)
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:

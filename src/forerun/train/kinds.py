@@ -1,19 +1,11 @@
-"""The table of what can be trained: one entry for each kind, by the name that the command line has for it.
-
-Every kind is a module that makes a `Student`. This file decides which of the sizes a user may give each of them takes.
-"""
+"""The table of what can be trained: a draft model, and every kind of heads (`heads/kinds.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from forerun.heads.adapter.student import AdapterStudent
-from forerun.heads.block.student import BlockShape, BlockStudent
-from forerun.heads.eagle.student import EagleStudent
-from forerun.heads.medusa.joint import JointMedusaStudent
-from forerun.heads.medusa.student import MedusaStudent
-from forerun.heads.mtp.student import MtpStudent
-from forerun.heads.student import Student, StudentSizes
+from forerun.heads.kinds import HEADS
+from forerun.heads.student import MakeStudent, Student, StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.train.draft_model import DraftModelStudent, DraftShape
 from forerun.train.settings import check_choice
@@ -28,47 +20,8 @@ def draft_model(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     return DraftModelStudent.going_on(target, sizes.init)
 
 
-def adapter(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """An adapter for an exit."""
-    sizes.only("early-exit", "exit", "layers", "mlp")
-    return AdapterStudent.fresh(target, sizes.exit, sizes.layers or 1, sizes.mlp, seed)
-
-
-def medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """Heads, as many as are asked for, of so many blocks; with the target, if that is to be tuned."""
-    sizes.only("medusa", "heads", "layers", "hydra", "shared_head", "tune_target")
-    heads = MedusaStudent.fresh(target, sizes.heads, sizes.layers, bool(sizes.hydra), bool(sizes.shared_head))
-    return heads if sizes.tune_target is None else JointMedusaStudent.fresh(target, heads, seed)
-
-
-def eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """An EAGLE-3 layer."""
-    sizes.only("eagle", "mlp", "shared_head", "draft_vocab", "taps")
-    return EagleStudent.fresh(target, sizes.mlp, bool(sizes.shared_head), seed, sizes.draft_vocab, sizes.taps)
-
-
-def block(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """A block drafter: layers, and heads on their states."""
-    own = ("layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps", "portable")
-    sizes.only("block", *own)
-    return BlockStudent.fresh(target, BlockShape(**{name: getattr(sizes, name) for name in own}), seed)
-
-
-def mtp(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """An MTP module."""
-    sizes.only("mtp", "mlp", "portable")
-    return MtpStudent.fresh(target, sizes.mlp, seed, bool(sizes.portable))
-
-
-MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]
-KINDS: Mapping[str, MakeStudent] = {
-    "block": block,
-    "draft": draft_model,
-    "eagle": eagle,
-    "early-exit": adapter,
-    "medusa": medusa,
-    "mtp": mtp,
-}
+TRAINED: Mapping[str, MakeStudent] = {"draft": draft_model, **{name: kind.student for name, kind in HEADS.items()}}
+KINDS = {name: TRAINED[name] for name in sorted(TRAINED)}
 
 
 def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

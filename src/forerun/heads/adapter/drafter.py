@@ -28,10 +28,14 @@ from forerun.draft.model.drafted_text import DraftRow
 from forerun.draft.model.follower import Follower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
-from forerun.errors import WrongTarget
-from forerun.heads.adapter.format import plan_adapter
+from forerun.errors import InvalidRequest, WrongTarget
+from forerun.heads.adapter.format import EXIT, adapter_config, adapter_shapes
+from forerun.heads.folder import HeadFolder, OpenFolder
+from forerun.heads.widened import WideDrafter, layer_fields, widened_layers, widened_tap
 from forerun.models.chains import Chains, SameIds, Start
+from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.models.widen import WRITERS, Plan
 from forerun.sampling.draws import Draws
 
 
@@ -161,7 +165,16 @@ class EarlyExitDrafter(Follower):
                 self.sequences[seq_id].clear()
 
 
-def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+def plan_adapter(folder: HeadFolder, layer: int) -> Blueprint:
+    """The adapter in a folder, for the exit before layer `layer`, to be loaded under the target as its host.
+
+    Raises ModelError for a folder that cannot be used.
+    """
+    config = adapter_config(folder, layer)
+    return folder.layers(config, adapter_shapes(folder, config))
+
+
+def plan_early_exit(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`early-exit:E[:DIR]`: the target's first E layers, its norm and its head; between them the adapter in DIR."""
     refuse_members(spec)
     layers = context.target.config.layers
@@ -179,10 +192,23 @@ def plan_early_exit(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         return DraftPlan({}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
     if not folder:
         refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out")
-    name, adapter = str(spec), plan_adapter(folder, context.target, layer)
+    name, adapter = str(spec), plan_adapter(open_folder(folder), layer)
 
     def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> EarlyExitDrafter:
         above = adapter.load(cache_tokens[name], progress, target.decoder.config.max_positions, target.decoder)
         return EarlyExitDrafter(target, layer, above)
 
     return DraftPlan({name: adapter.memory}, build, adapter.fingerprint)
+
+
+def widened_adapter(argument: str, plan: Plan, open_folder: OpenFolder) -> WideDrafter:
+    """The layers of an adapter, for the exit where the same states are. Raises InvalidRequest where none is named."""
+    exit_layer, _, name = argument.partition(":")
+    if not exit_layer.isdecimal() or not name:
+        raise InvalidRequest("draft", f"early-exit:{argument} has no weights of its own: name an adapter's folder.")
+    folder = open_folder(name)
+    narrow, exit_wide = adapter_config(folder, int(exit_layer)), widened_tap(plan, int(exit_layer))
+    wide = widened_layers(narrow, plan, name)
+    shapes = adapter_shapes(folder, narrow), adapter_shapes(folder, wide)
+    fields = layer_fields(wide) | {EXIT: exit_wide}
+    return WideDrafter(folder, *shapes, fields, WRITERS, narrow.qk_norm, f"{exit_wide}:")

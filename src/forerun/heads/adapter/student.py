@@ -32,7 +32,7 @@ from forerun.heads.layer_stack import (
     save_weights,
     trainable,
 )
-from forerun.heads.student import Predictions, TextBatch
+from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import Blueprint
 
@@ -118,3 +118,9 @@ class AdapterStudent:
     def spec(self, folder: Path) -> str:
         """`early-exit:E:DIR`."""
         return str(DraftSpec("early-exit", argument=f"{self.exit_layer}:{folder}"))
+
+
+def make_adapter(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """An adapter for an exit."""
+    sizes.only("early-exit", "exit", "layers", "mlp")
+    return AdapterStudent.fresh(target, sizes.exit, sizes.layers or 1, sizes.mlp, seed)

@@ -21,14 +21,16 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.block.format import EMBEDDING, HEAD, IGNORED, INSIDE, OFFSETS, BlockConfig, BlockTensors
-from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of
-from forerun.heads.eagle.convert import BLOCK_NORM, head_ids, id_tables, own_target
-from forerun.heads.eagle.fields import LAYER_CONFIG, SPECULATORS
+from forerun.heads.block.format import EMBEDDING, HEAD, INSIDE, TAP_IDS, BlockConfig, BlockTensors
+from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of, own_target
+from forerun.heads.eagle.convert import BLOCK_NORM
+from forerun.heads.layouts import DraftLayout, DraftMethod, of_speculators
 from forerun.heads.source import DraftSource
 from forerun.heads.speculators import (
     FORMAT_KEYS,
     KEPT,
+    LAYER_CONFIG,
+    SPECULATORS,
     TRAINING,
     VERSION,
     VERSION_KEY,
@@ -37,6 +39,7 @@ from forerun.heads.speculators import (
     resolved,
     speculators_config,
 )
+from forerun.heads.vocabulary import MASK, OFFSETS, head_ids, id_tables
 from forerun.models.config import config_of
 from forerun.models.weights import BUFFERS
 
@@ -53,8 +56,8 @@ KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their valu
 }
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 COMMON = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}  # of all types
-IDS, AUTHOR_IDS, MASK_ID = "aux_hidden_state_layer_ids", "target_layer_ids", "mask_token_id"
-AUTHORS = (INSIDE, AUTHOR_IDS, MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
+IDS, MASK_ID = "aux_hidden_state_layer_ids", "mask_token_id"
+AUTHORS = (INSIDE, TAP_IDS, MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 AROUND = (LAYER_CONFIG, SPECULATORS, VERSION_KEY, IDS, MASK_ID, "sliding_window_non_causal", "tie_word_embeddings")
@@ -70,7 +73,7 @@ def is_block(source: DraftSource) -> bool:
 
 def read_block_authors(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     """As `block:DIR` reads it."""
-    names = [name for name in source.shapes if name not in IGNORED and not name.endswith(BUFFERS)]
+    names = [name for name in source.shapes if name != MASK and not name.endswith(BUFFERS)]
     return DraftFiles(source.fields.path, dict(source.values), source.tensors(names))
 
 
@@ -90,12 +93,12 @@ def read_block_package(source: DraftSource, target: TargetFacts | None) -> Draft
     config = layer | {key: value for key, value in own.items() if key not in (*AROUND, *CONVOLUTION_KEYS)}
     config |= {"architectures": [ARCHITECTURES["dflash"]], "num_target_layers": of.layers}
     config[INSIDE] = {
-        AUTHOR_IDS: [each - 1 for each in read_ids_of_layers(fields, of.layers)],
+        TAP_IDS: [each - 1 for each in read_ids_of_layers(fields, of.layers)],
         "causal": read_causal(replace(fields, values=own), replace(fields, values=layer)),
     }
     if MASK_ID in given:
         config[INSIDE][MASK_ID] = given[MASK_ID]
-    left_out = (*IGNORED, *TRAINING)
+    left_out = (MASK, *TRAINING)
     names = [name for name in source.shapes if name not in left_out and not name.endswith(BUFFERS)]
     tensors = without_convolutions(fields, source.tensors(names))
     if given.get("draft_vocab_size") == config.get("vocab_size"):
@@ -216,7 +219,7 @@ def check_written(fields: Fields, config: BlockConfig, of: TargetFacts) -> None:
     """Raise UnsupportedModel for what `speculators` cannot say."""
     refused = {
         "model_type": (config.layers.family != "qwen3", "the layers of speculators are qwen3's"),
-        AUTHOR_IDS: (-1 in config.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
+        TAP_IDS: (-1 in config.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
         MASK_ID: (config.mask_id is None, "speculators has no embedding of its own for masked places"),
         "causal": (
             config.causal and not all(config.layers.windows),
@@ -249,3 +252,19 @@ def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str
             found[f"layers.{layer}.{name}.base_kernel"] = torch.ones(2, 1, hidden, dtype=dtype)
             found[f"layers.{layer}.{name}.kernel_projection.weight"] = torch.zeros(2, hidden, dtype=dtype)
     return found
+
+
+BLOCK = DraftMethod("block drafter", "block", block_meaning)
+LAYOUTS = (
+    DraftLayout(
+        "speculators",
+        BLOCK,
+        f"config.json with {SPECULATORS} dflash, dspark or dflash2",
+        of_speculators(*KINDS),
+        read_block_package,
+        write_block_package,
+        with_the_targets_tables,
+        is_run=False,
+    ),
+    DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, read_block_authors, write_block_authors),
+)

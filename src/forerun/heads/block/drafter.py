@@ -11,36 +11,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, ProgressCallback
+from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.ahead import Paths, first_places, grow_ahead
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
-from forerun.heads.block.block_heads import BlockHeads
-from forerun.heads.block.network import MASKED, BlockDecoder, plan_block_drafter
-from forerun.models.chains import IdExchange
+from forerun.heads.block.format import INSIDE, MASK_EMBEDDING, RANKED, TAP_IDS, BlockTensors, layer_ids
+from forerun.heads.block.network import MASKED, BlockDecoder
+from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
+from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
+from forerun.heads.widened import INNER, WideDrafter, layer_fields, widened_layers, widened_tap
+from forerun.models.chains import IdExchange, SameIds
+from forerun.models.decoder import Decoder
 from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.models.widen import WRITERS, Plan
 from forerun.sampling.draws import Draws
 
 
 class BlockDrafter(Follower):
-    """Drafts with a `runner` whose decoder is a BlockDecoder, and with the heads on its states."""
+    """Drafts with the `layers` of a block, and with the heads on their states."""
 
     arms: tuple[str, ...] = ("block",)
     rereads: ClassVar[bool] = False
 
-    def __init__(self, runner: Runner, heads: BlockHeads, ids: IdExchange) -> None:
-        super().__init__(runner, ids)
-        assert isinstance(runner.decoder, BlockDecoder), "it reads states as context"
-        self.decoder = runner.decoder
-        self.heads = heads
+    def __init__(self, layers: LoadedHeads[BlockDecoder], ids: IdExchange) -> None:
+        super().__init__(layers.runner, ids)
+        self.decoder = layers.decoder
+        self.heads = self.decoder.heads
         self.taps = self.decoder.block.taps
         self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # the states behind the guessing places
 
@@ -100,15 +106,61 @@ class BlockDrafter(Follower):
         return draft
 
 
-def plan_block(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+@dataclass(frozen=True, slots=True)
+class BlockBlueprint:
+    """A drafter that was checked, but that is not loaded; `ids` are between those of its head and the target's."""
+
+    folder: HeadFolder
+    tensors: BlockTensors
+    ids: IdExchange
+
+    @classmethod
+    def of(cls, folder: HeadFolder) -> BlockBlueprint:
+        """The drafter in a folder. Raises ModelError for one that cannot be used."""
+        folder.refuse_devices("block drafters")
+        target, checkpoint = folder.target, folder.checkpoint
+        tensors = BlockTensors.of(folder.fields, target.config, target.name, checkpoint.stored)
+        folder.check(tensors.shapes(), "a block drafter with these fields", (OFFSETS, MASK))
+        size = target.config.vocab_size
+        if tensors.draft_vocab == size and OFFSETS not in checkpoint:
+            return cls(folder, tensors, SameIds(size, size))
+        return cls(folder, tensors, DraftVocabulary(size, read_ids(checkpoint, tensors.draft_vocab, size)))
+
+    @property
+    def memory(self) -> ModelMemory:
+        """What it takes once loaded."""
+        return self.folder.memory(self.tensors.config.layers, self.tensors.shapes(), self.tensors.tables)
+
+    def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> LoadedHeads[BlockDecoder]:
+        """The layers with a cache of `num_tokens`, for texts of `max_model_len` at most, and what stands on them."""
+        config = self.tensors.config
+        positions = min(max_model_len + config.block_size, config.layers.max_positions)
+        tensors = replace(self.tensors, config=replace(config, layers=replace(config.layers, max_positions=positions)))
+        return LoadedHeads.of(BlockDecoder(tensors, self.folder, target, self.ids.spread), num_tokens)
+
+    def widened(self, plan: Plan) -> WideDrafter:
+        """The layers, the map of the states that they read, and what stands on their own."""
+        tensors = self.tensors
+        layers = widened_layers(tensors.config.layers, plan, self.folder.name)
+        taps = tuple(widened_tap(plan, tap) for tap in tensors.config.taps)
+        config = replace(tensors.config, layers=layers, taps=taps)
+        inside = {**self.folder.fields.inside(INSIDE).values, TAP_IDS: layer_ids(taps, plan.wide.layers)}
+        fields = layer_fields(layers) | {"vocab_size": layers.vocab_size, INSIDE: inside}
+        wide = replace(tensors, config=config, target_hidden=plan.wide.hidden).shapes()
+        writers = (*WRITERS, "fc.weight", MASK_EMBEDDING)
+        inner = (*INNER, *RANKED)
+        return WideDrafter(self.folder, tensors.shapes(), wide, fields, writers, layers.qk_norm, inner=inner)
+
+
+def plan_block(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`block:DIR`: layers that guess a block of tokens in one pass, with a cache of their own."""
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name the folder with the layers, as in block:DIR")
-    name, block = str(spec), plan_block_drafter(spec.argument, context.target)
+    name, block = str(spec), BlockBlueprint.of(open_folder(spec.argument))
 
     def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> BlockDrafter:
-        runner, heads = block.load(cache_tokens[name], target.decoder.config.max_positions, target.decoder)
-        return BlockDrafter(runner, heads, block.exchange())
+        layers = block.load(cache_tokens[name], target.decoder.config.max_positions, target.decoder)
+        return BlockDrafter(layers, block.ids)
 
-    return DraftPlan({name: block.memory}, build, block.own.fingerprint)
+    return DraftPlan({name: block.memory}, build, block.folder.fingerprint)

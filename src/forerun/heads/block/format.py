@@ -27,16 +27,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
+from forerun.heads.folder import HeadSigns
+from forerun.heads.speculators import SPECULATORS
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import Shapes, layer_tensors
 
 MOST_BLOCK = 64
 USUAL_BLOCK, USUAL_TOP_K = 16, 16  # of checkpoints that do not say
-INSIDE = "dflash_config"
-EMBEDDING, HEAD, OFFSETS, MASK_EMBEDDING = "embed_tokens.weight", "lm_head.weight", "d2t", "mask_embedding"
-IGNORED = ("t2d",)  # says the same as d2t
+INSIDE, TAP_IDS = "dflash_config", "target_layer_ids"
+EMBEDDING, HEAD, MASK_EMBEDDING = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
 MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 PREDECESSORS, SUCCESSORS = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
@@ -49,6 +49,9 @@ NEUTRAL = {  # fields of other drafters' arithmetic, and the values with which t
     "use_swa": (None, False),
     "conv_kernel_size": (None, 0),
 }
+SIGNS = HeadSigns(((INSIDE, ""), ("architectures", "DFlash"), (SPECULATORS, "dflash")))
+RANKED = ("markov_w1.weight", "markov_w2.weight", "_codebook")  # ends of names of matrices that read no states
+LOOKED_UP = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "_codebook")  # ends of names of tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,11 @@ class BlockTensors:
             wanted = f"the folder has no {HEAD} of its own, and {target} has {of.vocab_size} ids: correct it"
             raise fields.refuse("draft_vocab_size", wanted)
         return found
+
+    @property
+    def tables(self) -> Collection[str]:
+        """Those in which rows are looked up, or that are heads; they are not held as layers are."""
+        return [name for name in self.shapes() if name.endswith(LOOKED_UP)]
 
     def shapes(self) -> Shapes:
         """Each by its name."""
@@ -204,23 +212,14 @@ def read_causal(fields: Fields, layers: ModelConfig) -> bool:
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The states that it reads, from the numbers of the layers that leave them; the last one's is read normed."""
-    key = "target_layer_ids"
-    found = fields.values.get(key)
+    found = fields.values.get(TAP_IDS)
     ids = found if isinstance(found, list) else []
     known = all(isinstance(each, int) and not isinstance(each, bool) and -1 <= each < num_layers for each in ids)
     if not ids or not known or len(set(ids)) < len(ids):
-        raise fields.refuse(key, f"it must be a list of different layers, from -1 to {num_layers - 1}")
+        raise fields.refuse(TAP_IDS, f"it must be a list of different layers, from -1 to {num_layers - 1}")
     return tuple(-1 if each == num_layers - 1 else each + 1 for each in ids)
 
 
 def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
-    """The inverse."""
+    """The numbers of the layers that leave these states."""
     return [num_layers - 1 if tap == -1 else tap - 1 for tap in taps]
-
-
-def unread(folder: object, name: str) -> UnsupportedModel:
-    """The error for a tensor that no field of the configuration stands for."""
-    return UnsupportedModel(
-        f"{folder}: the tensor {name} is none of a block drafter with these fields: use the config.json that came with "
-        "the weights"
-    )

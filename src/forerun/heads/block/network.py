@@ -5,64 +5,68 @@ of them, and they pass through no layer. A block is the root's embedding and mas
 the context and each other, or those before them alone where the block is `causal`, and the state behind a place gives
 the logits of one guess. Embedding and head are the target's.
 
-The cache holds the context's keys and values. Those of a block are of no use after its pass. The file decides how both
-are computed; `block_layout.py` says what a folder holds, and `block_heads.py` what stands on the states.
+The cache holds the context's keys and values. Those of a block are of no use after its pass.
+
+A block's places do not see what the places before them guess. A Markov head (DSpark, 2607.05147) adds a low-rank bias
+that the token before decides. A candidate selector (DFlash 2) keeps the likeliest tokens of a place, and adds to each a
+score of the pair that it makes with the token before it, which the place's state weighs. Both are read from left to
+right, at the cost of a product with the vocabulary or with some candidates. The confidence head estimates with which
+chance a place's guess is accepted, if those before it are. The file decides how all this is computed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.cache.plan import ModelMemory
-from forerun.errors import UnsupportedModel
-from forerun.fields import read_fields
-from forerun.heads.block.block_heads import BlockHeads, product
 from forerun.heads.block.format import (
+    CONFIDENCE,
+    CONFIDENCE_BIAS,
     HEAD,
-    IGNORED,
+    MARKOV_W1,
+    MARKOV_W2,
     MASK_EMBEDDING,
-    OFFSETS,
+    PREDECESSORS,
+    SELECTOR,
+    SUCCESSORS,
     BlockTensors,
-    unread,
 )
-from forerun.heads.eagle.blueprint import DraftVocabulary, read_ids
-from forerun.models.chains import IdExchange, SameIds
+from forerun.heads.folder import HeadFolder
 from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm, rotate
 from forerun.models.layer import MakeLinear, Take
-from forerun.models.linear import Linear, make_linear, padded_rows
-from forerun.models.loading import Blueprint
+from forerun.models.linear import Linear, padded_rows
 from forerun.models.mlp import pad_rows
-from forerun.models.native import find_kernels
-from forerun.models.runner import Runner
-from forerun.models.source import find_heads
-from forerun.models.weights import Checkpoint
+from forerun.sampling.winners import largest
 
 MASKED = -1  # stands for the token of a masked place
+SpreadLogits = Callable[[Tensor], Tensor]  # logits over the head's own ids to those over the target's
 
 
 class BlockDecoder(Decoder):
-    """The layers as a decoder. It reads the target's states as context, if given any, and else the tokens of blocks."""
+    """The layers as a decoder, with `heads` on its states.
 
-    def __init__(self, tensors: BlockTensors, checkpoint: Checkpoint, own: Blueprint, target: Decoder) -> None:
+    It reads the target's states as context, if given any, and else the tokens of blocks. `spread` maps logits over the
+    ids of its own head to those over the target's.
+    """
+
+    def __init__(self, tensors: BlockTensors, folder: HeadFolder, target: Decoder, spread: SpreadLogits) -> None:
         shapes, self.block = tensors.shapes(), tensors.config
 
         def take(name: str, _shape: tuple[int, ...]) -> Tensor:
             name = name.removeprefix("model.")
-            return checkpoint.take(name, shapes[name]) if name in shapes else target.embedding
+            return folder.checkpoint.take(name, shapes[name]) if name in shapes else target.embedding
 
-        kernels = find_kernels(own.kernels, own.dtype)
         self.shared_head = None if tensors.own_head else target.head
         self.head_shape = (tensors.draft_vocab, tensors.config.layers.hidden)
-        super().__init__(tensors.config.layers, take, own.dtype, own.quantize, kernels)
-        self.fc = make_linear(take("fc.weight", ()), quantize=own.quantize, kernels=kernels)
+        super().__init__(tensors.config.layers, take, target.dtype, folder.target.quantize, folder.kernels)
+        self.heads = BlockHeads.load(tensors, folder, spread)
+        self.fc = folder.make(take("fc.weight", ()))
         self.hidden_norm = take("hidden_norm.weight", ())
         mask_id = self.block.mask_id
         self.mask = take(MASK_EMBEDDING, ()) if mask_id is None else self.embedding[mask_id]
@@ -130,63 +134,80 @@ def all_seen(batch: TokenBatch) -> TokenBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockBlueprint:
-    """A drafter that was checked, but that is not loaded. `ids` are the target's ids of its head's tokens."""
+class MarkovHead:
+    """Adds to a place's logits what the token before it says of the next one."""
 
-    own: Blueprint
-    tensors: BlockTensors
-    ids: Int[Tensor, " draft_vocab"] | None
+    before: Float[Tensor, "vocab rank"]
+    after: Linear
+    spread: SpreadLogits
 
-    @property
-    def memory(self) -> ModelMemory:
-        """What it takes once loaded; embeddings of its own, and what heads look up, are never quantised."""
-        shapes, layers = self.tensors.shapes(), self.own.memory
-        tables = sum(math.prod(shapes[name]) for name in shapes if not is_multiplied(name))
-        return replace(layers, weights_bytes=layers.weights_bytes + tables * self.own.dtype.itemsize)
-
-    def exchange(self) -> IdExchange:
-        """Between the ids of its head and the target's."""
-        vocab_size = self.tensors.config.layers.vocab_size
-        return SameIds(vocab_size, vocab_size) if self.ids is None else DraftVocabulary(vocab_size, self.ids)
-
-    def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> tuple[Runner, BlockHeads]:
-        """The layers with a cache of `num_tokens`, for texts of `max_model_len` at most, and what stands on them."""
-        config, own = self.tensors.config, self.own
-        positions = min(max_model_len + config.block_size, config.layers.max_positions)
-        tensors = replace(self.tensors, config=replace(config, layers=replace(config.layers, max_positions=positions)))
-        checkpoint = Checkpoint(own.folder, own.dtype)
-        decoder = BlockDecoder(tensors, checkpoint, own, target)
-        make = partial(make_linear, quantize=own.quantize, kernels=find_kernels(own.kernels, own.dtype))
-        return Runner.of(decoder, num_tokens), BlockHeads.load(tensors, checkpoint, make, self.exchange().spread)
+    def __call__(
+        self, logits: Float[Tensor, "rows vocab"], states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """The logits after these tokens; the states do not matter."""
+        return logits + self.spread(product(self.after, self.before[tokens]).float())
 
 
-def is_multiplied(name: str) -> bool:
-    """Whether a tensor is held as layers are, and not as a table in which rows are looked up, or as a head."""
-    return not name.endswith(("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "_codebook"))
+@dataclass(frozen=True, slots=True)
+class CandidateSelector:
+    """Leaves the `top_k` likeliest tokens of a place, with a score of the pair that each makes with the one before."""
+
+    predecessors: Float[Tensor, "vocab rank"]
+    successors: Float[Tensor, "vocab rank"]
+    projection: Linear
+    top_k: int
+
+    def __call__(
+        self, logits: Float[Tensor, "rows vocab"], states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """The logits after these tokens: -inf for all that are no candidates."""
+        candidates = largest(logits, self.top_k)
+        wanted = self.predecessors[tokens].float() * product(self.projection, states).float()
+        pairs = (wanted[:, None] * self.successors[candidates].float()).sum(-1)
+        return torch.full_like(logits, -math.inf).scatter_(1, candidates, logits.gather(1, candidates) + pairs)
 
 
-def plan_block_drafter(model: str, target: Blueprint) -> BlockBlueprint:
-    """The drafter in the folder `model`. Raises ModelError for a folder that is not there or cannot be used."""
-    folder, of = find_heads(model, "block"), target.config
-    if target.placement.fixed:
-        raise UnsupportedModel(f"{model}: block drafters are computed on CPUs: use device cpu, or another drafter")
-    fields = read_fields(folder / "config.json")
-    checkpoint = Checkpoint(folder, target.dtype)
-    tensors = BlockTensors.of(fields, of, target.name, checkpoint.stored)
-    shapes = tensors.shapes()
-    for name, shape in shapes.items():
-        checkpoint.find(name, shape)
-    for name in sorted(set(checkpoint.stored) - {*shapes, OFFSETS, *IGNORED}):
-        raise unread(folder, name)
-    whole = tensors.draft_vocab == of.vocab_size and OFFSETS not in checkpoint
-    ids = None if whole else read_ids(checkpoint, tensors.draft_vocab, of.vocab_size)
-    own = Blueprint(
-        spec=target.spec.beside(model),
-        name=model,
-        folder=folder,
-        config=replace(tensors.config.layers, vocab_size=0),
-        choice=target.choice,
-        num_bytes=sum(math.prod(s) for name, s in shapes.items() if is_multiplied(name)) * target.dtype.itemsize,
-        placement=target.placement,
-    )
-    return BlockBlueprint(own, tensors, ids)
+@dataclass(frozen=True, slots=True)
+class ConfidenceHead:
+    """The chance that a place's guess is accepted; `before` are a Markov head's embeddings, where it reads them."""
+
+    weight: Float[Tensor, " inputs"]
+    bias: Float[Tensor, ""]
+    before: Float[Tensor, "vocab rank"] | None
+
+    def __call__(self, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+        """Of the guesses after these tokens, from 0 to 1."""
+        read = [states.float()] if self.before is None else [states.float(), self.before[tokens].float()]
+        return torch.sigmoid((torch.cat(read, dim=1) * self.weight).sum(-1) + self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeads:
+    """The heads of one drafter; None where it has no such head."""
+
+    after: MarkovHead | CandidateSelector | None
+    confidence: ConfidenceHead | None
+
+    @classmethod
+    def load(cls, tensors: BlockTensors, folder: HeadFolder, spread: SpreadLogits) -> BlockHeads:
+        """All that the configuration names."""
+        c, shapes, make = tensors.config, tensors.shapes(), folder.make
+
+        def take(name: str) -> Tensor:
+            return folder.checkpoint.take(name, shapes[name])
+
+        before = take(MARKOV_W1) if c.markov_rank else None
+        after: MarkovHead | CandidateSelector | None = None
+        if before is not None:
+            after = MarkovHead(before, make(take(MARKOV_W2)), spread)
+        elif c.selector_rank:
+            after = CandidateSelector(take(PREDECESSORS), take(SUCCESSORS), make(take(SELECTOR)), c.top_k)
+        if not c.confidence:
+            return cls(after, None)
+        weight, bias = take(CONFIDENCE)[0].float(), take(CONFIDENCE_BIAS)[0].float()
+        return cls(after, ConfidenceHead(weight, bias, before if c.confidence_with_markov else None))
+
+
+def product(linear: Linear, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+    """The layer's, for any number of rows."""
+    return linear(pad_rows(x, padded_rows(len(x))))[: len(x)]

@@ -39,7 +39,7 @@ from forerun.heads.block.format import (
     layer_ids,
 )
 from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, SPREAD, save_weights, trainable
-from forerun.heads.student import MOST_DEPTH, Predictions, TextBatch, check_most, check_taps
+from forerun.heads.student import MOST_DEPTH, Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
 from forerun.models.decoder import rms_norm, rotate
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
@@ -292,3 +292,10 @@ def usual_layers(num_layers: int) -> list[int]:
     """The target's layers that are read: evenly spaced from the second to the last but two, as the authors choose."""
     first, last = min(1, num_layers - 1), max(0, num_layers - 3)
     return sorted({round(first + i * (last - first) / (NUM_TAPS - 1)) for i in range(NUM_TAPS)})
+
+
+def make_block(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """A block drafter: layers, and heads on their states."""
+    own = ("layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps", "portable")
+    sizes.only("block", *own)
+    return BlockStudent.fresh(target, BlockShape(**{name: getattr(sizes, name) for name in own}), seed)

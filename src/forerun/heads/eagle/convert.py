@@ -14,26 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.annotations import Int
 from forerun.errors import UnsupportedModel
-from forerun.fields import Fields
-from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of, listed
-from forerun.heads.eagle.blueprint import ids_of
-from forerun.heads.eagle.fields import (
-    LAYER_CONFIG,
+from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of, listed, own_target
+from forerun.heads.eagle.format import (
+    EMBEDDING,
+    HEAD,
+    KINDS,
     MASK_TOKEN,
     OPTIONS,
     OUTSIDE,
-    SPECULATORS,
+    PLACES,
     TAP_IDS,
+    EagleTensors,
     author_fields,
     fitted_tensors,
     usual_taps,
 )
-from forerun.heads.eagle.format import EMBEDDING, HEAD, MASK, OFFSETS, PLACES, EagleTensors
+from forerun.heads.layouts import DraftLayout, DraftMethod, of_speculators
 from forerun.heads.source import DraftSource
-from forerun.heads.speculators import FORMAT_KEYS, KEPT, VERSION, speculators_config
-from forerun.models.config import MOST_LAYERS, ModelConfig, config_of
+from forerun.heads.speculators import FORMAT_KEYS, KEPT, LAYER_CONFIG, SPECULATORS, VERSION, speculators_config
+from forerun.heads.vocabulary import MASK, OFFSETS, head_ids, id_tables
+from forerun.models.config import MOST_LAYERS
 from forerun.models.weights import BUFFERS
 
 ARCHITECTURES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
@@ -101,15 +102,6 @@ def in_order(files: DraftFiles) -> DraftFiles:
     return replace(files, tensors=tensors)
 
 
-def head_ids(files: DraftFiles, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
-    """The target's ids of the head's tokens. Raises UnsupportedModel for a table that gives none."""
-    offsets = files.tensors.get(OFFSETS)
-    if offsets is not None and (offsets.is_floating_point() or offsets.dim() != 1):
-        raise UnsupportedModel(f"{files.path.parent}: {OFFSETS} must be whole numbers, one for each token of the head")
-    size = vocab_size if offsets is None else len(offsets)
-    return ids_of(None if offsets is None else offsets.long(), size, vocab_size, files.path.parent)
-
-
 def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors:
     """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
     of = own_target(files.fields) if target is None else target.config
@@ -121,14 +113,6 @@ def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors
     return found
 
 
-def own_target(fields: Fields) -> ModelConfig:
-    """What the layer's fields say of a target that was not named; it may have any number of layers."""
-    usual = {"max_position_embeddings": 2048, "model_type": "llama", "num_hidden_layers": 1}
-    values = {key: value for key, value in fields.values.items() if key != "architectures"}
-    config = config_of(replace(fields, values=usual | values))
-    return replace(config, layers=MOST_LAYERS, hidden=fields.whole("target_hidden_size", config.hidden))
-
-
 def write_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     """EAGLE-3 as its authors' code writes it."""
     return replace(files, tensors={**files.tensors, **id_tables(files)})
@@ -137,15 +121,6 @@ def write_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 def write_joined(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     """EAGLE-1 likewise."""
     return files
-
-
-def id_tables(files: DraftFiles) -> dict[str, Tensor]:
-    """`d2t` and `t2d` of a head over some of the target's tokens; none of one over all of them."""
-    if OFFSETS not in files.tensors:
-        return {}
-    vocab_size = files.fields.whole("vocab_size")
-    mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, head_ids(files, vocab_size), True)
-    return {OFFSETS: files.tensors[OFFSETS].long(), MASK: mask}
 
 
 def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
@@ -188,3 +163,20 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     names = {name: name.replace(f"{FUSED}.", f"{JOINED}.", 1) for name in files.tensors}
     tensors = {names[name]: tensor for name, tensor in files.tensors.items()}
     return DraftFiles(files.path, config, tensors | id_tables(files))
+
+
+EAGLE3 = DraftMethod("EAGLE-3", "eagle", eagle_meaning)
+EAGLE1 = DraftMethod("EAGLE-1 or EAGLE-2", "eagle", eagle_meaning)
+LAYOUTS = (
+    DraftLayout(
+        "speculators",
+        EAGLE3,
+        f"config.json with {SPECULATORS} eagle3 or peagle",
+        of_speculators(*KINDS),
+        read_fused,
+        write_speculators,
+        self_contained,
+    ),
+    DraftLayout("eagle", EAGLE3, "fc.weight, norm.weight, midlayer.* or layers.0.*", is_fused, read_fused, write_fused),
+    DraftLayout("eagle", EAGLE1, "fc.weight, layers.0.*, no norm.weight", is_joined, read_joined, write_joined),
+)

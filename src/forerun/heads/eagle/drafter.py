@@ -8,32 +8,40 @@ as there are guesses, all in one pass: the logits of a place are those of every 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, ProgressCallback
+from forerun.annotations import Float, Int, ProgressCallback
+from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.ahead import Paths, first_places, grow_ahead
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.shifted import ShiftedFollower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
-from forerun.heads.eagle.blueprint import DraftVocabulary, plan_layer
+from forerun.errors import InvalidRequest
+from forerun.heads.eagle.format import EMBEDDING, MASK_STATE, TAP_IDS, EagleTensors, fitted_tensors
 from forerun.heads.eagle.network import EagleDecoder
+from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
+from forerun.heads.speculators import SPECULATORS
+from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
+from forerun.heads.widened import WideDrafter, layer_fields, widened_layers, widened_tap
+from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
+from forerun.models.widen import WRITERS, Plan
 from forerun.sampling.draws import Draws
 
 
 class EagleDrafter(ShiftedFollower):
-    """Drafts with a layer's `runner`, whose decoder is an EagleDecoder; `taps` are the states that it reads."""
+    """Drafts with a target's `layers`; `taps` are the states that they read."""
 
     arms: tuple[str, ...] = ("eagle",)
 
-    def __init__(self, runner: Runner, ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
-        super().__init__(runner, ids)
-        assert isinstance(runner.decoder, EagleDecoder), "it fuses states"
-        self.decoder = runner.decoder
+    def __init__(self, layers: LoadedHeads[EagleDecoder], ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
+        super().__init__(layers.runner, ids)
+        self.decoder = layers.decoder
         self.taps = taps
 
     def of_text(
@@ -50,8 +58,10 @@ class EagleDrafter(ShiftedFollower):
 class ParallelEagleDrafter(EagleDrafter):
     """P-EAGLE: its masked places have the embedding of `mask_token`, and a state that was learned."""
 
-    def __init__(self, runner: Runner, ids: DraftVocabulary, taps: tuple[int, ...], mask_token: int) -> None:
-        super().__init__(runner, ids, taps)
+    def __init__(
+        self, layers: LoadedHeads[EagleDecoder], ids: DraftVocabulary, taps: tuple[int, ...], mask_token: int
+    ) -> None:
+        super().__init__(layers, ids, taps)
         self.mask_token = mask_token
 
     def inputs(
@@ -88,19 +98,65 @@ class ParallelEagleDrafter(EagleDrafter):
         return draft
 
 
-def plan_eagle(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+@dataclass(frozen=True, slots=True)
+class EagleBlueprint:
+    """A drafter that was checked, but that is not loaded; `ids` are the target's ids of its head's tokens."""
+
+    folder: HeadFolder
+    tensors: EagleTensors
+    ids: Int[Tensor, " draft_vocab"]
+
+    @classmethod
+    def of(cls, folder: HeadFolder) -> EagleBlueprint:
+        """The drafter in a folder. Raises ModelError for one that cannot be used."""
+        folder.refuse_devices("EAGLE drafters")
+        target, checkpoint = folder.target, folder.checkpoint
+        tensors = fitted_tensors(folder.fields, checkpoint.stored, target.config, target.name)
+        idle = () if tensors.form.joined else (OFFSETS, MASK)
+        folder.check(tensors.shapes(), "the EAGLE drafter of its config.json", idle)
+        return cls(folder, tensors, read_ids(checkpoint, tensors.draft_vocab, target.config.vocab_size))
+
+    @property
+    def memory(self) -> ModelMemory:
+        """What it takes once loaded."""
+        return self.folder.memory(self.tensors.config, self.tensors.shapes(), (EMBEDDING,))
+
+    def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> LoadedHeads[EagleDecoder]:
+        """The layers with a cache of `num_tokens`, for texts of `max_model_len` at most."""
+        config = self.tensors.config
+        tensors = replace(self.tensors, config=replace(config, max_positions=min(max_model_len, config.max_positions)))
+        return LoadedHeads.of(EagleDecoder(tensors, self.folder, target), num_tokens)
+
+    def widened(self, plan: Plan) -> WideDrafter:
+        """The layers, and the map of the states that they read."""
+        tensors, name = self.tensors, self.folder.name
+        if SPECULATORS in self.folder.fields.values:
+            command = f"forerun convert {name} --to eagle --out NEW"
+            layout = f"write one in its authors' with `{command}`, and widen that"
+            raise InvalidRequest("draft", f"{name} is in the layout of speculators: {layout}.")
+        config = widened_layers(tensors.config, plan, name)
+        wide = replace(tensors, config=config, target_hidden=plan.wide.hidden)
+        fields = layer_fields(config) | {"vocab_size": config.vocab_size}
+        if not tensors.form.joined:
+            fields[TAP_IDS] = [widened_tap(plan, tap) for tap in tensors.form.taps]
+        writers = (*WRITERS, "fc.weight", "fc.bias", MASK_STATE)
+        shapes = tensors.shapes(), wide.shapes()
+        return WideDrafter(self.folder, *shapes, fields, writers, config.qk_norm, readers=(MASK_STATE,))
+
+
+def plan_eagle(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`eagle:DIR`: an EAGLE layer on the target's states, with a cache of its own."""
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name the folder with the layer, as in eagle:DIR")
-    name, eagle = str(spec), plan_layer(spec.argument, context.target)
+    name, eagle = str(spec), EagleBlueprint.of(open_folder(spec.argument))
 
     def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> EagleDrafter:
-        config = target.decoder.config
-        runner = eagle.load(cache_tokens[name], config.max_positions, target.decoder)
-        ids, mask_token = DraftVocabulary(config.vocab_size, eagle.ids), eagle.tensors.form.mask_token
-        if mask_token is None:
-            return EagleDrafter(runner, ids, eagle.taps)
-        return ParallelEagleDrafter(runner, ids, eagle.taps, mask_token)
+        config, form = target.decoder.config, eagle.tensors.form
+        layers = eagle.load(cache_tokens[name], config.max_positions, target.decoder)
+        ids = DraftVocabulary(config.vocab_size, eagle.ids)
+        if form.mask_token is None:
+            return EagleDrafter(layers, ids, form.taps)
+        return ParallelEagleDrafter(layers, ids, form.taps, form.mask_token)
 
-    return DraftPlan({name: eagle.memory}, build, eagle.layer.fingerprint)
+    return DraftPlan({name: eagle.memory}, build, eagle.folder.fingerprint)

@@ -21,15 +21,14 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.heads.eagle.format import EMBEDDING, HEAD, INPUT_NORM, MASK_STATE, NORM, STATE_NORM, EagleTensors
+from forerun.heads.folder import HeadFolder
 from forerun.models.attention import EACH_ALONE
 from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm
 from forerun.models.layer import Attention, Layer, LayerMaker, MakeLinear, linear
 from forerun.models.linear import padded_rows
 from forerun.models.mlp import Mlp, pad_rows
-from forerun.models.native import Kernels
 from forerun.models.rope import rope_tables
 from forerun.models.state_entry import StateEntry
-from forerun.models.weights import Checkpoint
 
 TakeNamed = Callable[[str], Tensor]
 
@@ -93,7 +92,7 @@ class JoinedEntry:
         self.fc = make(take("fc.weight"), take("fc.bias") if tensors.form.fc_bias else None)
 
     def fuse(self, states: Float[Tensor, "rows taps target_hidden"]) -> Float[Tensor, "rows hidden"]:
-        """The one state."""
+        """The one state, as it is."""
         return states.flatten(1)
 
     def enter(
@@ -114,18 +113,11 @@ class EagleDecoder(Decoder):
     `mask` is what P-EAGLE's masked places read in the place of a state; None elsewhere.
     """
 
-    def __init__(
-        self,
-        tensors: EagleTensors,
-        checkpoint: Checkpoint,
-        make: MakeLinear,
-        target: Decoder,
-        kernels: Kernels | None = None,
-    ) -> None:
-        shapes, device, form = tensors.shapes(), target.embedding.device, tensors.form
+    def __init__(self, tensors: EagleTensors, folder: HeadFolder, target: Decoder) -> None:
+        shapes, form, make, kernels = tensors.shapes(), tensors.form, folder.make, folder.kernels
 
         def take(name: str) -> Tensor:
-            return checkpoint.take(name, shapes[name]).to(device)
+            return folder.checkpoint.take(name, shapes[name])
 
         def fetch(name: str, _shape: tuple[int, ...]) -> Tensor:
             return take(f"{tensors.place}.{name}")
@@ -149,7 +141,7 @@ class EagleDecoder(Decoder):
         self.output_norm = norm if form.norm_output else None
         self.head_norm = None if form.norm_output else norm
         self.head = make(take(HEAD)) if tensors.own_head else target.head
-        self.rope = rope_tables(c).to(device)
+        self.rope = rope_tables(c)
         entry = self.entry.compiled(self.output_norm)
         self.native = kernels.decoder(c, self.layers, self.head_norm, self.head, entry) if kernels else None
         masked = form.mask_token is not None

@@ -27,10 +27,10 @@ from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
-from forerun.heads.eagle.fields import usual_taps
-from forerun.heads.eagle.format import OFFSETS, PLACES, EagleForm, EagleTensors
+from forerun.heads.eagle.format import PLACES, EagleForm, EagleTensors, usual_taps
 from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, SPREAD, trainable
-from forerun.heads.student import Predictions, TextBatch, check_most, check_taps
+from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
+from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.decoder import rms_norm
 from forerun.models.loading import Blueprint
@@ -182,3 +182,9 @@ def head_ids(
 def without_architecture(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields as those of the family whose layer it is."""
     return {key: value for key, value in values.items() if key != "architectures"}
+
+
+def make_eagle(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """An EAGLE-3 layer."""
+    sizes.only("eagle", "mlp", "shared_head", "draft_vocab", "taps")
+    return EagleStudent.fresh(target, sizes.mlp, bool(sizes.shared_head), seed, sizes.draft_vocab, sizes.taps)

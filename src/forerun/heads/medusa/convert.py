@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of
-from forerun.heads.medusa.network import HEADS, MedusaConfig, fitted_heads
+from forerun.heads.layouts import DraftLayout, DraftMethod
+from forerun.heads.medusa.format import HEADS, MedusaConfig, fitted_heads
 from forerun.heads.source import DraftSource
 
 PREFIX = "medusa_head."
@@ -76,3 +77,20 @@ def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     if files.fields.flag("hydra"):
         raise UnsupportedModel(f"{files.path.parent}: heads of Hydra have no place in Medusa's own layout: use medusa")
     return replace(files, config={key: value for key, value in files.config.items() if key != "hydra"})
+
+
+MEDUSA = DraftMethod("Medusa", "medusa", medusa_meaning)
+LAYOUTS = (
+    DraftLayout(
+        "medusa-pt",
+        MEDUSA,
+        "medusa_lm_head.pt",
+        is_medusa_pickle,
+        read_medusa,
+        write_authors,
+        file="medusa_lm_head.pt",
+        is_pickle=True,
+        is_run=False,
+    ),
+    DraftLayout("medusa", MEDUSA, "config.json with medusa_num_heads", is_medusa, read_medusa, write_medusa),
+)

@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, ProgressCallback
+from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.ahead import Paths, grow_ahead
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.errors import WrongTarget
-from forerun.heads.medusa.network import MedusaHeads, plan_heads
+from forerun.heads.folder import HeadFolder, OpenFolder
+from forerun.heads.medusa.format import MedusaConfig, fitted_heads
+from forerun.heads.medusa.network import MedusaHeads
+from forerun.heads.widened import WideDrafter
+from forerun.models.decoder import Decoder
+from forerun.models.loading import HELD_BYTES
 from forerun.models.runner import Runner
+from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 
 
@@ -95,14 +102,48 @@ class MedusaDrafter:
             self.states.pop(seq_id, None)
 
 
-def plan_medusa(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+@dataclass(frozen=True, slots=True)
+class MedusaBlueprint:
+    """Heads that were checked, but that are not loaded."""
+
+    folder: HeadFolder
+    config: MedusaConfig
+
+    @classmethod
+    def of(cls, folder: HeadFolder) -> MedusaBlueprint:
+        """The heads in a folder. Raises ModelError for one that cannot be used."""
+        of, stored = folder.target.config, folder.checkpoint.stored
+        config = fitted_heads(folder.fields, stored, of.hidden, of.vocab_size, folder.target.name)
+        folder.check(config.shapes(), "these heads")
+        return cls(folder, config)
+
+    @property
+    def memory(self) -> ModelMemory:
+        """What they take once loaded: weights, and no cache."""
+        target = self.folder.target
+        each, _ = HELD_BYTES.get(target.quantize, (target.dtype.itemsize, 0))
+        return ModelMemory(int(self.config.num_parameters * each), 0, 0, target.config.max_positions)
+
+    def load(self, target: Decoder) -> MedusaHeads:
+        """The heads, for this decoder of the target."""
+        return MedusaHeads(self.config, self.folder, target)
+
+    def widened(self, plan: Plan) -> WideDrafter:
+        """What their blocks add stays 0 in the new channels."""
+        wide = replace(self.config, hidden=plan.wide.hidden)
+        fields = {"hidden_size": wide.hidden, "vocab_size": wide.vocab_size}
+        writers = ("linear.weight", "linear.bias", "in.weight")
+        return WideDrafter(self.folder, self.config.shapes(), wide.shapes(), fields, writers)
+
+
+def plan_medusa(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`medusa:DIR`: heads on the target's last hidden state. They need no cache."""
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name the folder with the heads, as in medusa:DIR")
-    heads = plan_heads(spec.argument, context.target)
+    heads = MedusaBlueprint.of(open_folder(spec.argument))
 
     def build(_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> MedusaDrafter:
         return MedusaDrafter(heads.load(target.decoder))
 
-    return DraftPlan({str(spec): heads.memory}, build, heads.fingerprint)
+    return DraftPlan({str(spec): heads.memory}, build, heads.folder.fingerprint)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from forerun.annotations import Int
 from forerun.heads.layer_stack import EMBEDDING, HEAD, NORM, LayerStack, trainable
 from forerun.heads.medusa.student import MedusaStudent
-from forerun.heads.student import Predictions, TextBatch
+from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
@@ -104,3 +104,10 @@ def merged(fixed: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> dict[
         if OUT_OF.format(name) in adapters:
             found[name] = tensor + SCALE * (adapters[OUT_OF.format(name)] @ adapters[INTO.format(name)])
     return found
+
+
+def make_medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """Heads, as many as are asked for, of so many blocks; with the target, if that is to be tuned."""
+    sizes.only("medusa", "heads", "layers", "hydra", "shared_head", "tune_target")
+    heads = MedusaStudent.fresh(target, sizes.heads, sizes.layers, bool(sizes.hydra), bool(sizes.shared_head))
+    return heads if sizes.tune_target is None else JointMedusaStudent.fresh(target, heads, seed)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from forerun.annotations import Float, Int
 from forerun.draft.spec import DraftSpec
 from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, save_weights, trainable
-from forerun.heads.medusa.network import MOST_HEADS, MedusaConfig
+from forerun.heads.medusa.format import MOST_HEADS, MedusaConfig
 from forerun.heads.student import Predictions, TextBatch, check_most
 from forerun.models.loading import Blueprint
 

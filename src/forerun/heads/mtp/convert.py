@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of
-from forerun.heads.eagle.convert import own_target
-from forerun.heads.eagle.fields import LAYER_CONFIG, SPECULATORS
+from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of, own_target
+from forerun.heads.layouts import DraftLayout, DraftMethod, of_speculators
 from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
 from forerun.heads.source import DraftSource
 from forerun.heads.speculators import (
     FORMAT_KEYS,
     KEPT,
+    LAYER_CONFIG,
+    SPECULATORS,
     TRAINING,
     VERSION,
     VERSION_KEY,
@@ -54,7 +55,7 @@ def read_modules(source: DraftSource, _target: TargetFacts | None) -> DraftFiles
 
 
 def write_modules(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """Likewise."""
+    """As `mtp:DIR` reads them."""
     return files
 
 
@@ -150,3 +151,18 @@ def write_package_module(files: DraftFiles, target: TargetFacts | None) -> Draft
         for name, tensor in files.tensors.items()
     }
     return DraftFiles(files.path, written, tensors)
+
+
+MTP = DraftMethod("MTP module", "mtp", modules_meaning)
+LAYOUTS = (
+    DraftLayout(
+        "speculators",
+        MTP,
+        f"config.json with {SPECULATORS} mtp",
+        of_speculators(KIND),
+        read_package_module,
+        write_package_module,
+        is_run=False,
+    ),
+    DraftLayout("mtp", MTP, "mtp.fc.weight, and no tensors but mtp.*", is_modules, read_modules, write_modules),
+)

@@ -9,31 +9,38 @@ from the target's states or the outputs of the module before, so what a round be
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, ProgressCallback
+from forerun.cache.plan import ModelMemory
 from forerun.draft.model.shifted import ShiftedFollower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
-from forerun.heads.mtp.network import UNKNOWN, MtpDecoder, plan_modules
+from forerun.errors import InvalidRequest
+from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
+from forerun.heads.mtp.format import MtpTensors, check_modules
+from forerun.heads.mtp.network import UNKNOWN, MtpDecoder
+from forerun.heads.widened import WideDrafter, layer_fields, widened_layers
 from forerun.models.chains import SameIds
+from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
+from forerun.models.widen import WRITERS, Plan
 
 
 class MtpDrafter(ShiftedFollower):
-    """Drafts with the modules' `runner`, whose decoder is an MtpDecoder."""
+    """Drafts with a target's `modules`."""
 
     arms: tuple[str, ...] = ("mtp",)
     taps: tuple[int, ...] = (-1,)
 
-    def __init__(self, runner: Runner) -> None:
-        vocab = runner.decoder.config.vocab_size
-        super().__init__(runner, SameIds(vocab, vocab))
-        assert isinstance(runner.decoder, MtpDecoder), "it reads states"
-        self.num_modules = len(runner.decoder.modules)
-        self.hidden = runner.decoder.config.hidden
+    def __init__(self, modules: LoadedHeads[MtpDecoder]) -> None:
+        config = modules.decoder.config
+        super().__init__(modules.runner, SameIds(config.vocab_size, config.vocab_size))
+        self.num_modules = len(modules.decoder.modules)
+        self.hidden = config.hidden
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """Nothing where there are several modules: the outputs behind a text, which they read, are not kept."""
@@ -61,12 +68,50 @@ class MtpDrafter(ShiftedFollower):
         return self.outputs[seq_id][0].view(-1, self.hidden)[:-1]
 
 
-def plan_mtp(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+@dataclass(frozen=True, slots=True)
+class MtpBlueprint:
+    """Modules that were checked, but that are not loaded."""
+
+    folder: HeadFolder
+    tensors: MtpTensors
+
+    @classmethod
+    def of(cls, folder: HeadFolder, ships: bool = False) -> MtpBlueprint:
+        """The modules in a folder, which `ships` says is the target's own. Raises ModelError as `check_modules`."""
+        folder.refuse_devices("MTP modules")
+        return cls(folder, check_modules(folder, ships))
+
+    @property
+    def memory(self) -> ModelMemory:
+        """What they take once loaded; tables of their own count as they are stored."""
+        return self.folder.memory(self.tensors.config, self.tensors.shapes(), self.tensors.own)
+
+    def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> LoadedHeads[MtpDecoder]:
+        """The modules with a cache of `num_tokens`, for texts of `max_model_len` at most."""
+        config = self.tensors.config
+        tensors = replace(self.tensors, config=replace(config, max_positions=min(max_model_len, config.max_positions)))
+        return LoadedHeads.of(MtpDecoder(tensors, self.folder, target), num_tokens)
+
+    def widened(self, plan: Plan) -> WideDrafter:
+        """Modules in a folder of their own: what they map into their residual stream stays 0 in the new channels."""
+        tensors, name = self.tensors, self.folder.name
+        if tensors.naming.behind_layers:
+            raise InvalidRequest("draft", f"{name} numbers its modules behind the target's layers, which become more.")
+        config = widened_layers(tensors.config, plan, name)
+        fields = layer_fields(config) | {"vocab_size": config.vocab_size}
+        writers = (*WRITERS, tensors.naming.projection.rpartition("}.")[2])
+        wide = replace(tensors, config=config).shapes()
+        return WideDrafter(self.folder, tensors.shapes(), wide, fields, writers, tensors.config.qk_norm)
+
+
+def plan_mtp(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have a cache of their own."""
     refuse_members(spec)
-    name, modules = str(spec), plan_modules(spec.argument, context.target)
+    ships = context.target.folder
+    folder = HeadFolder.at(ships, str(ships), context.target) if spec.argument is None else open_folder(spec.argument)
+    name, modules = str(spec), MtpBlueprint.of(folder, ships=spec.argument is None)
 
     def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> MtpDrafter:
         return MtpDrafter(modules.load(cache_tokens[name], target.decoder.config.max_positions, target.decoder))
 
-    return DraftPlan({name: modules.memory}, build, modules.layers.fingerprint)
+    return DraftPlan({name: modules.memory}, build, folder.fingerprint)

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 
 from forerun.errors import UnsupportedModel
-from forerun.fields import Fields, read_fields
+from forerun.fields import Fields
+from forerun.heads.folder import HeadFolder, HeadSigns
 from forerun.models.bundled import BUNDLED, TARGET
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import FINAL_NORM, Blueprint
 from forerun.models.mtp_names import MtpNaming, find_modules
 from forerun.models.projections import layer_tensors
-from forerun.models.weights import BUFFERS, Checkpoint
+from forerun.models.weights import Checkpoint
 
 COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names of one number
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the target's own
 SHAPE_KEY = "hidden_size"  # a folder that says it describes its modules' layers; else they are shaped as the target's
+SIGNS = HeadSigns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,44 +71,36 @@ class MtpTensors:
         return self.name(int(layer), self.naming.layer) + rest
 
 
-def check_modules(model: str | None, checkpoint: Checkpoint, target: Blueprint) -> MtpTensors:
-    """The tensors of a checkpoint's modules, all of them judged by their headers; `model` None: it is the target's own.
+def check_modules(folder: HeadFolder, ships: bool) -> MtpTensors:
+    """The tensors of a checkpoint's modules, all of them judged by their headers; `ships`: it is the target's own.
 
     Raises ModelError for a checkpoint without modules, and for tensors that are missing, of another shape, or none of a
     module's: no weight is left out.
     """
-    folder, of = checkpoint.folder, target.config
-    fields, found = read_fields(folder / "config.json"), find_modules(checkpoint.stored, of.layers)
-    if found is None:
-        raise UnsupportedModel(no_modules(fields, model))
-    naming = found.naming
-    tensors = MtpTensors(layer_config(fields, model, target, naming, checkpoint), naming, of.layers)
-    shapes = tensors.shapes()
-    for name, shape in shapes.items():
-        checkpoint.find(name, shape)
-    tables = tensors.tables()
-    others = set(found.tensors if model is None else checkpoint.stored) - set(shapes) - set(tables)
-    unread = sorted(name for name in others if not name.endswith(BUFFERS))
-    if unread:
-        raise UnsupportedModel(
-            f"{folder}: the tensor {unread[0]} is none of {tensors.config.layers} MTP modules as {naming.name} name "
-            f"them, with layers of the family {tensors.config.family}: use the config.json that came with the weights, "
-            "or name a folder with the modules alone"
-        )
+    checkpoint, target = folder.checkpoint, folder.target
+    modules = find_modules(checkpoint.stored, target.config.layers)
+    if modules is None:
+        raise UnsupportedModel(no_modules(folder.fields, ships))
+    naming = modules.naming
+    tensors = MtpTensors(layer_config(folder, ships, naming), naming, target.config.layers)
+    shapes, tables = tensors.shapes(), tensors.tables()
+    heads = (
+        f"{tensors.config.layers} MTP modules as {naming.name} name them, with layers of the family "
+        f"{tensors.config.family}"
+    )
+    others = checkpoint.stored.keys() - modules.tensors if ships else ()
+    folder.check(shapes, heads, (*tables, *others), "or name a folder with the modules alone")
     return replace(tensors, own=frozenset(own_tables(tensors, checkpoint, target)))
 
 
-def layer_config(
-    fields: Fields, model: str | None, target: Blueprint, naming: MtpNaming, checkpoint: Checkpoint
-) -> ModelConfig:
+def layer_config(folder: HeadFolder, ships: bool, naming: MtpNaming) -> ModelConfig:
     """The configuration of the modules' layers: one like the target's last layer, unless the folder describes its own.
 
     There are as many as config.json says or, where it does not say, as are stored.
     """
-    of = target.config
-    stored = naming.count(checkpoint.stored, of.layers)
-    count = promised_modules(fields) or max(1, stored)
-    whole = of if model is None or SHAPE_KEY not in fields.values else described(fields, target)
+    of, fields, checkpoint = folder.target.config, folder.fields, folder.checkpoint
+    count = promised_modules(fields) or max(1, naming.count(checkpoint.stored, of.layers))
+    whole = of if ships or SHAPE_KEY not in fields.values else described(fields, of, folder.target.name)
     experts, dense = whole.experts, f"{naming.layer.format(naming.number(0, of.layers))}mlp.gate_proj.weight"
     return replace(
         whole,
@@ -117,9 +111,9 @@ def layer_config(
     )
 
 
-def described(fields: Fields, target: Blueprint) -> ModelConfig:
-    """The configuration that a folder of modules gives of its layers. Raises UnsupportedModel for another target's."""
-    of = target.config
+def described(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
+    """The configuration that a folder of modules gives of its layers, for the target of this name. Raises
+    UnsupportedModel for another target's."""
     defaults: dict[str, Any] = {
         "max_position_embeddings": of.max_positions,
         "vocab_size": of.vocab_size,
@@ -133,7 +127,7 @@ def described(fields: Fields, target: Blueprint) -> ModelConfig:
         ("vocab_size", config.vocab_size, of.vocab_size),
     ):
         if own != wanted:
-            raise fields.refuse(key, f"{target.name} has {wanted}: name modules that were trained for it")
+            raise fields.refuse(key, f"{target} has {wanted}: name modules that were trained for it")
     return config
 
 
@@ -142,15 +136,15 @@ def promised_modules(fields: Fields) -> int:
     return next((fields.whole(key, 0, least=0) for key in COUNT_KEYS if fields.values.get(key) is not None), 0)
 
 
-def no_modules(fields: Fields, model: str | None) -> str:
-    """The message for a checkpoint without modules."""
+def no_modules(fields: Fields, ships: bool) -> str:
+    """The message for a checkpoint without modules; `ships`: they should have come with the target."""
     folder, promised = fields.path.parent, promised_modules(fields)
     if promised:
         return (
             f"{folder} has no tensors of MTP modules though its config.json promises {promised}: a conversion dropped "
             "them; download the original, or name trained modules, as in mtp:DIR"
         )
-    if model is None:
+    if ships:
         own = "mtp:stdlib-mtp" if folder == BUNDLED[TARGET] else "mtp:DIR"
         return f"{folder} ships no MTP modules: name a folder of trained ones, as in {own} (`forerun train mtp`)"
     return f"{folder} has no tensors of MTP modules: name a folder that `forerun train mtp` wrote, or another drafter"

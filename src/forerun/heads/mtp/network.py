@@ -7,7 +7,7 @@ before. So where module m reads a token, it knows the target's state m + 1 place
 its first place is the m-th. Behind the last module's guess the last module goes on with its own output.
 
 The file decides how modules are computed: as layers of one decoder, so by the same kernels and in the same number
-formats as the target's own. What a checkpoint must hold is decided in `mtp_tensors.py`.
+formats as the target's own. What a checkpoint must hold is decided in `format.py`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,13 @@ from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
-from forerun.cache.plan import ModelMemory
-from forerun.config import Quantization
-from forerun.errors import UnsupportedModel
-from forerun.heads.mtp.format import MtpTensors, check_modules
+from forerun.heads.folder import HeadFolder
+from forerun.heads.mtp.format import MtpTensors
 from forerun.models.attention import AttentionPath
 from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm
 from forerun.models.linear import Linear, make_linear, padded_rows
-from forerun.models.loading import Blueprint
 from forerun.models.mlp import pad_rows
-from forerun.models.native import Kernels, find_kernels
-from forerun.models.runner import Runner
-from forerun.models.source import find_heads
 from forerun.models.state_entry import StateEntry
-from forerun.models.weights import Checkpoint
 
 UNKNOWN = math.nan  # stands for a state that the same pass computes, as the module before reads the row before
 
@@ -61,18 +54,12 @@ class MtpDecoder(Decoder):
     UNKNOWN is a state that the module before gives for the row before. Logits are those of the first module that read.
     """
 
-    def __init__(
-        self,
-        tensors: MtpTensors,
-        checkpoint: Checkpoint,
-        target: Decoder,
-        quantize: Quantization | None,
-        kernels: Kernels | None,
-    ) -> None:
-        shapes, naming, device = tensors.shapes(), tensors.naming, target.embedding.device
+    def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder) -> None:
+        shapes, naming, make, kernels = tensors.shapes(), tensors.naming, folder.make, folder.kernels
+        quantize = folder.target.quantize
 
         def take(name: str) -> Tensor:
-            return checkpoint.take(name, shapes[name]).to(device)
+            return folder.checkpoint.take(name, shapes[name])
 
         super().__init__(
             tensors.config,
@@ -82,7 +69,6 @@ class MtpDecoder(Decoder):
             kernels,
             host=target,
         )
-        make = partial(make_linear, quantize=quantize, kernels=kernels)
         make_head = partial(make_linear, quantize="int8" if quantize else None, kernels=kernels)
         self.state_first = naming.state_first
         self.modules: list[MtpModule] = []
@@ -172,46 +158,3 @@ def without_first(path: AttentionPath, rows: int) -> AttentionPath:
     """The path without the first rows of its text, of which none is among its queries."""
     positions = [position - rows for position in path.positions]
     return replace(path, positions=positions, first_slot=path.first_slot + rows, masks={})
-
-
-@dataclass(frozen=True, slots=True)
-class MtpBlueprint:
-    """Modules that were checked, but that are not loaded."""
-
-    layers: Blueprint
-    tensors: MtpTensors
-
-    @property
-    def memory(self) -> ModelMemory:
-        """What they take once loaded; tables of their own count as they are stored."""
-        c, layers = self.tensors.config, self.layers.memory
-        tables = len(self.tensors.own) * c.vocab_size * c.hidden * self.layers.dtype.itemsize
-        return replace(layers, weights_bytes=layers.weights_bytes + tables)
-
-    def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> Runner:
-        """The modules with a cache of `num_tokens`, for texts of `max_model_len` at most."""
-        own, whole = self.layers, self.tensors.config
-        config = replace(whole, max_positions=min(max_model_len, whole.max_positions))
-        kernels = find_kernels(own.kernels, own.dtype)
-        checkpoint = Checkpoint(own.folder, own.dtype)
-        decoder = MtpDecoder(replace(self.tensors, config=config), checkpoint, target, own.quantize, kernels)
-        return Runner.of(decoder, num_tokens)
-
-
-def plan_modules(model: str | None, target: Blueprint) -> MtpBlueprint:
-    """The modules in the folder `model`, or those that ship with the target. Raises ModelError as `check_modules`."""
-    folder = target.folder if model is None else find_heads(model, "mtp")
-    if target.placement.fixed:
-        raise UnsupportedModel(f"{folder}: MTP modules are computed on CPUs: use device cpu, or another drafter")
-    tensors = check_modules(model, Checkpoint(folder, target.dtype), target)
-    shapes = tensors.shapes()
-    layers = Blueprint(
-        spec=target.spec.beside(str(folder)),
-        name=target.name if model is None else model,
-        folder=folder,
-        config=replace(tensors.config, vocab_size=0),
-        choice=target.choice,
-        num_bytes=sum(math.prod(s) for name, s in shapes.items() if name not in tensors.own) * target.dtype.itemsize,
-        placement=target.placement,
-    )
-    return MtpBlueprint(layers, tensors)

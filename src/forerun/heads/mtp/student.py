@@ -26,7 +26,7 @@ from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
 from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, SPREAD, save_weights, trainable
 from forerun.heads.mtp.format import MtpTensors
-from forerun.heads.student import Predictions, TextBatch
+from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.decoder import rms_norm
 from forerun.models.loading import Blueprint
@@ -130,3 +130,9 @@ class MtpStudent:
     def spec(self, folder: Path) -> str:
         """`mtp:DIR`."""
         return str(DraftSpec("mtp", argument=str(folder)))
+
+
+def make_mtp(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
+    """An MTP module."""
+    sizes.only("mtp", "mlp", "portable")
+    return MtpStudent.fresh(target, sizes.mlp, seed, bool(sizes.portable))

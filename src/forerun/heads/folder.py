@@ -1,0 +1,185 @@
+"""HeadFolder: a folder of trained heads, and what is the same for every kind of them.
+
+The file decides where a folder is looked for, that it holds the tensors of its kind and no others, what layers in it
+take in memory, and with which kernels they are computed: the target's. `kinds.py` is the table of kinds; which tensors
+and fields a kind has stands in its `format.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from forerun.cache.plan import ModelMemory
+from forerun.errors import MissingWeights, ModelNotFound, UnsupportedModel
+from forerun.fields import Fields, read_fields, short
+from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
+from forerun.models.layer import MakeLinear
+from forerun.models.linear import make_linear
+from forerun.models.loading import Blueprint
+from forerun.models.native import Kernels, find_kernels
+from forerun.models.projections import Shapes
+from forerun.models.runner import Runner
+from forerun.models.source import HUB_FILES, find_folder, similar
+from forerun.models.weights import BUFFERS, Checkpoint
+
+OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # of files that heads are published in
+WANTED = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
+HeadDecoder = TypeVar("HeadDecoder", bound=Decoder)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSigns:
+    """How config.json shows the kind of its heads: by a key that holds a text, which no other kind has.
+
+    Every folder of the kind has the key `needed`. `argument` is a key whose value precedes the folder in `--draft`.
+    `layout` is the format of `forerun convert` that this kind is run from; None where it converts nothing.
+    """
+
+    keys: tuple[tuple[str, str], ...] = ()
+    needed: str | None = None
+    argument: str | None = None
+    layout: str | None = None
+
+    def shown_in(self, fields: Fields) -> bool:
+        """Whether these fields are of this kind."""
+        values = {key: value for key, value in fields.values.items() if value is not None}
+        return any(key in values and text in str(values[key]) for key, text in self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFolder:
+    """A folder of heads for `target`, with what its config.json says and the headers of its tensors.
+
+    `name` is what the user called it.
+    """
+
+    name: str
+    target: Blueprint
+    fields: Fields
+    checkpoint: Checkpoint
+
+    @classmethod
+    def of(cls, name: str, target: Blueprint) -> HeadFolder:
+        """The folder of this name, or a hub id's. Raises ModelError for one that is not there, or has no weights."""
+        return cls.at(find_heads(name), name, target)
+
+    @classmethod
+    def at(cls, folder: Path, name: str, target: Blueprint) -> HeadFolder:
+        """A folder that was found, which may be the target's own. Raises ModelError for one that has no weights."""
+        return cls(name, target, read_fields(folder / "config.json"), Checkpoint(folder, target.dtype))
+
+    @property
+    def path(self) -> Path:
+        """The place of the folder."""
+        return self.checkpoint.folder
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """The compiled kernels that compute the target; None where torch does."""
+        return find_kernels(self.target.kernels, self.target.dtype)
+
+    @property
+    def make(self) -> MakeLinear:
+        """How a linear layer is made of weights on a CPU."""
+        return partial(make_linear, quantize=self.target.quantize, kernels=self.kernels)
+
+    def refuse_devices(self, heads: str) -> None:
+        """Raise UnsupportedModel for `heads` that are computed on CPUs alone, where the target is not."""
+        if self.target.placement.fixed:
+            raise UnsupportedModel(f"{self.name}: {heads} are computed on CPUs: use device cpu, or another drafter")
+
+    def check(self, shapes: Shapes, heads: str, idle: Iterable[str] = (), *cures: str) -> None:
+        """Judge all tensors by their headers: those of `shapes` must be there, and others only if they are `idle`.
+
+        Raises ModelError, which calls the drafter `heads`; `cures` are what else can be done about a tensor that
+        nothing reads.
+        """
+        for name, shape in shapes.items():
+            self.checkpoint.find(name, shape)
+        refuse_unread(self.path, self.checkpoint.stored, {*shapes, *idle}, heads, *cures)
+
+    def layers(self, config: ModelConfig, shapes: Shapes, tables: Collection[str] = ()) -> Blueprint:
+        """The layers of the folder, whose own vocabulary is empty; `tables` are tensors that stand beside them."""
+        size = sum(math.prod(shape) for name, shape in shapes.items() if name not in tables)
+        return Blueprint(
+            spec=self.target.spec.beside(self.name),
+            name=self.name,
+            folder=self.path,
+            config=replace(config, vocab_size=0),
+            choice=self.target.choice,
+            num_bytes=size * self.target.dtype.itemsize,
+            placement=self.target.placement,
+        )
+
+    def memory(self, config: ModelConfig, shapes: Shapes, tables: Collection[str]) -> ModelMemory:
+        """What the layers take once loaded, with `tables`, which are never quantised."""
+        layers, size = (
+            self.layers(config, shapes, tables).memory,
+            sum(math.prod(shapes[n]) for n in shapes if n in tables),
+        )
+        return replace(layers, weights_bytes=layers.weights_bytes + size * self.target.dtype.itemsize)
+
+    def fingerprint(self) -> str:
+        """What tells the weights apart from others."""
+        return self.layers(self.target.config, {}).fingerprint()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHeads(Generic[HeadDecoder]):
+    """Heads that are layers: their decoder, and the runner that it is read with."""
+
+    runner: Runner
+    decoder: HeadDecoder
+
+    @classmethod
+    def of(cls, decoder: HeadDecoder, num_tokens: int) -> LoadedHeads[HeadDecoder]:
+        """The decoder with a cache of `num_tokens`."""
+        return cls(Runner.of(decoder, num_tokens), decoder)
+
+
+OpenFolder = Callable[[str], HeadFolder]  # the folder of this name, which is of the kind that is asked for
+
+
+def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
+    """The folder of heads that draft on a target's states: a folder, a bundled name, or a hub id as owner/name.
+
+    Another name without an owner that is no folder here is a mistake. `files` are fetched from the hub. Raises
+    ModelNotFound for a folder that is not there or is something else.
+    """
+    try:
+        there = Path(name).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        there = False
+    if not there and name in BUNDLED_HEADS:
+        return BUNDLED_HEADS[name]
+    if not there and name in BUNDLED:
+        raise ModelNotFound(f"{name} is a model, which drafts as model:{name}; for heads {WANTED}")
+    if not there and "/" not in name:
+        near = [each for each in similar(name, BUNDLED_HEADS) if each not in BUNDLED]
+        hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
+        raise ModelNotFound(f"there is no folder {name}: {hint}{WANTED}")
+    return find_folder(name, None, files, "config.json")
+
+
+def refuse_other_weights(folder: Path, layout: str) -> None:
+    """Raise MissingWeights for a folder of weights that are not in safetensors under the usual name."""
+    stored = [folder / name for name in ("model.safetensors", "model.safetensors.index.json")]
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if others and not any(path.exists() for path in stored):
+        command = f"forerun convert {folder} --to {layout} --out {folder.name}-converted"
+        raise MissingWeights(f"{folder} has {others[0]} but no model.safetensors: write one with `{command}`")
+
+
+def refuse_unread(folder: Path, stored: Iterable[str], read: Collection[str], heads: str, *cures: str) -> None:
+    """Raise UnsupportedModel for a stored tensor that is not read, and that no table can stand for."""
+    unread = sorted(name for name in stored if name not in read and not name.endswith(BUFFERS))
+    if unread:
+        cure = ", ".join(("use the config.json that came with the weights", *cures))
+        raise UnsupportedModel(f"{folder}: the tensor {short(unread[0])} is none of {heads}: {cure}")

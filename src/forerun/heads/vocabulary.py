@@ -1,0 +1,90 @@
+"""Heads over some of the target's tokens: whose tokens theirs are, in a folder and while they draft.
+
+A folder says so by `d2t`, which gives for every id of the head how much larger the target's is; `t2d`, which other
+programs read, says which of the target's tokens the head has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int
+from forerun.errors import UnsupportedModel
+from forerun.heads.draft_files import DraftFiles
+from forerun.models.weights import Checkpoint
+
+OFFSETS, MASK = "d2t", "t2d"
+
+
+class DraftVocabulary:
+    """The ids of a head over some of the target's tokens; the model reads all of them."""
+
+    same = True
+
+    def __init__(self, vocab_size: int, ids: Int[Tensor, " draft_vocab"]) -> None:
+        self.vocab_size = vocab_size
+        self.num_own = vocab_size
+        self.ids = ids
+        self.head_ids: Int[Tensor, " draft_vocab"] | None = ids
+
+    def spread(self, logits: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
+        """The logits over the target's ids, -inf where the head has no such token."""
+        if len(logits) == 0:
+            return logits.new_empty(0, self.vocab_size)
+        return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
+
+    def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
+        """The same tokens."""
+        return tokens
+
+    def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The same tokens."""
+        return tokens
+
+
+def read_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
+    """The target's id of every token of the head's. Raises UnsupportedModel for ids that are not the target's."""
+    there = OFFSETS in checkpoint.stored
+    offsets = checkpoint.take_ids(OFFSETS, (draft_vocab,)) if there else None
+    return ids_of(offsets, draft_vocab, vocab_size, checkpoint.folder)
+
+
+def ids_of(
+    offsets: Int[Tensor, " draft_vocab"] | None, draft_vocab: int, vocab_size: int, folder: Path
+) -> Int[Tensor, " draft_vocab"]:
+    """The target's ids, each so much larger than the head's own; None is a head over all of them."""
+    own = torch.arange(draft_vocab)
+    if offsets is None:
+        if draft_vocab == vocab_size:
+            return own
+        raise UnsupportedModel(f"{folder} has no tensor {OFFSETS}, which says whose tokens the head's are")
+    ids = own + offsets
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < draft_vocab:
+        raise UnsupportedModel(
+            f"{folder}: {OFFSETS} must give each token of the head another one of the target's {vocab_size} tokens: "
+            "name a drafter that was trained for it"
+        )
+    return ids
+
+
+def head_ids(files: DraftFiles, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
+    """The target's ids of the head's tokens. Raises UnsupportedModel for a table that gives none."""
+    offsets = files.tensors.get(OFFSETS)
+    if offsets is not None and (offsets.is_floating_point() or offsets.dim() != 1):
+        raise UnsupportedModel(f"{files.path.parent}: {OFFSETS} must be whole numbers, one for each token of the head")
+    size = vocab_size if offsets is None else len(offsets)
+    return ids_of(None if offsets is None else offsets.long(), size, vocab_size, files.path.parent)
+
+
+def id_tables(files: DraftFiles) -> dict[str, Tensor]:
+    """`d2t` and `t2d` of a head over some of the target's tokens; none of one over all of them."""
+    if OFFSETS not in files.tensors:
+        return {}
+    vocab_size = files.fields.whole("vocab_size")
+    mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, head_ids(files, vocab_size), True)
+    return {OFFSETS: files.tensors[OFFSETS].long(), MASK: mask}
