@@ -25,7 +25,7 @@ from forerun.heads.block.student import BlockShape, BlockStudent
 from forerun.heads.eagle.network import EagleDecoder
 from forerun.heads.eagle.student import STEPS as EAGLE_STEPS
 from forerun.heads.eagle.student import EagleStudent
-from forerun.heads.layer_stack import NORM
+from forerun.heads.fresh import NORM
 from forerun.heads.medusa.network import MedusaHeads
 from forerun.heads.medusa.student import MedusaStudent
 from forerun.heads.mtp.network import MtpDecoder

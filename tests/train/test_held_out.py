@@ -21,7 +21,7 @@ from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.block.format import BlockTensors
 from forerun.heads.block.student import BlockShape, BlockStudent
 from forerun.heads.eagle.student import EagleStudent
-from forerun.heads.layer_stack import trainable
+from forerun.heads.fresh import trainable
 from forerun.heads.medusa.student import MedusaStudent
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.student import Student

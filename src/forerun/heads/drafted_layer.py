@@ -9,7 +9,7 @@ That is what a drafter's cache holds while it serves, so layers learn at every d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,21 +18,14 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.heads.student import TextBatch
-from forerun.models.config import ModelConfig
-from forerun.models.decoder import rms_norm, rotate
-from forerun.models.rope import RopeTables
+from forerun.heads.trained_layer import TrainedLayer
 
 KeysAndValues = tuple[Tensor, Tensor]  # of a step, by batch, head and place
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedLayer:
-    """A dense layer of Llama's or Qwen3's kind over `weights`, whose names begin with `place`."""
-
-    config: ModelConfig
-    weights: Mapping[str, Tensor]
-    place: str
-    rope: RopeTables
+class DraftedLayer(TrainedLayer):
+    """A layer that is read step by step."""
 
     def mix(
         self,
@@ -45,30 +38,11 @@ class DraftedLayer:
         At the first step `places` are those of all texts from 0 on, later those whose drafts are gone on with: the same
         ones at every step.
         """
-        c, step = self.config, len(past)
-        q, k, v = (self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, c.head_dim)) for name in "qkv")
-        if c.qk_norm:
-            q, k = self.normed(q, "self_attn.q_norm"), self.normed(k, "self_attn.k_norm")
-        cos, sin = (table[(places + step).flatten()][:, None] for table in (self.rope.cos, self.rope.sin))
-        q, k = (rotate(t.flatten(0, 1), cos, sin).view(t.shape) for t in (q, k))
-        past.append(tuple(t.repeat_interleave(c.group, dim=2).transpose(1, 2) for t in (k, v)))  # type: ignore[arg-type]
+        positions = places + len(past)
+        q, k, v = self.rotated(x, "q", positions), self.rotated(x, "k", positions), self.projected(x, "v")
+        past.append(tuple(t.repeat_interleave(self.config.group, dim=2).transpose(1, 2) for t in (k, v)))  # type: ignore[arg-type]
         mixed = attended(q.transpose(1, 2), places, past).transpose(1, 2).flatten(2)
         return self.linear(mixed, "self_attn.o_proj")
-
-    def mlp(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
-        """What the MLP adds to `x`."""
-        inner = self.normed(x, "post_attention_layernorm")
-        gate, up = self.linear(inner, "mlp.gate_proj"), self.linear(inner, "mlp.up_proj")
-        return self.linear(functional.silu(gate) * up, "mlp.down_proj")
-
-    def normed(self, x: Tensor, name: str) -> Tensor:
-        """Behind the layer's norm of this name."""
-        return rms_norm(x, self.weights[f"{self.place}.{name}.weight"], self.config.norm_eps)
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """Through the layer's projection of this name, with its bias if it has one."""
-        name = f"{self.place}.{name}"
-        return functional.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
 
 @dataclass(frozen=True, slots=True)

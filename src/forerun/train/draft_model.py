@@ -6,7 +6,6 @@ Hugging Face folder with the target's tokenizer, for `--draft model:DIR`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,9 @@ from forerun.config import require_whole
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, VocabularyMismatch
 from forerun.fields import Fields, read_fields
-from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, LayerStack, fresh_weights, save_weights, trainable
+from forerun.heads.fresh import EMBEDDING, HEAD, NORM, fresh_weights, save_config, save_weights, stored_dtype, trainable
 from forerun.heads.student import Predictions, TextBatch
+from forerun.heads.trained_layer import LayerStack
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
@@ -104,7 +104,7 @@ class DraftModelStudent:
     @classmethod
     def fresh(cls, target: Blueprint, shape: DraftShape, seed: int) -> DraftModelStudent:
         """One of random weights."""
-        dtype = "bfloat16" if target.config.dtype in HALF else "float32"
+        dtype = str(stored_dtype(target)).removeprefix("torch.")
         values = {**shape.config(target.config), "dtype": dtype}
         config = config_of(Fields(Path("the draft model's config.json"), values))
         weights = trainable(fresh_weights(config, seed), target.placement.device)
@@ -143,7 +143,7 @@ class DraftModelStudent:
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The model and the target's tokenizer, in the number format that config.json names."""
         save_weights(weights, self.config.dtype, folder)
-        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
+        save_config(self.values, folder)
         files = sorted({path for pattern in TOKENIZER for path in self.tokenizer_folder.glob(pattern)})
         copy_files(files, self.tokenizer_folder, folder)
 

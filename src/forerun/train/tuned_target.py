@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.fields import read_fields
-from forerun.heads.layer_stack import save_weights
+from forerun.heads.fresh import save_config, save_weights
 from forerun.heads.medusa.joint import merged
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
@@ -45,7 +44,7 @@ def write_target(target: Blueprint, adapters: Mapping[str, Tensor], folder: Path
         part.mkdir(parents=True)
         try:
             copy_files(companions(target.folder), target.folder, part)
-            (part / "config.json").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+            save_config(values, part)
             save_weights(merged(fixed, {name: t.cpu() for name, t in adapters.items()}), config.dtype, part)
             if folder.exists():
                 shutil.rmtree(folder)  # empty, or of the same training

@@ -7,11 +7,10 @@ begins at the exit's own guesses. The result is a folder for `--draft early-exit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,28 +20,32 @@ from forerun.annotations import Float, Int
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
-from forerun.heads.layer_stack import (
+from forerun.heads.adapter.format import EXIT
+from forerun.heads.fresh import (
     EMBEDDING,
-    HALF,
-    HEAD,
     NORM,
     WRITERS,
-    LayerStack,
+    TargetTables,
+    WrittenStudent,
     fresh_weights,
-    save_weights,
+    layer_values,
+    stored_dtype,
     trainable,
 )
 from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
+from forerun.heads.trained_layer import LayerStack
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import Blueprint
 
 
 @dataclass(frozen=True)
-class AdapterStudent:
+class AdapterStudent(WrittenStudent):
     """An adapter in training, for the exit before layer `exit_layer`. `head` is the target's, and stays as it is."""
 
+    kind: ClassVar[str] = "early-exit"
     exit_layer: int
     values: Mapping[str, Any]
+    dtype: torch.dtype
     config: ModelConfig
     weights: dict[str, Tensor]
     head: Float[Tensor, "vocab hidden"]
@@ -59,7 +62,7 @@ class AdapterStudent:
         cls, target: Blueprint, exit_layer: int | None, layers: int, mlp: int | None, seed: int
     ) -> AdapterStudent:
         """An adapter of so many layers, shaped like the target's, that adds nothing yet. Raises InvalidRequest."""
-        of, device = target.config, target.placement.device
+        of = target.config
         exit_layer = exit_layer or max(1, of.layers // 4)
         if not 1 <= exit_layer < of.layers:
             raise InvalidRequest(
@@ -68,37 +71,22 @@ class AdapterStudent:
         values = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "exit_layer": exit_layer,
-            "hidden_size": of.hidden,
-            "intermediate_size": of.intermediate if mlp is None else mlp,
-            "num_hidden_layers": layers,
-            "num_attention_heads": of.heads,
-            "num_key_value_heads": of.kv_heads,
-            "head_dim": of.head_dim,
-            "max_position_embeddings": of.max_positions,
-            "rms_norm_eps": of.norm_eps,
-            "rope_theta": of.rope.theta,
-            "dtype": "bfloat16" if of.dtype in HALF else "float32",
+            EXIT: exit_layer,
+            **layer_values(target, layers, mlp),
         }
         place = Path("the adapter's config.json")
         config = config_of(Fields(place, values | {"vocab_size": 1, "tie_word_embeddings": True}))
-        checkpoint = target.checkpoint(torch.float32)
-        weights = fresh_weights(config, seed)
+        weights, tables = fresh_weights(config, seed), TargetTables.of(target)
         del weights[EMBEDDING]
         weights = {name: tensor * (not name.endswith(WRITERS)) for name, tensor in weights.items()}
-        weights[NORM] = checkpoint.take(NORM, (of.hidden,))
-        head = checkpoint.take(EMBEDDING if of.tied else HEAD, (of.vocab_size, of.hidden)).to(device)
-        return cls(exit_layer, values, config, trainable(weights, device), head)
+        weights[NORM] = tables.norm
+        weights = trainable(weights, target.placement.device)
+        return cls(exit_layer, values, stored_dtype(target), config, weights, tables.head)
 
     @property
     def taps(self) -> tuple[int, ...]:
         """The states that enter the layer behind the exit."""
         return (self.exit_layer,)
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """Its configuration, which says for which exit it is."""
-        return {"kind": "early-exit", "config": dict(self.values)}
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """What its first layer reads: the target's states at the exit."""
@@ -110,14 +98,9 @@ class AdapterStudent:
         logits = functional.linear(self.stack.normed(x[:, batch.first_root :], NORM), self.head)
         return Predictions([logits], batch.roots)
 
-    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The layers and their norm; embedding and head are the target's."""
-        save_weights(weights, self.config.dtype, folder)
-        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
-
     def spec(self, folder: Path) -> str:
         """`early-exit:E:DIR`."""
-        return str(DraftSpec("early-exit", argument=f"{self.exit_layer}:{folder}"))
+        return str(DraftSpec(self.kind, argument=f"{self.exit_layer}:{folder}"))
 
 
 def make_adapter(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

@@ -9,19 +9,17 @@ each place. The result is a folder for `--draft block:DIR`, in the layout of `mo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.block.format import (
@@ -35,12 +33,21 @@ from forerun.heads.block.format import (
     PREDECESSORS,
     SELECTOR,
     SUCCESSORS,
+    TAP_IDS,
     BlockTensors,
     layer_ids,
 )
-from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, SPREAD, save_weights, trainable
+from forerun.heads.fresh import (
+    TargetTables,
+    WrittenStudent,
+    drawn_weights,
+    layer_values,
+    stored_dtype,
+    trainable,
+)
 from forerun.heads.student import MOST_DEPTH, Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
-from forerun.models.decoder import rms_norm, rotate
+from forerun.heads.trained_layer import TrainedLayer
+from forerun.models.decoder import rms_norm
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
 from forerun.sampling.winners import largest
@@ -66,9 +73,10 @@ class BlockShape:
 
 
 @dataclass(frozen=True)
-class BlockStudent:
+class BlockStudent(WrittenStudent):
     """A block drafter in training. `embedding` and `head` are the target's, and stay as they are."""
 
+    kind: ClassVar[str] = "block"
     values: Mapping[str, Any]
     tensors: BlockTensors
     weights: dict[str, Tensor]
@@ -86,25 +94,19 @@ class BlockStudent:
     @classmethod
     def fresh(cls, target: Blueprint, shape: BlockShape, seed: int) -> BlockStudent:
         """Layers shaped like the target's, whose heads on the states add nothing yet. Raises InvalidRequest."""
-        of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
+        of = target.config
         values = values_of(target, shape)
         tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
-        weights = {
-            name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=dice) * SPREAD
-            for name, size in tensors.shapes().items()
-        }
+        weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         num_taps = len(tensors.config.taps)
         weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
         for name in {MARKOV_W2, SUCCESSORS, CONFIDENCE, CONFIDENCE_BIAS} & set(weights):
             weights[name].zero_()
-        checkpoint = target.checkpoint(torch.float32)
-        embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
-        head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
-        weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
+        weights["norm.weight"] = tables.norm
         if MASK_EMBEDDING in weights:
-            weights[MASK_EMBEDDING] = embedding.mean(0)
-        dtype = torch.bfloat16 if of.dtype in HALF else torch.float32
-        return cls(values, tensors, trainable(weights, device), embedding.to(device), head.to(device), dtype)
+            weights[MASK_EMBEDDING] = tables.embedding.mean(0)
+        weights = trainable(weights, target.placement.device)
+        return cls(values, tensors, weights, tables.embedding, tables.head, stored_dtype(target))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -120,11 +122,6 @@ class BlockStudent:
     def depth_weights(self) -> tuple[float, ...]:
         """Falling exponentially, as in both papers."""
         return tuple(math.exp(-depth / FADES) for depth in range(self.tensors.config.most_depth))
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """Its configuration."""
-        return {"kind": "block", "config": dict(self.values)}
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every guess of the blocks from these roots, and the confidence in it."""
@@ -176,30 +173,34 @@ class BlockStudent:
         mask = self.weights[MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
         masks = mask.expand(*roots.shape, c.num_places(c.most_depth) - 1, -1)
         x = torch.cat([self.embedding[batch.tokens[rows, roots]][:, :, None], masks], dim=2)
-        for layer in range(c.layers.layers):
+        for index in range(c.layers.layers):
+            layer = TrainedLayer(c.layers, self.weights, f"layers.{index}", self.rope)
             x = x + self.attention(layer, x, context, roots)
-            inner = self.normed(x, f"layers.{layer}.post_attention_layernorm")
-            gate, up = (self.linear(inner, f"layers.{layer}.mlp.{name}_proj") for name in ("gate", "up"))
-            x = x + self.linear(functional.silu(gate) * up, f"layers.{layer}.mlp.down_proj")
+            x = x + layer.mlp(x)
         return self.normed(x, "norm")
 
     def attention(
         self,
-        layer: int,
+        layer: TrainedLayer,
         x: Float[Tensor, "batch roots places hidden"],
         context: Float[Tensor, "batch length hidden"],
         roots: Int[Tensor, "batch roots"],
     ) -> Float[Tensor, "batch roots places hidden"]:
         """What a layer's attention adds: a block sees the context before its root, and its own places."""
-        c, name, places = self.tensors.config, f"layers.{layer}.self_attn", x.shape[2]
-        inner = self.normed(x, f"layers.{layer}.input_layernorm")
+        c, places = self.tensors.config, x.shape[2]
+        inner = layer.normed(x, "input_layernorm")
         at = roots[:, :, None] + torch.arange(places, device=x.device)
         text = torch.arange(context.shape[1], device=x.device).expand(len(x), -1)
-        q = self.turned(inner, f"{name}.q", at).movedim(-2, 1)  # [batch, heads, roots, places, head_dim]
-        own_k = self.turned(inner, f"{name}.k", at).repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
-        own_v = self.heads_of(inner, f"{name}.v").repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
-        k = self.turned(context, f"{name}.k", text).repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
-        v = self.heads_of(context, f"{name}.v").repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
+        q = layer.rotated(inner, "q", at).movedim(-2, 1)  # [batch, heads, roots, places, head_dim]
+        own_k, own_v, k, v = (
+            t.repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
+            for t in (
+                layer.rotated(inner, "k", at),
+                layer.projected(inner, "v"),
+                layer.rotated(context, "k", text),
+                layer.projected(context, "v"),
+            )
+        )
         unseen = (text[:, None] >= roots[:, :, None])[:, None, :, None]  # [batch, 1, roots, 1, length]
         later = torch.ones(places, places, dtype=torch.bool, device=x.device).triu(1) & c.causal
         scores = [(q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4]).masked_fill(unseen, -math.inf)]
@@ -207,37 +208,11 @@ class BlockStudent:
         weights = (torch.cat(scores, dim=-1) / math.sqrt(c.layers.head_dim)).softmax(-1)
         seen, own = weights.split([context.shape[1], places], dim=-1)
         mixed = (seen.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]) + own @ own_v
-        return self.linear(mixed.movedim(1, -2).flatten(-2), f"{name}.o_proj")
-
-    def turned(self, x: Tensor, name: str, positions: Tensor) -> Tensor:
-        """Queries or keys, normed where the family does that, and rotated."""
-        x = self.heads_of(x, name)
-        if f"{name}_norm.weight" in self.weights:
-            x = self.normed(x, f"{name}_norm")
-        cos, sin = (table[positions].flatten(0, -2)[:, None] for table in (self.rope.cos, self.rope.sin))
-        return rotate(x.flatten(0, -3), cos, sin).view(x.shape)
-
-    def heads_of(self, x: Tensor, name: str) -> Tensor:
-        """A projection's outputs, head by head."""
-        outputs = self.linear(x, f"{name}_proj")
-        return outputs.view(*outputs.shape[:-1], -1, self.tensors.config.layers.head_dim)
+        return layer.linear(mixed.movedim(1, -2).flatten(-2), "self_attn.o_proj")
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Behind the norm of this name."""
         return rms_norm(x, self.weights[f"{name}.weight"], self.tensors.config.layers.norm_eps)
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """Through the projection of this name."""
-        return functional.linear(x, self.weights[f"{name}.weight"])
-
-    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The layers and heads; embedding and output matrix are the target's."""
-        save_weights(weights, self.dtype, folder)
-        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
-
-    def spec(self, folder: Path) -> str:
-        """`block:DIR`."""
-        return str(DraftSpec("block", argument=str(folder)))
 
 
 def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
@@ -263,19 +238,10 @@ def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "num_hidden_layers": shape.layers or LAYERS,
-        "hidden_size": of.hidden,
         "vocab_size": of.vocab_size,
-        "intermediate_size": of.intermediate if shape.mlp is None else shape.mlp,
-        "num_attention_heads": of.heads,
-        "num_key_value_heads": of.kv_heads,
-        "head_dim": of.head_dim,
-        "max_position_embeddings": of.max_positions,
-        "rms_norm_eps": of.norm_eps,
-        "rope_theta": of.rope.theta,
-        "dtype": "bfloat16" if of.dtype in HALF else "float32",
+        **layer_values(target, shape.layers or LAYERS, shape.mlp),
         INSIDE: {
-            "target_layer_ids": layers,
+            TAP_IDS: layers,
             "block_size": block,
             "causal": not shape.portable,
             "sample_from_anchor": True,

@@ -11,24 +11,29 @@ eagle:DIR`, in the authors' layout.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
-from forerun.heads.eagle.format import PLACES, EagleForm, EagleTensors, usual_taps
-from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, SPREAD, trainable
+from forerun.heads.eagle.format import PLACES, TAP_IDS, EagleForm, EagleTensors, usual_taps
+from forerun.heads.fresh import (
+    HEAD,
+    TargetTables,
+    WrittenStudent,
+    drawn_weights,
+    layer_values,
+    stored_dtype,
+    trainable,
+)
 from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import ModelConfig, config_of
@@ -42,10 +47,12 @@ PLACE = PLACES[0]
 
 
 @dataclass(frozen=True)
-class EagleStudent:
+class EagleStudent(WrittenStudent):
     """A layer in training. `embedding` and `head` are the target's, and stay as they are."""
 
+    kind: ClassVar[str] = "eagle"
     values: Mapping[str, Any]
+    dtype: torch.dtype
     config: ModelConfig
     weights: dict[str, Tensor]
     embedding: Float[Tensor, "vocab hidden"]
@@ -75,56 +82,34 @@ class EagleStudent:
         The head has so many of the target's tokens, or these, or all of them. Raises InvalidRequest for more than there
         are, and for some of them where the head is shared.
         """
-        of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
+        of, device = target.config, target.placement.device
         ids = head_ids(target, shared_head, vocabulary)
         taps = usual_taps(of.layers) if taps is None else check_taps(taps, of.layers)
         num_ids = of.vocab_size if ids is None else len(ids)
         values = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "num_hidden_layers": 1,
-            "hidden_size": of.hidden,
+            **layer_values(target, 1, mlp),
             "vocab_size": of.vocab_size,
             "draft_vocab_size": num_ids,
-            "intermediate_size": of.intermediate if mlp is None else mlp,
-            "num_attention_heads": of.heads,
-            "num_key_value_heads": of.kv_heads,
-            "head_dim": of.head_dim,
-            "max_position_embeddings": of.max_positions,
-            "rms_norm_eps": of.norm_eps,
-            "rope_theta": of.rope.theta,
-            "eagle_aux_hidden_state_layer_ids": list(taps),
+            TAP_IDS: list(taps),
             "norm_before_residual": True,
-            "dtype": "bfloat16" if of.dtype in HALF else "float32",
         }
         config = config_of(Fields(Path("the layer's config.json"), without_architecture(values)))
         tensors = EagleTensors(config, EagleForm(taps), PLACE, of.hidden, num_ids, False, not shared_head)
-        weights = {
-            name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
-            for name, shape in tensors.shapes().items()
-        }
+        weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
-        checkpoint = target.checkpoint(torch.float32)
-        embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
-        head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
         if not shared_head:
-            weights[HEAD] = head if ids is None else head[ids]
-        weights["norm.weight"] = checkpoint.take(NORM, (of.hidden,))
+            weights[HEAD] = tables.head if ids is None else tables.head[ids]
+        weights["norm.weight"] = tables.norm
         weights = trainable(weights, device)
-        return cls(
-            values,
-            config,
-            weights,
-            embedding.to(device),
-            head.to(device),
-            taps,
-            None if ids is None else ids.to(device),
-        )
+        ids = None if ids is None else ids.to(device)
+        return cls(values, stored_dtype(target), config, weights, tables.embedding, tables.head, taps, ids)
 
     @property
     def about(self) -> Mapping[str, Any]:
         """Its configuration, and whether it has a head of its own."""
-        return {"kind": "eagle", "config": dict(self.values), "shared_head": HEAD not in self.weights}
+        return {**super().about, "shared_head": HEAD not in self.weights}
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every step of the drafts from these roots."""
@@ -152,18 +137,10 @@ class EagleStudent:
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The layer and, if it has one, its head, and whose tokens the head's are."""
-        stored = {name: tensor.detach().to("cpu", self.config.dtype).contiguous() for name, tensor in weights.items()}
-        if HEAD in stored:
-            num_ids = len(stored[HEAD])
-            ids = torch.arange(num_ids) if self.vocabulary is None else self.vocabulary.cpu()
-            stored[OFFSETS] = ids - torch.arange(num_ids)
-        save_file(stored, folder / "model.safetensors", {"format": "pt"})
-        (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
-        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
-
-    def spec(self, folder: Path) -> str:
-        """`eagle:DIR`."""
-        return str(DraftSpec("eagle", argument=str(folder)))
+        if HEAD in weights:
+            ids = torch.arange(len(weights[HEAD])) if self.vocabulary is None else self.vocabulary.cpu()
+            weights = {**weights, OFFSETS: ids - torch.arange(len(ids))}
+        super().write(weights, folder)
 
 
 def head_ids(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of
 from forerun.heads.layouts import DraftLayout, DraftMethod
-from forerun.heads.medusa.format import HEADS, MedusaConfig, fitted_heads
+from forerun.heads.medusa.format import ARCHITECTURE, BLOCKS, HEADS, HYDRA, MedusaConfig, fitted_heads
 from forerun.heads.source import DraftSource
 
 PREFIX = "medusa_head."
@@ -45,9 +45,9 @@ def read_medusa(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     named = (TENSOR.fullmatch(name) for name in tensors)
     count = 1 + max(int(found[1]) for found in named if found)
     promised = source.fields.whole(HEADS, count)
-    fields = {**source.values, "architectures": ["MedusaModel"], HEADS: max(count, promised)}
-    fields["medusa_num_layers"] = source.fields.whole("medusa_num_layers", 1)
-    outputs = tensors.get(f"0.{fields['medusa_num_layers']}.weight")
+    fields = {**source.values, "architectures": [ARCHITECTURE], HEADS: max(count, promised)}
+    fields[BLOCKS] = source.fields.whole(BLOCKS, 1)
+    outputs = tensors.get(f"0.{fields[BLOCKS]}.weight")
     fields["hidden_size"] = first.shape[0]
     if outputs is not None:
         fields["vocab_size"] = outputs.shape[0]
@@ -74,9 +74,9 @@ def write_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     """As the authors' code reads them. Raises UnsupportedModel for Hydra's, which it does not have."""
-    if files.fields.flag("hydra"):
+    if files.fields.flag(HYDRA):
         raise UnsupportedModel(f"{files.path.parent}: heads of Hydra have no place in Medusa's own layout: use medusa")
-    return replace(files, config={key: value for key, value in files.config.items() if key != "hydra"})
+    return replace(files, config={key: value for key, value in files.config.items() if key != HYDRA})
 
 
 MEDUSA = DraftMethod("Medusa", "medusa", medusa_meaning)

@@ -7,14 +7,15 @@ Tensors in model.safetensors are named as the authors' code does: `0.0.linear.we
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from forerun.fields import Fields
 from forerun.heads.folder import HeadSigns, refuse_unread
 
 MOST_HEADS = 16
-HEADS = "medusa_num_heads"
+HEADS, BLOCKS, HYDRA, ARCHITECTURE = "medusa_num_heads", "medusa_num_layers", "hydra", "MedusaModel"
 SIGNS = HeadSigns(((HEADS, ""),), needed=HEADS, layout="medusa")
 
 
@@ -43,6 +44,18 @@ class MedusaConfig:
         return found
 
     @property
+    def values(self) -> Mapping[str, Any]:
+        """The fields of config.json, as the authors' code spells them."""
+        return {
+            "architectures": [ARCHITECTURE],
+            HEADS: self.num_heads,
+            BLOCKS: self.num_blocks,
+            "hidden_size": self.hidden,
+            "vocab_size": self.vocab_size,
+            HYDRA: self.hydra,
+        }
+
+    @property
     def num_parameters(self) -> int:
         """The weights of all heads."""
         return sum(map(math.prod, self.shapes().values()))
@@ -56,14 +69,14 @@ def fitted_heads(fields: Fields, stored: Collection[str], hidden: int, vocab_siz
     for key, own in (("hidden_size", hidden), ("vocab_size", vocab_size)):
         if fields.values.get(key, own) != own:
             raise fields.refuse(key, f"{target} has {own}: name heads that were trained for it")
-    num_blocks = fields.whole("medusa_num_layers", 1)
+    num_blocks = fields.whole(BLOCKS, 1)
     config = MedusaConfig(
         num_heads=fields.whole(HEADS, most=MOST_HEADS),
         num_blocks=num_blocks,
         hidden=hidden,
         vocab_size=vocab_size,
         own_output=f"0.{num_blocks}.weight" in stored,
-        hydra=fields.flag("hydra"),
+        hydra=fields.flag(HYDRA),
     )
     refuse_unread(
         fields.path.parent, stored, config.shapes(), f"{config.num_heads} heads with {num_blocks} blocks each"

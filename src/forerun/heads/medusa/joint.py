@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Int
-from forerun.heads.layer_stack import EMBEDDING, HEAD, NORM, LayerStack, trainable
+from forerun.heads.fresh import EMBEDDING, HEAD, NORM, trainable
 from forerun.heads.medusa.student import MedusaStudent
 from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
+from forerun.heads.trained_layer import LayerStack
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors

@@ -8,19 +8,21 @@ nothing that follows counts. The target stays as it is. The result is a folder f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.draft.spec import DraftSpec
-from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, save_weights, trainable
+from forerun.heads.fresh import (
+    TargetTables,
+    WrittenStudent,
+    stored_dtype,
+    trainable,
+)
 from forerun.heads.medusa.format import MOST_HEADS, MedusaConfig
 from forerun.heads.student import Predictions, TextBatch, check_most
 from forerun.models.loading import Blueprint
@@ -30,9 +32,11 @@ DEPTH_WEIGHT = 0.8  # of each head, of the one before it
 
 
 @dataclass(frozen=True)
-class MedusaStudent:
+class MedusaStudent(WrittenStudent):
     """Heads in training. `head` and `embedding` are the target's, and stay as they are."""
 
+    kind: ClassVar[str] = "medusa"
+    values: Mapping[str, Any]
     config: MedusaConfig
     dtype: torch.dtype
     weights: dict[str, Tensor]
@@ -46,21 +50,18 @@ class MedusaStudent:
         cls, target: Blueprint, num_heads: int | None, num_blocks: int | None, hydra: bool, shared_head: bool
     ) -> MedusaStudent:
         """Heads that say what the target's head says of the state they read. Raises InvalidRequest."""
-        of, device = target.config, target.placement.device
+        of = target.config
         check_most("heads", num_heads or NUM_HEADS, MOST_HEADS)
         config = MedusaConfig(num_heads or NUM_HEADS, num_blocks or 1, of.hidden, of.vocab_size, not shared_head, hydra)
-        checkpoint = target.checkpoint(torch.float32)
-        table = (of.vocab_size, of.hidden)
-        embedding = checkpoint.take(EMBEDDING, table)
-        head = embedding if of.tied else checkpoint.take(HEAD, table)
+        tables = TargetTables.of(target)
         weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
         for name, tensor in weights.items():
             if name.endswith(".in.weight"):
                 tensor[:, : of.hidden] = torch.eye(of.hidden)
-            elif tensor.shape == table and name.endswith(f".{config.num_blocks}.weight"):
-                tensor.copy_(head)
-        dtype = torch.bfloat16 if of.dtype in HALF else torch.float32
-        return cls(config, dtype, trainable(weights, device), head.to(device), embedding.to(device))
+            elif tensor.shape == tables.head.shape and name.endswith(f".{config.num_blocks}.weight"):
+                tensor.copy_(tables.head)
+        weights = trainable(weights, target.placement.device)
+        return cls(config.values, config, stored_dtype(target), weights, tables.head, tables.embedding)
 
     @property
     def depth_weights(self) -> tuple[float, ...]:
@@ -71,24 +72,6 @@ class MedusaStudent:
     def most_depth(self) -> int | None:
         """As many guesses as there are heads."""
         return self.config.num_heads
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """What it writes into config.json."""
-        return {"kind": "medusa", "config": self.values}
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """The configuration, as the authors' code spells it."""
-        c = self.config
-        return {
-            "architectures": ["MedusaModel"],
-            "medusa_num_heads": c.num_heads,
-            "medusa_num_layers": c.num_blocks,
-            "hidden_size": c.hidden,
-            "vocab_size": c.vocab_size,
-            "hydra": c.hydra,
-        }
 
     def inputs(self, batch: TextBatch, head: int) -> Float[Tensor, "batch roots inputs"]:
         """What a head reads for every root: the state before it and, with hydra, the embeddings of what is between."""
@@ -114,12 +97,3 @@ class MedusaStudent:
                 )
             found.append(functional.linear(x, self.weights.get(f"{head}.{c.num_blocks}.weight", self.head)))
         return Predictions(found, batch.roots)
-
-    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The heads and their configuration."""
-        save_weights(weights, self.dtype, folder)
-        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
-
-    def spec(self, folder: Path) -> str:
-        """`medusa:DIR`."""
-        return str(DraftSpec("medusa", argument=str(folder)))

@@ -10,22 +10,27 @@ in the layout of Qwen3-Next.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.draft.spec import DraftSpec
 from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
-from forerun.heads.layer_stack import EMBEDDING, HALF, HEAD, NORM, SPREAD, save_weights, trainable
-from forerun.heads.mtp.format import MtpTensors
+from forerun.heads.fresh import (
+    TargetTables,
+    WrittenStudent,
+    drawn_weights,
+    layer_values,
+    stored_dtype,
+    trainable,
+)
+from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
 from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.decoder import rms_norm
@@ -39,10 +44,12 @@ LEAST_GAIN = 0.05  # of the target's final norm, that is divided by
 
 
 @dataclass(frozen=True)
-class MtpStudent:
+class MtpStudent(WrittenStudent):
     """A module in training. `embedding` and `head` are the target's."""
 
+    kind: ClassVar[str] = "mtp"
     values: Mapping[str, Any]
+    dtype: torch.dtype
     config: ModelConfig
     weights: dict[str, Tensor]
     embedding: Float[Tensor, "vocab hidden"]
@@ -64,39 +71,21 @@ class MtpStudent:
 
         A `portable` one has norms on queries and keys, as modules of `speculators` have.
         """
-        of, device, dice = target.config, target.placement.device, torch.Generator().manual_seed(seed)
+        of = target.config
         values = {
             "model_type": "qwen3" if portable else "llama",
-            "mtp_num_hidden_layers": 1,
-            "hidden_size": of.hidden,
+            COUNT_KEYS[-1]: 1,
             "vocab_size": of.vocab_size,
-            "intermediate_size": of.intermediate if mlp is None else mlp,
-            "num_hidden_layers": 1,
-            "num_attention_heads": of.heads,
-            "num_key_value_heads": of.kv_heads,
-            "head_dim": of.head_dim,
-            "max_position_embeddings": of.max_positions,
-            "rms_norm_eps": of.norm_eps,
-            "rope_theta": of.rope.theta,
-            "dtype": "bfloat16" if of.dtype in HALF else "float32",
+            **layer_values(target, 1, mlp),
         }
         config = config_of(Fields(Path("the module's config.json"), values))
-        weights = {
-            name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
-            for name, shape in MtpTensors(config, QWEN, of.layers).shapes().items()
-        }
-        checkpoint = target.checkpoint(torch.float32)
-        embedding = checkpoint.take(EMBEDDING, (of.vocab_size, of.hidden))
-        head = embedding if of.tied else checkpoint.take(HEAD, (of.vocab_size, of.hidden))
-        gain = checkpoint.take(NORM, (of.hidden,))
+        weights = drawn_weights(MtpTensors(config, QWEN, of.layers).shapes(), seed)
+        tables = TargetTables.of(target)
+        gain = tables.norm.cpu()
         weights[QWEN.norm] = gain
         weights[QWEN.projection][:, of.hidden :] = torch.diag(1 / torch.where(gain.abs() < LEAST_GAIN, 1.0, gain))
-        return cls(values, config, trainable(weights, device), embedding.to(device), head.to(device))
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """Its configuration."""
-        return {"kind": "mtp", "config": dict(self.values)}
+        weights = trainable(weights, target.placement.device)
+        return cls(values, stored_dtype(target), config, weights, tables.embedding, tables.head)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every step of the drafts from these roots."""
@@ -121,15 +110,6 @@ class MtpStudent:
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Behind the norm whose gain has this name."""
         return rms_norm(x, self.weights[name], self.config.norm_eps)
-
-    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The module and its configuration."""
-        save_weights(weights, self.config.dtype, folder)
-        (folder / "config.json").write_text(json.dumps(dict(self.values), indent=2) + "\n", "utf-8")
-
-    def spec(self, folder: Path) -> str:
-        """`mtp:DIR`."""
-        return str(DraftSpec("mtp", argument=str(folder)))
 
 
 def make_mtp(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

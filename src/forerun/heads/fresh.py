@@ -1,0 +1,132 @@
+"""What a drafter in training begins with, what it takes from its target, and how it is written.
+
+Weights are a mapping from the names that the checkpoint will have to tensors in float32, so what is trained is what is
+written. Embedding, head and norm of the target are taken in float32, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.annotations import Float
+from forerun.draft.spec import DraftSpec
+from forerun.models.config import ModelConfig
+from forerun.models.loading import Blueprint
+from forerun.models.projections import Shapes, promised_tensors
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+HALF = (torch.float16, torch.bfloat16)
+SPREAD = 0.02  # standard deviation of fresh weights
+WRITERS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what adds to the residual stream
+
+
+class WrittenStudent:
+    """What students of heads have in common: a folder with `values` as config.json, and weights in `dtype`."""
+
+    kind: ClassVar[str]
+    values: Mapping[str, Any]
+    dtype: torch.dtype
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What it is made of: its configuration."""
+        return {"kind": self.kind, "config": dict(self.values)}
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Put the weights and their configuration into an empty folder; what the target has is left out."""
+        save_weights(weights, self.dtype, folder)
+        save_config(self.values, folder)
+
+    def spec(self, folder: Path) -> str:
+        """The specification of the drafter in a folder."""
+        return str(DraftSpec(self.kind, argument=str(folder)))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTables:
+    """A target's embedding, output matrix and last norm, on its device."""
+
+    embedding: Float[Tensor, "vocab hidden"]
+    head: Float[Tensor, "vocab hidden"]
+    norm: Float[Tensor, " hidden"]
+
+    @classmethod
+    def of(cls, target: Blueprint) -> TargetTables:
+        """Those of this target, read anew."""
+        c, device, checkpoint = target.config, target.placement.device, target.checkpoint(torch.float32)
+        embedding = checkpoint.take(EMBEDDING, (c.vocab_size, c.hidden)).to(device)
+        head = embedding if c.tied else checkpoint.take(HEAD, (c.vocab_size, c.hidden)).to(device)
+        return cls(embedding, head, checkpoint.take(NORM, (c.hidden,)).to(device))
+
+
+def stored_dtype(target: Blueprint) -> torch.dtype:
+    """The number format of what is trained for a target: bfloat16 where the target is stored in 16 bits."""
+    return torch.bfloat16 if target.config.dtype in HALF else torch.float32
+
+
+def layer_values(target: Blueprint, layers: int, mlp: int | None) -> dict[str, Any]:
+    """The fields of config.json for so many layers that are shaped like the target's, with `mlp` neurons if given."""
+    of = target.config
+    return {
+        "hidden_size": of.hidden,
+        "intermediate_size": of.intermediate if mlp is None else mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": of.heads,
+        "num_key_value_heads": of.kv_heads,
+        "head_dim": of.head_dim,
+        "max_position_embeddings": of.max_positions,
+        "rms_norm_eps": of.norm_eps,
+        "rope_theta": of.rope.theta,
+        "dtype": str(stored_dtype(target)).removeprefix("torch."),
+    }
+
+
+def drawn_weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
+    """Gains of 1 and normal weights, in the order of their names in `shapes`."""
+    dice = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
+        for name, shape in shapes.items()
+    }
+
+
+def fresh_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Weights to begin with, in float32: normal ones, smaller where many layers add up; gains of 1, biases of 0."""
+    dice, weights = torch.Generator().manual_seed(seed), {}
+    for name, shape in promised_tensors(config):
+        if len(shape) == 1:
+            weights[name] = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+            continue
+        spread = SPREAD / math.sqrt(2 * config.layers) if name.endswith(WRITERS) else SPREAD
+        weights[name] = torch.randn(shape, generator=dice) * spread
+    return weights
+
+
+def trainable(weights: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies of these on a device that gradients are kept for."""
+    return {name: tensor.detach().clone().to(device).requires_grad_() for name, tensor in weights.items()}
+
+
+def save_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
+    """Write model.safetensors, in this number format; whole numbers stay what they are."""
+    path = folder / "model.safetensors"
+    stored = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in weights.items()
+    }
+    save_file(stored, path, {"format": "pt"})
+    path.chmod(0o644)  # safetensors leaves it to its owner alone
+
+
+def save_config(values: Mapping[str, Any], folder: Path) -> None:
+    """Write config.json."""
+    (folder / "config.json").write_text(json.dumps(dict(values), indent=2) + "\n", "utf-8")

@@ -1,0 +1,113 @@
+"""Decoder layers with gradients: the arithmetic of `models/decoder.py` over whole texts at once.
+
+This file decides how layers are computed while they are trained. Norms and rotations are the decoder's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Bool, Float, Int
+from forerun.errors import UnsupportedModel
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import rms_norm, rotate
+from forerun.models.rope import RopeTables, rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedLayer:
+    """A dense layer of Llama's or Qwen3's kind over `weights`, whose names begin with `place`."""
+
+    config: ModelConfig
+    weights: Mapping[str, Tensor]
+    place: str
+    rope: RopeTables
+
+    def projected(self, x: Float[Tensor, "*places inputs"], name: str) -> Float[Tensor, "*places heads head_dim"]:
+        """Queries ("q"), keys ("k") or values ("v"), head by head."""
+        heads: Tensor = self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, self.config.head_dim))
+        return heads
+
+    def rotated(
+        self, x: Float[Tensor, "*places inputs"], name: str, positions: Int[Tensor, "*places"]
+    ) -> Float[Tensor, "*places heads head_dim"]:
+        """Queries or keys at these positions, normed where the family does that."""
+        heads = self.projected(x, name)
+        if self.config.qk_norm:
+            heads = self.normed(heads, f"self_attn.{name}_norm")
+        cos, sin = (table[positions.flatten()][:, None] for table in (self.rope.cos, self.rope.sin))
+        return rotate(heads.flatten(0, -3), cos, sin).view(heads.shape)
+
+    def mlp(self, x: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places hidden"]:
+        """What the MLP adds to `x`."""
+        inner = self.normed(x, "post_attention_layernorm")
+        gate, up = self.linear(inner, "mlp.gate_proj"), self.linear(inner, "mlp.up_proj")
+        return self.linear(functional.silu(gate) * up, "mlp.down_proj")
+
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        """Behind the layer's norm of this name."""
+        return rms_norm(x, self.weights[f"{self.place}.{name}.weight"], self.config.norm_eps)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Through the layer's projection of this name, with its bias if it has one."""
+        name = f"{self.place}.{name}"
+        return functional.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStack:
+    """The dense layers of a configuration over `weights`, whose names are those of a checkpoint."""
+
+    config: ModelConfig
+    weights: Mapping[str, Tensor]
+    rope: RopeTables
+
+    @classmethod
+    def of(cls, config: ModelConfig, weights: Mapping[str, Tensor]) -> LayerStack:
+        """The layers, with tables of angles on the weights' device. Raises UnsupportedModel for experts and sinks."""
+        if config.experts or config.sinks:
+            raise UnsupportedModel(
+                f"a {config.family} with experts or attention sinks cannot be trained: choose a dense checkpoint"
+            )
+        device = next(iter(weights.values())).device
+        return cls(config, weights, rope_tables(config).to(device))
+
+    def __call__(self, x: Float[Tensor, "batch length hidden"]) -> Float[Tensor, "batch length hidden"]:
+        """The residual stream behind the last layer; the first place of a text is position 0."""
+        masks = {window: mask_of(window, x.shape[1], x.device) for window in set(self.config.windows)}
+        for index in range(self.config.layers):
+            layer = TrainedLayer(self.config, self.weights, f"model.layers.{index}", self.rope)
+            x = x + attention(layer, x, masks[self.config.windows[index]])
+            x = x + layer.mlp(x)
+        return x
+
+    def normed(self, x: Float[Tensor, "batch length hidden"], name: str) -> Float[Tensor, "batch length hidden"]:
+        """Behind the norm whose gain has this name."""
+        return rms_norm(x, self.weights[name], self.config.norm_eps)
+
+
+def attention(
+    layer: TrainedLayer, x: Float[Tensor, "batch length hidden"], mask: Bool[Tensor, "length length"] | None
+) -> Float[Tensor, "batch length hidden"]:
+    """What the layer's attention adds over whole texts."""
+    positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+    x = layer.normed(x, "input_layernorm")
+    q, k, v = layer.rotated(x, "q", positions), layer.rotated(x, "k", positions), layer.projected(x, "v")
+    k, v = (t.repeat_interleave(layer.config.group, dim=2) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return layer.linear(mixed.transpose(1, 2).flatten(2), "self_attn.o_proj")
+
+
+def mask_of(window: int | None, length: int, device: torch.device) -> Bool[Tensor, "length length"] | None:
+    """Which places see which; None where each sees all before it."""
+    if window is None or window >= length:
+        return None
+    place = torch.arange(length, device=device)
+    behind = place[:, None] - place
+    return (behind >= 0) & (behind < window)
