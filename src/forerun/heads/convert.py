@@ -20,10 +20,8 @@ from safetensors.torch import save_file
 
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
-from forerun.heads.draft_files import DraftFiles, TargetFacts
 from forerun.heads.kinds import HEADS
-from forerun.heads.layouts import DraftLayout, DraftMethod
-from forerun.heads.source import DraftSource
+from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, DraftSource, TargetFacts
 from forerun.heads.speculators import SPECULATORS
 from forerun.near import nearest
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.draft.spec import DraftSpec
@@ -40,6 +41,8 @@ from forerun.heads.widened import WideDrafter
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Plan
 
+WidenHeads = Callable[[str, Plan, OpenFolder], WideDrafter]  # of an argument of `--draft`
+
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
@@ -50,7 +53,7 @@ class HeadKind:
     signs: HeadSigns
     plan: Callable[[DraftSpec, DraftContext, OpenFolder], DraftPlan]
     student: MakeStudent
-    widen: Callable[[str, Plan, OpenFolder], WideDrafter]
+    widen: WidenHeads
     layouts: tuple[DraftLayout, ...] = ()
 
     def plan_for(self, spec: DraftSpec, context: DraftContext) -> DraftPlan:
@@ -58,36 +61,25 @@ class HeadKind:
         return self.plan(spec, context, head_folders(spec.name, context.target))
 
 
+class Widenable(Protocol):
+    """A blueprint of heads that can be widened with their target."""
+
+    def widened(self, plan: Plan) -> WideDrafter:
+        """What becomes of the heads. Raises InvalidRequest."""
+        ...
+
+
+def widen_read(read: Callable[[HeadFolder], Widenable]) -> WidenHeads:
+    """How heads are widened whose argument is their folder, which is read so."""
+    return lambda argument, plan, open_folder: read(open_folder(argument)).widened(plan)
+
+
 HEADS: Mapping[str, HeadKind] = {
-    "block": HeadKind(
-        BLOCK_SIGNS,
-        plan_block,
-        make_block,
-        lambda argument, plan, open_folder: BlockBlueprint.of(open_folder(argument)).widened(plan),
-        block_layouts.LAYOUTS,
-    ),
-    "eagle": HeadKind(
-        EAGLE_SIGNS,
-        plan_eagle,
-        make_eagle,
-        lambda argument, plan, open_folder: EagleBlueprint.of(open_folder(argument)).widened(plan),
-        eagle_layouts.LAYOUTS,
-    ),
+    "block": HeadKind(BLOCK_SIGNS, plan_block, make_block, widen_read(BlockBlueprint.of), block_layouts.LAYOUTS),
+    "eagle": HeadKind(EAGLE_SIGNS, plan_eagle, make_eagle, widen_read(EagleBlueprint.of), eagle_layouts.LAYOUTS),
     "early-exit": HeadKind(ADAPTER_SIGNS, adapter.plan_early_exit, make_adapter, adapter.widened_adapter),
-    "medusa": HeadKind(
-        MEDUSA_SIGNS,
-        plan_medusa,
-        make_medusa,
-        lambda argument, plan, open_folder: MedusaBlueprint.of(open_folder(argument)).widened(plan),
-        medusa_layouts.LAYOUTS,
-    ),
-    "mtp": HeadKind(
-        MTP_SIGNS,
-        plan_mtp,
-        make_mtp,
-        lambda argument, plan, open_folder: MtpBlueprint.of(open_folder(argument)).widened(plan),
-        mtp_layouts.LAYOUTS,
-    ),
+    "medusa": HeadKind(MEDUSA_SIGNS, plan_medusa, make_medusa, widen_read(MedusaBlueprint.of), medusa_layouts.LAYOUTS),
+    "mtp": HeadKind(MTP_SIGNS, plan_mtp, make_mtp, widen_read(MtpBlueprint.of), mtp_layouts.LAYOUTS),
 }
 
 

@@ -6,12 +6,12 @@ file decides what is written there; the file of each method decides the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.draft_files import TargetFacts
+from forerun.heads.layouts import DraftSource, TargetFacts
 from forerun.models.config import ModelConfig
 
 SPECULATORS, LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
@@ -62,3 +62,8 @@ def named(target: TargetFacts | None, folder: object, why: str) -> TargetFacts:
     if target is None:
         raise UnsupportedModel(f"{folder}: {why}: name the target with --model")
     return target
+
+
+def of_speculators(*kinds: str) -> Callable[[DraftSource], bool]:
+    """Whether a folder's config.json is of one of these types in `speculators`."""
+    return lambda source: source.values.get(SPECULATORS) in kinds

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.errors import UnsupportedModel
-from forerun.heads.draft_files import DraftFiles
+from forerun.heads.layouts import DraftFiles
 from forerun.models.weights import Checkpoint
 
 OFFSETS, MASK = "d2t", "t2d"

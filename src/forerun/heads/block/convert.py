@@ -22,10 +22,16 @@ from torch import Tensor
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.block.format import EMBEDDING, HEAD, INSIDE, TAP_IDS, BlockConfig, BlockTensors
-from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of, own_target
 from forerun.heads.eagle.convert import BLOCK_NORM
-from forerun.heads.layouts import DraftLayout, DraftMethod, of_speculators
-from forerun.heads.source import DraftSource
+from forerun.heads.layouts import (
+    DraftFiles,
+    DraftLayout,
+    DraftMethod,
+    DraftSource,
+    TargetFacts,
+    check_tensors_of,
+    own_target,
+)
 from forerun.heads.speculators import (
     FORMAT_KEYS,
     KEPT,
@@ -36,12 +42,12 @@ from forerun.heads.speculators import (
     VERSION_KEY,
     named,
     number_format,
+    of_speculators,
     resolved,
     speculators_config,
 )
 from forerun.heads.vocabulary import MASK, OFFSETS, head_ids, id_tables
 from forerun.models.config import config_of
-from forerun.models.weights import BUFFERS
 
 KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their values where they are not given
     "dflash": {},
@@ -73,8 +79,7 @@ def is_block(source: DraftSource) -> bool:
 
 def read_block_authors(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     """As `block:DIR` reads it."""
-    names = [name for name in source.shapes if name != MASK and not name.endswith(BUFFERS)]
-    return DraftFiles(source.fields.path, dict(source.values), source.tensors(names))
+    return source.files(MASK)
 
 
 def write_block_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
@@ -98,12 +103,11 @@ def read_block_package(source: DraftSource, target: TargetFacts | None) -> Draft
     }
     if MASK_ID in given:
         config[INSIDE][MASK_ID] = given[MASK_ID]
-    left_out = (MASK, *TRAINING)
-    names = [name for name in source.shapes if name not in left_out and not name.endswith(BUFFERS)]
-    tensors = without_convolutions(fields, source.tensors(names))
+    files = source.files(MASK, *TRAINING)
+    tensors = without_convolutions(fields, files.tensors)
     if given.get("draft_vocab_size") == config.get("vocab_size"):
         tensors.pop(OFFSETS, None)  # of a head over all tokens
-    return DraftFiles(fields.path, config, tensors)
+    return replace(files, config=config, tensors=tensors)
 
 
 def read_ids_of_layers(fields: Fields, num_layers: int) -> list[int]:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from forerun.errors import UnsupportedModel
-from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of, listed, own_target
 from forerun.heads.eagle.format import (
     EMBEDDING,
     HEAD,
@@ -30,12 +29,28 @@ from forerun.heads.eagle.format import (
     fitted_tensors,
     usual_taps,
 )
-from forerun.heads.layouts import DraftLayout, DraftMethod, of_speculators
-from forerun.heads.source import DraftSource
-from forerun.heads.speculators import FORMAT_KEYS, KEPT, LAYER_CONFIG, SPECULATORS, VERSION, speculators_config
+from forerun.heads.layouts import (
+    DraftFiles,
+    DraftLayout,
+    DraftMethod,
+    DraftSource,
+    TargetFacts,
+    check_tensors_of,
+    listed,
+    own_target,
+    unchanged,
+)
+from forerun.heads.speculators import (
+    FORMAT_KEYS,
+    KEPT,
+    LAYER_CONFIG,
+    SPECULATORS,
+    VERSION,
+    of_speculators,
+    speculators_config,
+)
 from forerun.heads.vocabulary import MASK, OFFSETS, head_ids, id_tables
 from forerun.models.config import MOST_LAYERS
-from forerun.models.weights import BUFFERS
 
 ARCHITECTURES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
 USUAL_GUESSES = 3  # what the package's own converter writes
@@ -70,22 +85,21 @@ def read_fused(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     config["architectures"] = ["LlamaForCausalLMEagle3"]
     if source.values.get(KEPT) is not None:
         config[KEPT] = source.values[KEPT]
-    return in_order(DraftFiles(source.fields.path, config, placed(source, FUSED)))
+    return in_order(replace(placed(source.files(MASK), FUSED), config=config))
 
 
 def read_joined(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
-    """EAGLE-1 or EAGLE-2."""
-    return DraftFiles(source.fields.path, dict(source.values), placed(source, JOINED))
+    """EAGLE-1 or EAGLE-2, in the authors' spelling."""
+    return placed(source.files(MASK), JOINED)
 
 
-def placed(source: DraftSource, place: str) -> dict[str, Tensor]:
-    """The tensors, the layer's own at this place, but tables that can be computed."""
-    names = [name for name in source.shapes if name != MASK and not name.endswith(BUFFERS)]
+def placed(files: DraftFiles, place: str) -> DraftFiles:
+    """The drafter with the tensors of its layer at this place."""
     moved: dict[str, Tensor] = {}
-    for name, tensor in source.tensors(names).items():
+    for name, tensor in files.tensors.items():
         old = next((p for p in PLACES if name.startswith(f"{p}.")), None)
         moved[name if old is None else place + name[len(old) :]] = tensor
-    return moved
+    return replace(files, tensors=moved)
 
 
 def in_order(files: DraftFiles) -> DraftFiles:
@@ -116,11 +130,6 @@ def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors
 def write_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     """EAGLE-3 as its authors' code writes it."""
     return replace(files, tensors={**files.tensors, **id_tables(files)})
-
-
-def write_joined(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """EAGLE-1 likewise."""
-    return files
 
 
 def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
@@ -178,5 +187,5 @@ LAYOUTS = (
         self_contained,
     ),
     DraftLayout("eagle", EAGLE3, "fc.weight, norm.weight, midlayer.* or layers.0.*", is_fused, read_fused, write_fused),
-    DraftLayout("eagle", EAGLE1, "fc.weight, layers.0.*, no norm.weight", is_joined, read_joined, write_joined),
+    DraftLayout("eagle", EAGLE1, "fc.weight, layers.0.*, no norm.weight", is_joined, read_joined, unchanged),
 )

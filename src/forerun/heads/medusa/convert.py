@@ -11,10 +11,16 @@ import re
 from dataclasses import replace
 
 from forerun.errors import MissingWeights, UnsupportedModel
-from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of
-from forerun.heads.layouts import DraftLayout, DraftMethod
+from forerun.heads.layouts import (
+    DraftFiles,
+    DraftLayout,
+    DraftMethod,
+    DraftSource,
+    TargetFacts,
+    check_tensors_of,
+    unchanged,
+)
 from forerun.heads.medusa.format import ARCHITECTURE, BLOCKS, HEADS, HYDRA, MedusaConfig, fitted_heads
-from forerun.heads.source import DraftSource
 
 PREFIX = "medusa_head."
 TENSOR = re.compile(r"(?:medusa_head\.)?(\d{1,4})\.(?:in|\d{1,4}|\d{1,4}\.linear)\.(?:weight|bias)")
@@ -67,11 +73,6 @@ def medusa_meaning(files: DraftFiles, target: TargetFacts | None) -> MedusaConfi
     return found
 
 
-def write_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """As `medusa:DIR` reads them."""
-    return files
-
-
 def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     """As the authors' code reads them. Raises UnsupportedModel for Hydra's, which it does not have."""
     if files.fields.flag(HYDRA):
@@ -92,5 +93,5 @@ LAYOUTS = (
         is_pickle=True,
         is_run=False,
     ),
-    DraftLayout("medusa", MEDUSA, "config.json with medusa_num_heads", is_medusa, read_medusa, write_medusa),
+    DraftLayout("medusa", MEDUSA, "config.json with medusa_num_heads", is_medusa, read_medusa, unchanged),
 )

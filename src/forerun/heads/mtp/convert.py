@@ -10,10 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.heads.draft_files import DraftFiles, TargetFacts, check_tensors_of, own_target
-from forerun.heads.layouts import DraftLayout, DraftMethod, of_speculators
+from forerun.heads.layouts import (
+    DraftFiles,
+    DraftLayout,
+    DraftMethod,
+    DraftSource,
+    TargetFacts,
+    check_tensors_of,
+    own_target,
+    unchanged,
+)
 from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
-from forerun.heads.source import DraftSource
 from forerun.heads.speculators import (
     FORMAT_KEYS,
     KEPT,
@@ -23,6 +30,7 @@ from forerun.heads.speculators import (
     VERSION,
     VERSION_KEY,
     number_format,
+    of_speculators,
     resolved,
     speculators_config,
 )
@@ -50,13 +58,7 @@ def is_modules(source: DraftSource) -> bool:
 
 def read_modules(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     """As `mtp:DIR` reads them."""
-    names = [name for name in source.shapes if not name.endswith(BUFFERS)]
-    return DraftFiles(source.fields.path, dict(source.values), source.tensors(names))
-
-
-def write_modules(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """As `mtp:DIR` reads them."""
-    return files
+    return source.files()
 
 
 def read_package_module(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
@@ -71,12 +73,12 @@ def read_package_module(source: DraftSource, _target: TargetFacts | None) -> Dra
     if source.values.get(KEPT) is not None:
         config[KEPT] = source.values[KEPT]
     own = {theirs: ours for ours, theirs in PACKAGE_NAMES.items()}
-    names = [name for name in source.shapes if name not in TRAINING and not name.endswith(BUFFERS)]
+    files = source.files(*TRAINING)
     tensors = {
         own.get(name, LAYER + name.removeprefix(PACKAGE_LAYER) if name.startswith(PACKAGE_LAYER) else name): tensor
-        for name, tensor in source.tensors(names).items()
+        for name, tensor in files.tensors.items()
     }
-    return DraftFiles(fields.path, config, tensors)
+    return replace(files, config=config, tensors=tensors)
 
 
 def modules_meaning(files: DraftFiles, target: TargetFacts | None) -> MtpTensors:
@@ -164,5 +166,5 @@ LAYOUTS = (
         write_package_module,
         is_run=False,
     ),
-    DraftLayout("mtp", MTP, "mtp.fc.weight, and no tensors but mtp.*", is_modules, read_modules, write_modules),
+    DraftLayout("mtp", MTP, "mtp.fc.weight, and no tensors but mtp.*", is_modules, read_modules, unchanged),
 )
