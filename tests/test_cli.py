@@ -18,7 +18,6 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import forerun
-from draft.adapters import adapter_of
 from forerun import cli, progress
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
@@ -32,6 +31,7 @@ from forerun.llm import LLM
 from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
+from heads.adapters import adapter_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "tests" / "data" / "stories260k"

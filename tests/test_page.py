@@ -11,11 +11,11 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from draft.heads import eagle_of
 from forerun import cli
 from forerun.commands.train import KIND_NAMES, LOSS_NAMES
 from forerun.train.kinds import KINDS
 from forerun.train.losses import LOSSES
+from heads.trained import eagle_of
 from unchecked import unchecked
 
 ROOT = Path(__file__).resolve().parent.parent

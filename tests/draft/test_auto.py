@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from draft.heads import heads_of
 from forerun.draft.auto import settled
 from forerun.draft.record import RECORD, DrafterRecord
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -15,6 +14,7 @@ from forerun.errors import UnknownDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
+from heads.trained import heads_of
 
 STORIES = Path(__file__).parents[1] / "data" / "stories260k"
 AUTO = DraftSpec("auto")

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from draft.heads import PROMPTS, eagle_of, first_eagle_of
-from draft.modules import apart
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.shifted import ShiftedFollower
@@ -18,6 +16,8 @@ from forerun.models.chains import Chains
 from forerun.models.runner import Read, States
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
+from heads.modules import apart
+from heads.trained import PROMPTS, eagle_of, first_eagle_of
 
 TARGET = Path(__file__).parents[1] / "data" / "stories260k"
 FORMS: dict[str, Callable[[Path], str]] = {

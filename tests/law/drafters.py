@@ -14,9 +14,6 @@ from tempfile import TemporaryDirectory
 import pytest
 from documented import PHRASES, phrase_drafter, similar_place_drafter
 
-from draft.adapters import adapter_of
-from draft.heads import block_of, eagle_of, first_eagle_of, heads_of
-from draft.modules import apart
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
 from forerun.draft.cascade import CascadeDrafter
@@ -25,6 +22,9 @@ from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
+from heads.adapters import adapter_of
+from heads.modules import apart
+from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from sparse import write_sparse
 
 DATA = Path(__file__).resolve().parent.parent / "data"

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from draft.heads import block_of, eagle_of, heads_of
-from draft.modules import module_tensors
 from forerun.accept.outcome import Outcome
 from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
@@ -31,6 +29,8 @@ from forerun.train.draft_model import DraftModelStudent
 from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
+from heads.modules import module_tensors
+from heads.trained import block_of, eagle_of, heads_of
 from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
 
 DEPTH = 4

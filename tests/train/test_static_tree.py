@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft.heads import heads_of
 from forerun.config import Speculation
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
@@ -18,6 +17,7 @@ from forerun.shape import StaticTree
 from forerun.train.held_out import judge_held_out, ranked
 from forerun.train.settings import TrainSettings
 from forerun.train.static_tree import MOST_CHILDREN, shares_right, worthiest
+from heads.trained import heads_of
 from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
 from train.test_held_out import student_of
 

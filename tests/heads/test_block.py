@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft.heads import PROMPTS, block_of
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import Budget
@@ -28,6 +27,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
+from heads.trained import PROMPTS, block_of
 
 TARGET = Path(__file__).parents[1] / "data" / "stories260k"
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 2

@@ -1,6 +1,6 @@
 """Block drafters made by the package `speculators`, and what it computes with them; only its own Python can run this.
 
-    python tests/convert/package_block.py
+    python tests/heads/package_block.py
 
 writes dflash, dspark and dflash2 below tests/data/speculators anew, as `package.py` does for EAGLE-3. Beside each stand
 states of a target, tokens, and what the package's drafter says in the blocks that begin at two of them.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from convert.package import DRAFT_VOCAB, FOLDER, HIDDEN, LAYER, TARGET, VOCAB
+from heads.package import DRAFT_VOCAB, FOLDER, HIDDEN, LAYER, TARGET, VOCAB
 
 TAPS, LENGTH, BLOCK, ANCHORS = (1, 4), 12, 4, (3, 7)
 SPARK = {"sample_from_anchor": True, "markov_rank": 8}

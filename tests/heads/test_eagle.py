@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from draft.heads import PROMPTS, eagle_of, first_eagle_of
 from draft.rounds import Row, committed
 from forerun.config import Speculation
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongTarget
@@ -23,6 +22,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
+from heads.trained import PROMPTS, eagle_of, first_eagle_of
 
 TARGET = Path(__file__).parents[1] / "data" / "stories260k"
 HEADS, KV_HEADS, HEAD_DIM, DEPTH = 4, 2, 16, 4

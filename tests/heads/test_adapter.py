@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft.adapters import STRANGE, adapter_of, silent_adapter, strange_adapter, written
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.device import Placement
@@ -33,6 +32,7 @@ from forerun.models.graphs import GraphRunner
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
+from heads.adapters import STRANGE, adapter_of, silent_adapter, strange_adapter, written
 from law.fuzz import Bench, rows_of
 from unchecked import unchecked
 

@@ -1,6 +1,6 @@
 """An MTP module made by the package `speculators`, and what it computes with it; only its own Python can run this.
 
-    python tests/convert/package_mtp.py
+    python tests/heads/package_mtp.py
 
 writes tests/data/speculators/mtp anew, as `package.py` does for EAGLE-3. Beside it stand states of a target, tokens,
 and what the package's module says at each place of them, and then at each place with its own output for a state.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from convert.package import FOLDER, HIDDEN, LAYER, LENGTH, TARGET, VOCAB
+from heads.package import FOLDER, HIDDEN, LAYER, LENGTH, TARGET, VOCAB
 
 NAME, STEPS, TABLE = "mtp", 2, "model.embed_tokens.weight"
 PLACES = LENGTH - STEPS - 1  # that have a token further on for every step

@@ -15,8 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from draft.heads import PROMPTS
-from draft.modules import NAMES, apart, rewritten, shipped_with
 from draft.rounds import Row, committed
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
@@ -28,6 +26,8 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
+from heads.modules import NAMES, apart, rewritten, shipped_with
+from heads.trained import PROMPTS
 from sparse import write_sparse
 
 TARGET = Path(__file__).parents[1] / "data" / "stories260k"

@@ -1,6 +1,6 @@
 """Checkpoints made by the package `speculators`, and what it computes with them; only its own Python can run this.
 
-    python tests/convert/package.py [NAME]...
+    python tests/heads/package.py [NAME]...
 
 writes the folders below tests/data/speculators anew: tiny EAGLE-3 and P-EAGLE checkpoints of random weights, saved by
 the package (0.9.0), each with `expected.safetensors`: states of a target, tokens, and the package's logits for them.

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft.heads import states, texts
+from heads.trained import states, texts
 
 NAMES: Mapping[str, Mapping[str, str]] = {  # written out from the published checkpoints; {} is a module's number
     "deepseek": {

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from convert.package_mtp import FOLDER, NAME, PLACES, TARGET, load, logits_of
-from draft.modules import apart
 from forerun.errors import ModelError
 from forerun.heads.convert import convert
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.drafter import MtpBlueprint
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
+from heads.modules import apart
+from heads.package_mtp import FOLDER, NAME, PLACES, TARGET, load, logits_of
 from unchecked import unchecked
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}

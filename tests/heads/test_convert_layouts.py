@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from draft.heads import PROMPTS, eagle_of, first_eagle_of, heads_of
 from forerun import cli
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest, MissingWeights, ModelError, UnsupportedModel, WrongShape
@@ -22,6 +21,7 @@ from forerun.heads.kinds import head_folders
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
+from heads.trained import PROMPTS, eagle_of, first_eagle_of, heads_of
 from unchecked import unchecked
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft.heads import PROMPTS, heads_of, states, texts, written_heads
 from draft.rounds import Row, committed
 from forerun.config import VERIFICATIONS, Speculation, Verification
 from forerun.errors import MissingWeights, ModelError, ModelNotFound, UnknownDrafter, UnsupportedModel, WrongTarget
@@ -20,6 +19,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
+from heads.trained import PROMPTS, heads_of, states, texts, written_heads
 
 TARGET = Path(__file__).parents[1] / "data" / "stories260k"
 HIDDEN, VOCAB, NUM_HEADS = 64, 512, 3

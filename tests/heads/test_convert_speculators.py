@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from convert.package import ANCHORS, CHECKPOINTS, DEPTHS, FOLDER, TAPS, TARGET, guesses_of, load, logits_of
-from draft.heads import eagle_of
 from forerun.errors import InvalidRequest, ModelError, UnsupportedModel
 from forerun.heads.convert import convert
 from forerun.heads.eagle.drafter import EagleBlueprint
@@ -20,6 +18,8 @@ from forerun.heads.student import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.train.kinds import make_student
+from heads.package import ANCHORS, CHECKPOINTS, DEPTHS, FOLDER, TAPS, TARGET, guesses_of, load, logits_of
+from heads.trained import eagle_of
 from unchecked import unchecked
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}

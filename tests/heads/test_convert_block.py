@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from convert.package_block import ANCHORS, CHECKPOINTS, FOLDER, TAPS, TARGET, load, said
-from draft.heads import BLOCK_CONFIG, written_block
 from forerun.errors import ModelError, UnsupportedModel
 from forerun.heads.block.drafter import BlockBlueprint
 from forerun.heads.block.network import MASKED
@@ -19,6 +17,8 @@ from forerun.heads.convert import convert
 from forerun.heads.folder import HeadFolder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
+from heads.package_block import ANCHORS, CHECKPOINTS, FOLDER, TAPS, TARGET, load, said
+from heads.trained import BLOCK_CONFIG, written_block
 from unchecked import unchecked
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from draft.adapters import adapter_of, strange_adapter
-from draft.heads import PROMPTS, block_of, eagle_of, heads_of
-from draft.modules import apart
 from forerun.config import Speculation
 from forerun.draft.auto import settled
 from forerun.draft.record import RECORD, DrafterRecord
@@ -23,6 +20,9 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Plan, Wider, widen
 from forerun.sampling.params import SamplingParams
+from heads.adapters import adapter_of, strange_adapter
+from heads.modules import apart
+from heads.trained import PROMPTS, block_of, eagle_of, heads_of
 
 STORIES = Path(__file__).parents[1] / "data" / "stories260k"  # 64 wide, 5 layers
 WAYS = {
