@@ -21,7 +21,7 @@ from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.block.drafter import BlockDrafter
 from forerun.heads.block.format import CONFIDENCE, MARKOV_W2, SUCCESSORS
 from forerun.heads.block.network import BlockDecoder
-from forerun.heads.block.student import BlockShape, BlockStudent
+from forerun.heads.block.student import BlockStudent
 from forerun.heads.eagle.network import EagleDecoder
 from forerun.heads.eagle.student import STEPS as EAGLE_STEPS
 from forerun.heads.eagle.student import EagleStudent
@@ -31,7 +31,7 @@ from forerun.heads.medusa.student import MedusaStudent
 from forerun.heads.mtp.network import MtpDecoder
 from forerun.heads.mtp.student import STEPS as MTP_STEPS
 from forerun.heads.mtp.student import MtpStudent
-from forerun.heads.student import Student, TargetText, TextBatch
+from forerun.heads.student import Student, StudentSizes, TargetText, TextBatch
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder, Hidden, TokenBatch
 from forerun.models.loading import Blueprint
@@ -44,6 +44,7 @@ from train.material import STORIES, quiet, read_prompts, source_of, write_prompt
 
 SETTINGS = TrainSettings(steps=4, batch=3, max_tokens=20, held_out=2, temperature=0.8)
 EXIT = 2
+BLOCK = StudentSizes(layers=1, mlp=48, block=5)
 
 
 @pytest.fixture(scope="module")
@@ -301,11 +302,15 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "shape",
-    [BlockShape(1, 48, 5), BlockShape(1, 48, 5, selector_rank=8), BlockShape(1, 48, 5, markov_rank=8, portable=True)],
+    [
+        BLOCK,
+        replace(BLOCK, selector_rank=8),
+        replace(BLOCK, markov_rank=8, portable=True),
+    ],
     ids=["Markov", "selector", "portable"],
 )
 def test_a_block_reads_in_training_what_it_reads_when_serving(
-    source: AnswerSource, shape: BlockShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: AnswerSource, shape: StudentSizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states of all text before a root, to the bit, and from them the same block, guess by guess."""
     student = BlockStudent.fresh(Blueprint.of(str(STORIES)), shape, 0)
@@ -356,7 +361,7 @@ def test_a_block_reads_in_training_what_it_reads_when_serving(
 def students_of_drafts(target: Blueprint) -> list[tuple[Student, int]]:
     """One of each kind that learns from some roots, and of how many places one is a root."""
     return [
-        (BlockStudent.fresh(target, BlockShape(1, 48, 5), 0), 5),
+        (BlockStudent.fresh(target, BLOCK, 0), 5),
         (EagleStudent.fresh(target, 48, True, 0), EAGLE_STEPS),
         (MtpStudent.fresh(target, 48, 0), MTP_STEPS),
     ]

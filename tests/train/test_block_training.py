@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.heads.block.student import BlockShape, BlockStudent
-from forerun.heads.student import TextBatch
+from forerun.heads.block.student import BlockStudent
+from forerun.heads.student import StudentSizes, TextBatch
 from forerun.models.loading import Blueprint
 from forerun.train.answers import AnswerSource
 from forerun.train.objective import confidence_loss
@@ -16,7 +16,7 @@ from forerun.train.trainer import Trainer
 from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
 from unchecked import unchecked
 
-SHAPE = BlockShape(layers=1, mlp=64, block=4, markov_rank=16)
+SHAPE = StudentSizes(layers=1, mlp=64, block=4, markov_rank=16)
 
 
 class Stopped(Exception):

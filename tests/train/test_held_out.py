@@ -17,12 +17,12 @@ from forerun.control.controller import FixedDepth
 from forerun.fields import Fields
 from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.block.format import BlockTensors
-from forerun.heads.block.student import BlockShape, BlockStudent
+from forerun.heads.block.student import BlockStudent
 from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.fresh import trainable
 from forerun.heads.medusa.student import MedusaStudent
 from forerun.heads.mtp.student import MtpStudent
-from forerun.heads.student import Student
+from forerun.heads.student import Student, StudentSizes
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.train.draft_model import DraftModelStudent
@@ -57,7 +57,7 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
         block = block_of(STORIES, folder, **BLOCKS[kind])  # type: ignore[arg-type]
         values, weights = json.loads((block / "config.json").read_text()), load_file(block / "model.safetensors")
         tensors = BlockTensors.of(Fields(folder, values), target.config, target.name, weights)
-        fresh_block = BlockStudent.fresh(target, BlockShape(), 0)
+        fresh_block = BlockStudent.fresh(target, StudentSizes(), 0)
         return replace(fresh_block, values=values, tensors=tensors, weights=trainable(weights, torch.device("cpu")))
     if kind == "mtp":
         fresh, modules = MtpStudent.fresh(target, None, 0), module_tensors(STORIES, 1, "qwen")

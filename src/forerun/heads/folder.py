@@ -39,7 +39,8 @@ class HeadSigns:
     """How config.json shows the kind of its heads: by a key that holds a text, which no other kind has.
 
     Every folder of the kind has the key `needed`. `argument` is a key whose value precedes the folder in `--draft`.
-    `layout` is the format of `forerun convert` that this kind is run from; None where it converts nothing.
+    `layout` is the format of `forerun convert` to which weights in other files than safetensors are said to be
+    converted; None where nothing is said.
     """
 
     keys: tuple[tuple[str, str], ...] = ()

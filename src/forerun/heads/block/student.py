@@ -10,7 +10,7 @@ each place. The result is a folder for `--draft block:DIR`, in the layout of `mo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,20 +58,6 @@ NUM_TAPS = 5  # at most
 FADES = 4.0  # depths after which a guess counts 1/e
 
 
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """What a user may say of a block drafter; None: the usual. A rank of 0 leaves that head out."""
-
-    layers: int | None = None
-    mlp: int | None = None
-    block: int | None = None
-    markov_rank: int | None = None
-    selector_rank: int | None = None
-    confidence: bool | None = None
-    taps: Sequence[int] | None = None
-    portable: bool | None = None
-
-
 @dataclass(frozen=True)
 class BlockStudent(WrittenStudent):
     """A block drafter in training. `embedding` and `head` are the target's, and stay as they are."""
@@ -92,10 +78,13 @@ class BlockStudent(WrittenStudent):
         object.__setattr__(self, "rope", tables.to(self.embedding.device))
 
     @classmethod
-    def fresh(cls, target: Blueprint, shape: BlockShape, seed: int) -> BlockStudent:
-        """Layers shaped like the target's, whose heads on the states add nothing yet. Raises InvalidRequest."""
+    def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> BlockStudent:
+        """Layers shaped like the target's, whose heads on the states add nothing yet; a rank of 0 leaves that head out.
+
+        Raises InvalidRequest.
+        """
         of = target.config
-        values = values_of(target, shape)
+        values = values_of(target, sizes)
         tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         num_taps = len(tensors.config.taps)
@@ -215,40 +204,40 @@ class BlockStudent(WrittenStudent):
         return rms_norm(x, self.weights[f"{name}.weight"], self.tensors.config.layers.norm_eps)
 
 
-def values_of(target: Blueprint, shape: BlockShape) -> dict[str, Any]:
+def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     """The fields of config.json.
 
     A block is causal, so that a shallower draft is a shorter pass, and its masked places have an embedding of their
     own. A portable one is not causal, and they have that of a token which begins or ends texts.
     """
-    of, block = target.config, shape.block or BLOCK_SIZE
+    of, block = target.config, sizes.block or BLOCK_SIZE
     mask_id = next(iter(of.eos_ids), 0) if of.bos_id is None else of.bos_id
     check_most("block", block, MOST_DEPTH)
-    usual = 0 if shape.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
-    rank = usual if shape.markov_rank is None else shape.markov_rank
-    if shape.markov_rank and shape.selector_rank:
+    usual = 0 if sizes.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
+    rank = usual if sizes.markov_rank is None else sizes.markov_rank
+    if sizes.markov_rank and sizes.selector_rank:
         raise InvalidRequest(
-            "selector_rank", f"{shape.selector_rank} stands in the place of a --markov-rank: leave out one."
+            "selector_rank", f"{sizes.selector_rank} stands in the place of a --markov-rank: leave out one."
         )
-    confident = not (shape.portable and shape.selector_rank) if shape.confidence is None else shape.confidence
-    if shape.portable and shape.selector_rank and confident:
+    confident = not (sizes.portable and sizes.selector_rank) if sizes.confidence is None else sizes.confidence
+    if sizes.portable and sizes.selector_rank and confident:
         raise InvalidRequest("confidence", "speculators has no confidence head beside a selector: leave it out.")
-    own = None if shape.taps is None else layer_ids(check_taps(shape.taps, of.layers), of.layers)
+    own = None if sizes.taps is None else layer_ids(check_taps(sizes.taps, of.layers), of.layers)
     layers = usual_layers(of.layers) if own is None else own
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "vocab_size": of.vocab_size,
-        **layer_values(target, shape.layers or LAYERS, shape.mlp),
+        **layer_values(target, sizes.layers or LAYERS, sizes.mlp),
         INSIDE: {
             TAP_IDS: layers,
             "block_size": block,
-            "causal": not shape.portable,
+            "causal": not sizes.portable,
             "sample_from_anchor": True,
-            **({"mask_token_id": mask_id} if shape.portable else {}),
+            **({"mask_token_id": mask_id} if sizes.portable else {}),
         },
         "markov_rank": rank,
-        "selector_rank": shape.selector_rank or 0,
+        "selector_rank": sizes.selector_rank or 0,
         "enable_confidence_head": confident,
         "confidence_head_with_markov": confident and rank > 0,
     }
@@ -262,6 +251,5 @@ def usual_layers(num_layers: int) -> list[int]:
 
 def make_block(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     """A block drafter: layers, and heads on their states."""
-    own = ("layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps", "portable")
-    sizes.only("block", *own)
-    return BlockStudent.fresh(target, BlockShape(**{name: getattr(sizes, name) for name in own}), seed)
+    sizes.only("block", "layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps", "portable")
+    return BlockStudent.fresh(target, sizes, seed)

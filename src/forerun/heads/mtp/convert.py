@@ -20,7 +20,7 @@ from forerun.heads.layouts import (
     own_target,
     unchanged,
 )
-from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
+from forerun.heads.mtp.format import COUNT_KEYS, SHAPE_KEY, MtpTensors, described, promised_modules
 from forerun.heads.speculators import (
     FORMAT_KEYS,
     KEPT,
@@ -34,7 +34,7 @@ from forerun.heads.speculators import (
     resolved,
     speculators_config,
 )
-from forerun.models.config import ModelConfig, config_of
+from forerun.models.config import ModelConfig
 from forerun.models.mtp_names import QWEN
 from forerun.models.weights import BUFFERS
 
@@ -83,36 +83,22 @@ def read_package_module(source: DraftSource, _target: TargetFacts | None) -> Dra
 
 def modules_meaning(files: DraftFiles, target: TargetFacts | None) -> MtpTensors:
     """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
-    config = layers_of(files, target)
-    if target is not None:
-        for key, own, wanted in (
-            ("hidden_size", config.hidden, target.config.hidden),
-            ("vocab_size", config.vocab_size, target.config.vocab_size),
-        ):
-            if own != wanted:
-                raise files.fields.refuse(key, f"{target.name} has {wanted}: name modules that were trained for it")
-    found = MtpTensors(config, QWEN, 0)
+    found = MtpTensors(layers_of(files, target), QWEN, 0)
     check_tensors_of(files, found.shapes())
     return found
 
 
 def layers_of(files: DraftFiles, target: TargetFacts | None) -> ModelConfig:
-    """The configuration of the modules' layers: what config.json says, and else the target's."""
+    """The configuration of the modules' layers: what config.json says, and else the target's.
+
+    Raises UnsupportedModel for those of another target.
+    """
     fields = files.fields
-    count = next((fields.whole(key, 1) for key in COUNT_KEYS if fields.values.get(key) is not None), 1)
-    if target is not None and "hidden_size" not in fields.values:
-        config = target.config
-    elif target is None:
+    if target is None:
         config = own_target(fields)
     else:
-        usual = {
-            "max_position_embeddings": target.config.max_positions,
-            "vocab_size": target.config.vocab_size,
-            "model_type": target.config.family,
-            "num_hidden_layers": 1,
-        }
-        given = {key: value for key, value in fields.values.items() if key != "architectures"}
-        config = config_of(replace(fields, values=usual | given))
+        config = described(fields, target.config, target.name) if SHAPE_KEY in fields.values else target.config
+    count = promised_modules(fields) or 1
     return replace(config, layers=count, windows=config.windows[-1:] * count, tied=False, experts=None)
 
 
