@@ -22,21 +22,31 @@ VERSION_KEY = "speculators_version"
 TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's, which only training reads
 
 
-def speculators_config(
-    fields: Fields, target: TargetFacts | None, algorithm: str, num_guesses: int
-) -> Mapping[str, Any]:
-    """What the layout says of the target; as it was read, unless another target is named."""
+def package_config(
+    fields: Fields, target: TargetFacts | None, kind: str, num_guesses: int, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """config.json of a drafter of this type with these fields; `fields` are those that were read.
+
+    What the layout says of the target stays as it was read, unless another target is named.
+    """
     kept = fields.inside(KEPT).values
     verifier = kept.get("verifier", {"name_or_path": None, "architectures": []})
     if target is not None:
         verifier = {"name_or_path": target.name, "architectures": target.architectures}
-    usual = {"proposal_type": "greedy", "speculative_tokens": num_guesses}
-    return {
-        "proposal_methods": [usual],
+    around = {
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_guesses}],
         "default_proposal_method": "greedy",
         **kept,
-        "algorithm": algorithm,
+        "algorithm": kind,
         "verifier": verifier,
+    }
+    return {
+        SPECULATORS: kind,
+        VERSION_KEY: VERSION,
+        KEPT: around,
+        **values,
+        "tie_word_embeddings": False,
+        "dtype": number_format(fields),
     }
 
 

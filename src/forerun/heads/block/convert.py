@@ -21,8 +21,17 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.block.format import EMBEDDING, HEAD, INSIDE, TAP_IDS, BlockConfig, BlockTensors
-from forerun.heads.eagle.convert import BLOCK_NORM
+from forerun.heads.block.format import (
+    ARCHITECTURE,
+    EMBEDDING,
+    HEAD,
+    INSIDE,
+    MAP,
+    MAP_NORM,
+    TAP_IDS,
+    BlockConfig,
+    BlockTensors,
+)
 from forerun.heads.layouts import (
     DraftFiles,
     DraftLayout,
@@ -34,17 +43,14 @@ from forerun.heads.layouts import (
 )
 from forerun.heads.speculators import (
     FORMAT_KEYS,
-    KEPT,
     LAYER_CONFIG,
     SPECULATORS,
     TRAINING,
-    VERSION,
     VERSION_KEY,
     named,
-    number_format,
     of_speculators,
+    package_config,
     resolved,
-    speculators_config,
 )
 from forerun.heads.vocabulary import MASK, OFFSETS, head_ids, id_tables
 from forerun.models.config import config_of
@@ -60,7 +66,7 @@ KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their valu
     },
     "dflash2": {"sliding_window_non_causal": True, "selector_rank": 256, "selector_top_k": 16},
 }
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
+ARCHITECTURES = {"dflash": ARCHITECTURE, "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 COMMON = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}  # of all types
 IDS, MASK_ID = "aux_hidden_state_layer_ids", "mask_token_id"
 AUTHORS = (INSIDE, TAP_IDS, MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
@@ -74,7 +80,7 @@ NUMBERS = "the last of the target's layers means another state in this format"
 
 def is_block(source: DraftSource) -> bool:
     """Whether a folder is in the authors' layout."""
-    return {"fc.weight", BLOCK_NORM} <= source.shapes.keys() and SPECULATORS not in source.values
+    return {MAP, MAP_NORM} <= source.shapes.keys() and SPECULATORS not in source.values
 
 
 def read_block_authors(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
@@ -184,25 +190,20 @@ def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftF
     strange = (*AUTHORS, *FORMAT_KEYS, *(key for each in KINDS.values() for key in each), *COMMON, "target_hidden_size")
     layer = {key: value for key, value in files.config.items() if key not in strange}
     layer |= {"model_type": "qwen3", **resolved(config.layers)}
-    written: dict[str, Any] = {
+    values: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
-        SPECULATORS: kind,
-        VERSION_KEY: VERSION,
-        KEPT: speculators_config(fields, of, kind, config.most_depth),
         LAYER_CONFIG: layer,
         "draft_vocab_size": fields.whole("draft_vocab_size", config.layers.vocab_size),
         "target_hidden_size": fields.values.get("target_hidden_size"),
         IDS: list(config.taps),
         MASK_ID: config.mask_id,
         **own,
-        "tie_word_embeddings": False,
-        "dtype": number_format(fields),
     }
     tensors = {**files.tensors, **id_tables(files)}
     if kind == "dflash2":
-        written |= {"conv_kernel_size": 1, "conv_group_size": config.layers.hidden}
-        tensors |= neutral_convolutions(config, files.tensors["fc.weight"].dtype)
-    return DraftFiles(files.path, written, tensors)
+        values |= {"conv_kernel_size": 1, "conv_group_size": config.layers.hidden}
+        tensors |= neutral_convolutions(config, files.tensors[MAP].dtype)
+    return DraftFiles(files.path, package_config(fields, of, kind, config.most_depth, values), tensors)
 
 
 def said(config: BlockConfig) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
-from forerun.heads.block.format import INSIDE, MASK_EMBEDDING, RANKED, TAP_IDS, BlockTensors, layer_ids
+from forerun.heads.block.format import INSIDE, MAP, MASK_EMBEDDING, RANKED, TAP_IDS, BlockTensors, layer_ids
 from forerun.heads.block.network import MASKED, BlockDecoder
 from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
@@ -147,7 +147,7 @@ class BlockBlueprint:
         inside = {**self.folder.fields.inside(INSIDE).values, TAP_IDS: layer_ids(taps, plan.wide.layers)}
         fields = layer_fields(layers) | {"vocab_size": layers.vocab_size, INSIDE: inside}
         wide = replace(tensors, config=config, target_hidden=plan.wide.hidden).shapes()
-        writers = (*WRITERS, "fc.weight", MASK_EMBEDDING)
+        writers = (*WRITERS, MAP, MASK_EMBEDDING)
         inner = (*INNER, *RANKED)
         return WideDrafter(self.folder, tensors.shapes(), wide, fields, writers, layers.qk_norm, inner=inner)
 

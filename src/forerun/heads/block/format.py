@@ -24,8 +24,9 @@ that would change what is computed are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from forerun.fields import Fields
 from forerun.heads.folder import HeadSigns
@@ -35,7 +36,9 @@ from forerun.models.projections import Shapes, layer_tensors
 
 MOST_BLOCK = 64
 USUAL_BLOCK, USUAL_TOP_K = 16, 16  # of checkpoints that do not say
+ARCHITECTURE = "DFlashDraftModel"
 INSIDE, TAP_IDS = "dflash_config", "target_layer_ids"
+MAP, MAP_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
 EMBEDDING, HEAD, MASK_EMBEDDING = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
 MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
@@ -134,8 +137,8 @@ class BlockTensors:
         """Each by its name."""
         c, hidden = self.config, self.config.layers.hidden
         vocab = c.layers.vocab_size
-        found: Shapes = {"fc.weight": (hidden, len(c.taps) * self.target_hidden)}
-        found |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+        found: Shapes = {MAP: (hidden, len(c.taps) * self.target_hidden)}
+        found |= {MAP_NORM: (hidden,), NORM: (hidden,)}
         for layer in range(c.layers.layers):
             found |= {f"layers.{layer}.{name}": shape for name, shape in layer_tensors(c.layers, layer).items()}
         if c.mask_id is None:
@@ -223,3 +226,32 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
 def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
     """The numbers of the layers that leave these states."""
     return [num_layers - 1 if tap == -1 else tap - 1 for tap in taps]
+
+
+def author_values(
+    ids: Sequence[int],
+    block_size: int,
+    mask_id: int | None,
+    markov_rank: int,
+    selector_rank: int,
+    confident: bool,
+) -> dict[str, Any]:
+    """The fields of a block that reads the states which these layers leave, beside those of its layers.
+
+    It is causal, and its masked places have an embedding of their own, unless they have that of the token `mask_id`.
+    """
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        INSIDE: {
+            TAP_IDS: list(ids),
+            "block_size": block_size,
+            "causal": mask_id is None,
+            "sample_from_anchor": True,
+            **({} if mask_id is None else {"mask_token_id": mask_id}),
+        },
+        "markov_rank": markov_rank,
+        "selector_rank": selector_rank,
+        "enable_confidence_head": confident,
+        "confidence_head_with_markov": confident and markov_rank > 0,
+    }

@@ -29,6 +29,8 @@ from forerun.heads.block.format import (
     CONFIDENCE,
     CONFIDENCE_BIAS,
     HEAD,
+    MAP,
+    MAP_NORM,
     MARKOV_W1,
     MARKOV_W2,
     MASK_EMBEDDING,
@@ -66,8 +68,8 @@ class BlockDecoder(Decoder):
         self.head_shape = (tensors.draft_vocab, tensors.config.layers.hidden)
         super().__init__(tensors.config.layers, take, target.dtype, folder.target.quantize, folder.kernels)
         self.heads = BlockHeads.load(tensors, folder, spread)
-        self.fc = folder.make(take("fc.weight", ()))
-        self.hidden_norm = take("hidden_norm.weight", ())
+        self.fc = folder.make(take(MAP, ()))
+        self.hidden_norm = take(MAP_NORM, ())
         mask_id = self.block.mask_id
         self.mask = take(MASK_EMBEDDING, ()) if mask_id is None else self.embedding[mask_id]
 

@@ -25,16 +25,18 @@ from forerun.fields import Fields
 from forerun.heads.block.format import (
     CONFIDENCE,
     CONFIDENCE_BIAS,
-    INSIDE,
+    MAP,
+    MAP_NORM,
     MARKOV_W1,
     MARKOV_W2,
     MASK_EMBEDDING,
     MOST_BLOCK,
+    NORM,
     PREDECESSORS,
     SELECTOR,
     SUCCESSORS,
-    TAP_IDS,
     BlockTensors,
+    author_values,
     layer_ids,
 )
 from forerun.heads.fresh import (
@@ -88,10 +90,10 @@ class BlockStudent(WrittenStudent):
         tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         num_taps = len(tensors.config.taps)
-        weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
+        weights[MAP] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
         for name in {MARKOV_W2, SUCCESSORS, CONFIDENCE, CONFIDENCE_BIAS} & set(weights):
             weights[name].zero_()
-        weights["norm.weight"] = tables.norm
+        weights[NORM] = tables.norm
         if MASK_EMBEDDING in weights:
             weights[MASK_EMBEDDING] = tables.embedding.mean(0)
         weights = trainable(weights, target.placement.device)
@@ -155,9 +157,7 @@ class BlockStudent(WrittenStudent):
     def states(self, batch: TextBatch, roots: Int[Tensor, "batch roots"]) -> Float[Tensor, "batch roots places hidden"]:
         """What the heads read of every place of the blocks from these roots."""
         c = self.tensors.config
-        context = self.normed(
-            functional.linear(batch.taps.flatten(2).float(), self.weights["fc.weight"]), "hidden_norm"
-        )
+        context = self.normed(functional.linear(batch.taps.flatten(2).float(), self.weights[MAP]), MAP_NORM)
         rows = torch.arange(len(roots), device=roots.device)[:, None]
         mask = self.weights[MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
         masks = mask.expand(*roots.shape, c.num_places(c.most_depth) - 1, -1)
@@ -166,7 +166,7 @@ class BlockStudent(WrittenStudent):
             layer = TrainedLayer(c.layers, self.weights, f"layers.{index}", self.rope)
             x = x + self.attention(layer, x, context, roots)
             x = x + layer.mlp(x)
-        return self.normed(x, "norm")
+        return self.normed(x, NORM)
 
     def attention(
         self,
@@ -200,8 +200,8 @@ class BlockStudent(WrittenStudent):
         return layer.linear(mixed.movedim(1, -2).flatten(-2), "self_attn.o_proj")
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        """Behind the norm of this name."""
-        return rms_norm(x, self.weights[f"{name}.weight"], self.tensors.config.layers.norm_eps)
+        """Behind the norm whose gain has this name."""
+        return rms_norm(x, self.weights[name], self.tensors.config.layers.norm_eps)
 
 
 def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
@@ -225,21 +225,9 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     own = None if sizes.taps is None else layer_ids(check_taps(sizes.taps, of.layers), of.layers)
     layers = usual_layers(of.layers) if own is None else own
     return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
+        **author_values(layers, block, mask_id if sizes.portable else None, rank, sizes.selector_rank or 0, confident),
         "vocab_size": of.vocab_size,
         **layer_values(target, sizes.layers or LAYERS, sizes.mlp),
-        INSIDE: {
-            TAP_IDS: layers,
-            "block_size": block,
-            "causal": not sizes.portable,
-            "sample_from_anchor": True,
-            **({"mask_token_id": mask_id} if sizes.portable else {}),
-        },
-        "markov_rank": rank,
-        "selector_rank": sizes.selector_rank or 0,
-        "enable_confidence_head": confident,
-        "confidence_head_with_markov": confident and rank > 0,
     }
 
 

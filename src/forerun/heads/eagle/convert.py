@@ -9,16 +9,17 @@ same as `d2t`, is left out there and written anew.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.errors import UnsupportedModel
 from forerun.heads.eagle.format import (
+    ARCHITECTURE,
     EMBEDDING,
     HEAD,
     KINDS,
+    MAP,
     MASK_TOKEN,
     OPTIONS,
     OUTSIDE,
@@ -40,15 +41,7 @@ from forerun.heads.layouts import (
     own_target,
     unchanged,
 )
-from forerun.heads.speculators import (
-    FORMAT_KEYS,
-    KEPT,
-    LAYER_CONFIG,
-    SPECULATORS,
-    VERSION,
-    of_speculators,
-    speculators_config,
-)
+from forerun.heads.speculators import FORMAT_KEYS, KEPT, LAYER_CONFIG, SPECULATORS, of_speculators, package_config
 from forerun.heads.vocabulary import MASK, OFFSETS, head_ids, id_tables
 from forerun.models.config import MOST_LAYERS
 
@@ -61,7 +54,7 @@ FUSED, JOINED = PLACES  # where EAGLE-3 and EAGLE-1 have the layer
 def is_eagle(source: DraftSource) -> bool:
     """Whether a folder is in the authors' layout."""
     layers = [f"{place}.mlp.down_proj.weight" for place in PLACES]
-    there = "fc.weight" in source.shapes and any(name in source.shapes for name in layers)
+    there = MAP in source.shapes and any(name in source.shapes for name in layers)
     return there and SPECULATORS not in source.values and BLOCK_NORM not in source.shapes
 
 
@@ -82,7 +75,7 @@ def read_fused(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
     inside = config.pop("eagle_config", None)
     if isinstance(inside, dict) and inside.get(TAP_IDS) is not None:
         config.setdefault(TAP_IDS, inside[TAP_IDS])
-    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    config["architectures"] = [ARCHITECTURE]
     if source.values.get(KEPT) is not None:
         config[KEPT] = source.values[KEPT]
     return in_order(replace(placed(source.files(MASK), FUSED), config=config))
@@ -139,7 +132,7 @@ def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
         raise UnsupportedModel(f"{files.path.parent} uses its target's {listed(missing)}: name that with --model")
     if target is None:
         return files
-    dtype, own = files.tensors["fc.weight"].dtype, {EMBEDDING: target.embedding, HEAD: target.head}
+    dtype, own = files.tensors[MAP].dtype, {EMBEDDING: target.embedding, HEAD: target.head}
     return replace(files, tensors={**files.tensors, **{name: own[name]().to(dtype) for name in missing}})
 
 
@@ -154,11 +147,8 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     layer |= {"head_dim": own.head_dim, "num_key_value_heads": own.kv_heads, "rms_norm_eps": own.norm_eps}
     mask_token = fields.values.get(MASK_TOKEN)
     kind = "eagle3" if mask_token is None else "peagle"
-    config: dict[str, Any] = {
+    values = {
         "architectures": [ARCHITECTURES[kind]],
-        SPECULATORS: kind,
-        "speculators_version": VERSION,
-        KEPT: speculators_config(fields, target, kind, USUAL_GUESSES),
         LAYER_CONFIG: layer | {"tie_word_embeddings": False},
         "draft_vocab_size": fields.whole("draft_vocab_size", fields.whole("vocab_size")),
         "target_hidden_size": fields.values.get("target_hidden_size"),
@@ -166,11 +156,10 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
         **{name: fields.flag(name) for name in OPTIONS},
         "embed_requires_grad": kind == "peagle",
         **({} if mask_token is None else {MASK_TOKEN: mask_token}),
-        "tie_word_embeddings": False,
-        "dtype": fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32",
     }
     names = {name: name.replace(f"{FUSED}.", f"{JOINED}.", 1) for name in files.tensors}
     tensors = {names[name]: tensor for name, tensor in files.tensors.items()}
+    config = package_config(fields, target, kind, USUAL_GUESSES, values)
     return DraftFiles(files.path, config, tensors | id_tables(files))
 
 

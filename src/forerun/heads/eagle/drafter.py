@@ -22,7 +22,7 @@ from forerun.draft.model.shifted import ShiftedFollower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.eagle.format import EMBEDDING, MASK_STATE, TAP_IDS, EagleTensors, fitted_tensors
+from forerun.heads.eagle.format import EMBEDDING, MAP, MAP_BIAS, MASK_STATE, TAP_IDS, EagleTensors, fitted_tensors
 from forerun.heads.eagle.network import EagleDecoder
 from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
 from forerun.heads.speculators import SPECULATORS
@@ -139,7 +139,7 @@ class EagleBlueprint:
         fields = layer_fields(config) | {"vocab_size": config.vocab_size}
         if not tensors.form.joined:
             fields[TAP_IDS] = [widened_tap(plan, tap) for tap in tensors.form.taps]
-        writers = (*WRITERS, "fc.weight", "fc.bias", MASK_STATE)
+        writers = (*WRITERS, MAP, MAP_BIAS, MASK_STATE)
         shapes = tensors.shapes(), wide.shapes()
         return WideDrafter(self.folder, *shapes, fields, writers, config.qk_norm, readers=(MASK_STATE,))
 

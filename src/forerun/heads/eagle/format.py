@@ -25,8 +25,12 @@ FEATURE = (-1,)  # the state that EAGLE-1 reads: the one behind the target's fin
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 MASK_STATE = "mask_hidden"  # what stands for the target's states in masked places
 INPUT_NORM, STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"
+MAP, MAP_BIAS = "fc.weight", "fc.bias"
+ALL_NORM, TAP_NORM = "input_norm.weight", "fc_norm.{}.weight"  # of the states before they are mapped
+ARCHITECTURE = "LlamaForCausalLMEagle3"
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
-OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+NORMED_RESIDUAL = "norm_before_residual"
+OPTIONS = (NORMED_RESIDUAL, "norm_before_fc", "fc_norm", "norm_output")
 MASK_TOKEN = "mask_token_id"
 KINDS = ("eagle3", "peagle")  # of speculators
 # What speculators puts beside the layer's own.
@@ -82,7 +86,7 @@ class EagleTensors:
         """All of them but the table of ids."""
         outside = self.of_joined() if self.form.joined else self.of_fused()
         if self.form.fc_bias:
-            outside["fc.bias"] = (self.config.hidden,)
+            outside[MAP_BIAS] = (self.config.hidden,)
         if self.own_embedding:
             outside[EMBEDDING] = (self.config.vocab_size, self.config.hidden)
         for index in range(1, self.config.layers):
@@ -92,23 +96,23 @@ class EagleTensors:
 
     def of_joined(self) -> dict[str, tuple[int, ...]]:
         """Those outside of EAGLE-1's layer."""
-        return {"fc.weight": (self.config.hidden, self.config.hidden + self.target_hidden)}
+        return {MAP: (self.config.hidden, self.config.hidden + self.target_hidden)}
 
     def of_fused(self) -> dict[str, tuple[int, ...]]:
         """Those outside of EAGLE-3's layer."""
         hidden, num_taps = self.config.hidden, len(self.form.taps)
         found: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, num_taps * self.target_hidden),
+            MAP: (hidden, num_taps * self.target_hidden),
             NORM: (hidden,),
         }
         if self.own_head:
             found[HEAD] = (self.draft_vocab, hidden)
         if self.form.norm_before_fc:
-            found["input_norm.weight"] = (num_taps * self.target_hidden,)
+            found[ALL_NORM] = (num_taps * self.target_hidden,)
         if self.form.mask_token is not None:
             found[MASK_STATE] = (1, 1, num_taps * self.target_hidden)
         if self.form.fc_norm:
-            found |= {f"fc_norm.{tap}.weight": (self.target_hidden,) for tap in range(num_taps)}
+            found |= {TAP_NORM.format(tap): (self.target_hidden,) for tap in range(num_taps)}
         return found
 
 

@@ -20,7 +20,19 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
-from forerun.heads.eagle.format import EMBEDDING, HEAD, INPUT_NORM, MASK_STATE, NORM, STATE_NORM, EagleTensors
+from forerun.heads.eagle.format import (
+    ALL_NORM,
+    EMBEDDING,
+    HEAD,
+    INPUT_NORM,
+    MAP,
+    MAP_BIAS,
+    MASK_STATE,
+    NORM,
+    STATE_NORM,
+    TAP_NORM,
+    EagleTensors,
+)
 from forerun.heads.folder import HeadFolder
 from forerun.models.attention import EACH_ALONE
 from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm
@@ -58,10 +70,10 @@ class FusedEntry:
     def __init__(self, tensors: EagleTensors, take: TakeNamed, make: MakeLinear) -> None:
         form = tensors.form
         self.eps = tensors.config.norm_eps
-        self.fc = make(take("fc.weight"), take("fc.bias") if form.fc_bias else None)
+        self.fc = make(take(MAP), take(MAP_BIAS) if form.fc_bias else None)
         self.token_norm, self.state_norm = (take(f"{tensors.place}.{name}") for name in (INPUT_NORM, STATE_NORM))
-        self.input_norm = take("input_norm.weight") if form.norm_before_fc else None
-        gains = [take(f"fc_norm.{tap}.weight") for tap in range(len(form.taps))] if form.fc_norm else None
+        self.input_norm = take(ALL_NORM) if form.norm_before_fc else None
+        gains = [take(TAP_NORM.format(tap)) for tap in range(len(form.taps))] if form.fc_norm else None
         self.tap_norms = None if gains is None else torch.stack(gains)
         self.normed_residual = form.norm_before_residual
 
@@ -89,7 +101,7 @@ class JoinedEntry:
     """EAGLE-1: the state and the embedding are mapped to the layer's input, which has no norm."""
 
     def __init__(self, tensors: EagleTensors, take: TakeNamed, make: MakeLinear) -> None:
-        self.fc = make(take("fc.weight"), take("fc.bias") if tensors.form.fc_bias else None)
+        self.fc = make(take(MAP), take(MAP_BIAS) if tensors.form.fc_bias else None)
 
     def fuse(self, states: Float[Tensor, "rows taps target_hidden"]) -> Float[Tensor, "rows hidden"]:
         """The one state, as it is."""

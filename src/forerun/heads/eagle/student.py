@@ -24,7 +24,17 @@ from forerun.annotations import Float, Int
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
-from forerun.heads.eagle.format import PLACES, TAP_IDS, EagleForm, EagleTensors, usual_taps
+from forerun.heads.eagle.format import (
+    ARCHITECTURE,
+    MAP,
+    NORM,
+    NORMED_RESIDUAL,
+    PLACES,
+    TAP_IDS,
+    EagleForm,
+    EagleTensors,
+    usual_taps,
+)
 from forerun.heads.fresh import (
     HEAD,
     TargetTables,
@@ -87,21 +97,21 @@ class EagleStudent(WrittenStudent):
         taps = usual_taps(of.layers) if taps is None else check_taps(taps, of.layers)
         num_ids = of.vocab_size if ids is None else len(ids)
         values = {
-            "architectures": ["LlamaForCausalLMEagle3"],
+            "architectures": [ARCHITECTURE],
             "model_type": "llama",
             **layer_values(target, 1, mlp),
             "vocab_size": of.vocab_size,
             "draft_vocab_size": num_ids,
             TAP_IDS: list(taps),
-            "norm_before_residual": True,
+            NORMED_RESIDUAL: True,
         }
         config = config_of(Fields(Path("the layer's config.json"), without_architecture(values)))
         tensors = EagleTensors(config, EagleForm(taps), PLACE, of.hidden, num_ids, False, not shared_head)
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
-        weights["fc.weight"] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
+        weights[MAP] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
         if not shared_head:
             weights[HEAD] = tables.head if ids is None else tables.head[ids]
-        weights["norm.weight"] = tables.norm
+        weights[NORM] = tables.norm
         weights = trainable(weights, device)
         ids = None if ids is None else ids.to(device)
         return cls(values, stored_dtype(target), config, weights, tables.embedding, tables.head, taps, ids)
@@ -114,10 +124,10 @@ class EagleStudent(WrittenStudent):
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every step of the drafts from these roots."""
         drafts = DraftSteps.of(batch, STEPS, dice)
-        fused = functional.linear(batch.taps[:, :-1].flatten(2).float(), self.weights["fc.weight"])
+        fused = functional.linear(batch.taps[:, :-1].flatten(2).float(), self.weights[MAP])
         found = []
         for states in drafts.run(fused, self.embedding, self.layer):
-            judged = rms_norm(states, self.weights["norm.weight"], self.config.norm_eps)
+            judged = rms_norm(states, self.weights[NORM], self.config.norm_eps)
             found.append(functional.linear(judged, self.weights.get(HEAD, self.head)))
         return Predictions(found, drafts.roots)
 

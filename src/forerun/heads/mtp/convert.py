@@ -8,7 +8,6 @@ target's behind its final norm where a module serves, in vLLM as here; the packa
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from forerun.heads.layouts import (
     DraftFiles,
@@ -27,12 +26,10 @@ from forerun.heads.speculators import (
     LAYER_CONFIG,
     SPECULATORS,
     TRAINING,
-    VERSION,
-    VERSION_KEY,
     number_format,
     of_speculators,
+    package_config,
     resolved,
-    speculators_config,
 )
 from forerun.models.config import ModelConfig
 from forerun.models.mtp_names import QWEN
@@ -124,21 +121,12 @@ def write_package_module(files: DraftFiles, target: TargetFacts | None) -> Draft
         **resolved(config),
         "num_hidden_layers": num_layers,
     }
-    written: dict[str, Any] = {
-        "architectures": ["MTPDraftModel"],
-        SPECULATORS: KIND,
-        VERSION_KEY: VERSION,
-        KEPT: speculators_config(fields, target, KIND, USUAL_GUESSES),
-        LAYER_CONFIG: layer,
-        COUNT: 1,
-        "tie_word_embeddings": False,
-        "dtype": number_format(fields),
-    }
+    values = {"architectures": ["MTPDraftModel"], LAYER_CONFIG: layer, COUNT: 1}
     tensors = {
         PACKAGE_NAMES.get(name, PACKAGE_LAYER + name.removeprefix(LAYER)): tensor
         for name, tensor in files.tensors.items()
     }
-    return DraftFiles(files.path, written, tensors)
+    return DraftFiles(files.path, package_config(fields, target, KIND, USUAL_GUESSES, values), tensors)
 
 
 MTP = DraftMethod("MTP module", "mtp", modules_meaning)

@@ -1,0 +1,50 @@
+"""A kind of heads stands in its folder and in one table: its names are nowhere else, and its signs are its own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from forerun.drafters import PLANNERS
+from forerun.fields import Fields, read_fields
+from forerun.heads.kinds import HEADS
+from forerun.models.bundled import BUNDLED_HEADS
+from forerun.train.kinds import KINDS
+
+SRC = Path(__file__).parents[2] / "src" / "forerun"
+NAMES = {  # of tensors and of keys of config.json, which no other kind has
+    "adapter": {"exit_layer"},
+    "block": {"dflash_config", "target_layer_ids", "mask_embedding", "markov_head", "candidate_selector"},
+    "eagle": {"eagle_aux_hidden_state_layer_ids", "midlayer", "mask_hidden", "fc_norm."},
+    "medusa": {"medusa_num_heads", "medusa_num_layers"},
+    "mtp": {"mtp_num_hidden_layers", "num_mtp_layers"},
+}
+
+
+def texts(path: Path) -> set[str]:
+    """The texts of a module, docstrings left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone)
+    return {node.value for node in nodes if isinstance(node.value, str)}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_names_of_a_kind_stand_in_the_files_that_read_and_write_its_folders(kind: str) -> None:
+    places = {
+        path.relative_to(SRC).as_posix()
+        for path in SRC.rglob("*.py")
+        if any(name in text for text in texts(path) for name in NAMES[kind])
+    }
+    assert f"heads/{kind}/format.py" in places
+    assert places <= {f"heads/{kind}/{file}.py" for file in ("format", "convert")}
+
+
+def test_every_kind_drafts_and_is_trained_and_knows_its_folders_from_those_of_others() -> None:
+    assert HEADS.keys() <= PLANNERS.keys() & KINDS.keys()
+    for folder in BUNDLED_HEADS.values():
+        fields = read_fields(folder / "config.json")
+        shown = [kind for kind, each in HEADS.items() if each.signs.shown_in(fields)]
+        assert shown == ([] if folder.name == "mtp" else [folder.name])
+    empty = Fields(Path("config.json"), dict.fromkeys(key for kind in HEADS.values() for key, _ in kind.signs.keys))
+    assert not any(kind.signs.shown_in(empty) for kind in HEADS.values())
