@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from forerun.draft.plan import DraftContext, DraftPlan
+from forerun.draft.plan import DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.errors import ModelNotFound
 from forerun.fields import read_fields
@@ -58,6 +58,7 @@ class HeadKind:
 
     def plan_for(self, spec: DraftSpec, context: DraftContext) -> DraftPlan:
         """The plan of the drafter that is spelled so. Raises UnknownDrafter, and ModelError for an unusable folder."""
+        refuse_members(spec)
         return self.plan(spec, context, head_folders(spec.name, context.target))
 
 

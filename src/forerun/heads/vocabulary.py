@@ -7,7 +7,6 @@ programs read, says which of the target's tokens the head has.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,35 +15,24 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.errors import UnsupportedModel
 from forerun.heads.layouts import DraftFiles
+from forerun.models.chains import SameIds
 from forerun.models.weights import Checkpoint
 
 OFFSETS, MASK = "d2t", "t2d"
 
 
-class DraftVocabulary:
+class DraftVocabulary(SameIds):
     """The ids of a head over some of the target's tokens; the model reads all of them."""
 
-    same = True
-
     def __init__(self, vocab_size: int, ids: Int[Tensor, " draft_vocab"]) -> None:
-        self.vocab_size = vocab_size
-        self.num_own = vocab_size
-        self.ids = ids
-        self.head_ids: Int[Tensor, " draft_vocab"] | None = ids
+        super().__init__(vocab_size, vocab_size)
+        self.ids = self.head_ids = ids
 
     def spread(self, logits: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
         """The logits over the target's ids, -inf where the head has no such token."""
         if len(logits) == 0:
             return logits.new_empty(0, self.vocab_size)
         return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
-
-    def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
-        """The same tokens."""
-        return tokens
-
-    def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The same tokens."""
-        return tokens
 
 
 def read_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int) -> Int[Tensor, " draft_vocab"]:

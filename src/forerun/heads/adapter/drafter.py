@@ -26,7 +26,7 @@ from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import Budget, Committed, Draft, Resume
 from forerun.draft.model.drafted_text import DraftRow
 from forerun.draft.model.follower import Follower
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, WrongTarget
 from forerun.heads.adapter.format import EXIT, adapter_config, adapter_shapes
@@ -176,7 +176,6 @@ def plan_adapter(folder: HeadFolder, layer: int) -> Blueprint:
 
 def plan_early_exit(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`early-exit:E[:DIR]`: the target's first E layers, its norm and its head; between them the adapter in DIR."""
-    refuse_members(spec)
     layers = context.target.config.layers
     if layers < 2:
         refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")

@@ -23,7 +23,7 @@ from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.ahead import Paths, first_places, grow_ahead
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.heads.block.format import INSIDE, MAP, MASK_EMBEDDING, RANKED, TAP_IDS, BlockTensors, layer_ids
 from forerun.heads.block.network import MASKED, BlockDecoder
@@ -154,7 +154,6 @@ class BlockBlueprint:
 
 def plan_block(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`block:DIR`: layers that guess a block of tokens in one pass, with a cache of their own."""
-    refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name the folder with the layers, as in block:DIR")
     name, block = str(spec), BlockBlueprint.of(open_folder(spec.argument))

@@ -19,7 +19,7 @@ from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.ahead import Paths, first_places, grow_ahead
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.shifted import ShiftedFollower
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.heads.eagle.format import EMBEDDING, MAP, MAP_BIAS, MASK_STATE, TAP_IDS, EagleTensors, fitted_tensors
@@ -146,7 +146,6 @@ class EagleBlueprint:
 
 def plan_eagle(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`eagle:DIR`: an EAGLE layer on the target's states, with a cache of its own."""
-    refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name the folder with the layer, as in eagle:DIR")
     name, eagle = str(spec), EagleBlueprint.of(open_folder(spec.argument))

@@ -19,7 +19,7 @@ from forerun.annotations import Float, ProgressCallback
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.ahead import Paths, grow_ahead
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import WrongTarget
 from forerun.heads.folder import HeadFolder, OpenFolder
@@ -138,7 +138,6 @@ class MedusaBlueprint:
 
 def plan_medusa(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`medusa:DIR`: heads on the target's last hidden state. They need no cache."""
-    refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name the folder with the heads, as in medusa:DIR")
     heads = MedusaBlueprint.of(open_folder(spec.argument))

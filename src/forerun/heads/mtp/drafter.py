@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.annotations import Float, ProgressCallback
 from forerun.cache.plan import ModelMemory
 from forerun.draft.model.shifted import ShiftedFollower
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
@@ -106,7 +106,6 @@ class MtpBlueprint:
 
 def plan_mtp(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
     """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have a cache of their own."""
-    refuse_members(spec)
     ships = context.target.folder
     folder = HeadFolder.at(ships, str(ships), context.target) if spec.argument is None else open_folder(spec.argument)
     name, modules = str(spec), MtpBlueprint.of(folder, ships=spec.argument is None)
