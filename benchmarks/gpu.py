@@ -26,11 +26,12 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.device import Placement
+from forerun.models.backends.gpu.backend import GpuBackend
+from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.bundled import BUNDLED
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
-from forerun.models.device_linear import device_linears
-from forerun.models.graphs import GraphRunner, Graphs
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.models.widen import Wider, cached_widened
@@ -106,7 +107,7 @@ def random_runner(fields: dict[str, Any], placement: Placement) -> GraphRunner:
             return torch.ones(shape, dtype=torch.bfloat16, device=placement.device)
         return torch.randn(shape, generator=dice, dtype=torch.bfloat16, device=placement.device) * 0.02
 
-    decoder = Decoder(config, take, torch.bfloat16, make=device_linears(placement))
+    decoder = Decoder(config, take, torch.bfloat16, GpuBackend(placement))
     runner = GraphRunner.of(decoder, config.max_positions)
     assert isinstance(runner, GraphRunner)
     return runner

@@ -31,12 +31,14 @@ from forerun.config import QUANTIZATIONS, KernelChoice
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
 from forerun.kernels.build import NoKernels, attempt, compiler
 from forerun.machine import Machine, bandwidth_bytes_per_s
+from forerun.models.backends.native import find_kernels
+from forerun.models.backends.torch_cpu.linear import PackedLinear
 from forerun.models.bundled import DRAFT, TARGET
-from forerun.models.choice import has_bfloat16_linears
+from forerun.models.choice import cpu_backend, has_bfloat16_linears
 from forerun.models.decoder import Decoder
-from forerun.models.linear import MIN_ROWS, Linear, PackedLinear
+from forerun.models.layer import Linear
 from forerun.models.loading import Blueprint
-from forerun.models.native import find_kernels, kernels_name
+from forerun.models.rows import MIN_ROWS
 from forerun.models.runner import Read, Runner
 
 ROWS = (1, 2, 5, 8, 16, 32, 512)
@@ -138,7 +140,7 @@ def passes(name: str, title: str, bandwidth: float, quantize: str | None, choice
         runner.keep([0], [range(CONTEXT)])
     limits: dict[str, Callable[[], object]] = {"read": torch.ones(GIGABYTE // 4).sum}
     num_products = 0.0
-    if kernels_name("native", torch.bfloat16).startswith("AVX2"):
+    if cpu_backend("native", torch.bfloat16).name.startswith("AVX2"):
         try:
             limits["multiply"] = multiply = multiplier(quantize)
             num_products = multiply()
@@ -181,7 +183,7 @@ def attention() -> None:
     def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=dice) * float(shape[-1] ** -0.5)
 
-    decoder = Decoder(config, take, torch.bfloat16, kernels=find_kernels("native", torch.bfloat16))
+    decoder = Decoder(config, take, torch.bfloat16, cpu_backend("native", torch.bfloat16))
     runner = Runner.of(decoder, LONG + 128)
     for first in range(0, LONG, 500):
         runner.read([Read(0, [i % 64 for i in range(first, first + 500)])])
@@ -216,7 +218,7 @@ def read_few(runner: Runner, num_tokens: int) -> Callable[[], None]:
 def main(only: str | None, quantize: str | None, alone: bool) -> None:
     here = Machine.here()
     bandwidth = max(bandwidth_bytes_per_s() for _ in range(3))
-    name = kernels_name("native", torch.bfloat16)
+    name = cpu_backend("native", torch.bfloat16).name
     print(f"{here.processor}, {here.num_threads} threads, {name}, torch {here.torch}, {bandwidth / 1e9:.1f} GB/s\n")
     if only in (None, "layers"):
         layers(bandwidth)

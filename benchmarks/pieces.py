@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from forerun.models.linear import PackedLinear, trusted_rows
+from forerun.models.backends.torch_cpu.linear import PackedLinear, trusted_rows
 
 SHAPES = ((1024, 384), (384, 1024), (4864, 896), (896, 2432), (14336, 4096))  # outputs, inputs
 NUM_ROWS, NUM_PAIRS = 512, 41

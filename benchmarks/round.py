@@ -72,7 +72,7 @@ class ReadyRunner(Runner):
     def __init__(self, table: Tensor, clock: Clock, batch: int, weights: Tensor | None = None) -> None:
         cache = PagedCache(layers=1, kv_heads=1, head_dim=1, num_tokens=batch * LENGTH, dtype=torch.float32)
         config = SimpleNamespace(vocab_size=table.shape[1], max_positions=LENGTH)
-        super().__init__(SimpleNamespace(config=config, native=None), cache)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(config=config, executor=SimpleNamespace(chain_drawer=lambda *_: None)), cache)  # type: ignore[arg-type]
         self.table, self.clock, self.weights = table, clock, weights
 
     def read(

@@ -10,8 +10,9 @@ import torch
 from forerun import LLM
 from forerun.device import CPU, Download, Placement, running_sum, softmax, upload, upload_tensor, whole_sums
 from forerun.errors import DeviceUnavailable, InvalidRequest
+from forerun.models.backends.gpu.ops import load_kernels
+from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.loading import Blueprint
-from forerun.models.ops import load_kernels
 from unchecked import unchecked
 
 
@@ -80,8 +81,8 @@ def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without_triton)
-    monkeypatch.delitem(__import__("sys").modules, "forerun.models.triton_kernels", raising=False)
-    monkeypatch.delattr("forerun.models.triton_kernels", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "forerun.models.backends.gpu.triton_kernels", raising=False)
+    monkeypatch.delattr("forerun.models.backends.gpu.triton_kernels", raising=False)
     with pytest.raises(DeviceUnavailable, match="pip install triton"):
         load_kernels()
 
@@ -96,7 +97,7 @@ def test_compiled_kernels_are_for_plain_passes_on_cpus(target_dir: Path) -> None
     with pytest.raises(InvalidRequest, match="kernels"):
         Blueprint.of(str(target_dir), kernels="native", device=fixed)
     there, here = Blueprint.of(str(target_dir), device=fixed), Blueprint.of(str(target_dir))
-    assert there.load(64).decoder.native is None
+    assert isinstance(there.load(64).decoder.executor, TorchExecutor)
     assert there.computed_by == f"torch, {fixed.label}"
     assert there.fingerprint() != here.fingerprint()
 

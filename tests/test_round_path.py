@@ -14,7 +14,7 @@ import torch
 
 import forerun
 from forerun import LLM, SamplingParams
-from forerun.models.native import find_kernels
+from forerun.models.backends.native import find_kernels
 from forerun.request import Request
 
 SRC = Path(forerun.__file__).parent
@@ -45,7 +45,7 @@ def files_entered(step: Callable[[], object]) -> dict[str, list[str]]:
     return entered
 
 
-@pytest.mark.parametrize(("draft", "bound"), [(None, 20), ("ngram", 24), ("model:stdlib-draft", 27)])
+@pytest.mark.parametrize(("draft", "bound"), [(None, 18), ("ngram", 22), ("model:stdlib-draft", 25)])
 def test_a_steady_round_enters_few_files(draft: str | None, bound: int) -> None:
     llm = LLM("stdlib", draft, dtype="float32", speculation=4 if draft else False, use_tqdm_on_load=False)
     engine = llm.engine

@@ -19,8 +19,8 @@ from forerun.device import Placement
 from forerun.draft.model.model import ModelDrafter
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.llm import LLM
+from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.bundled import BUNDLED, BUNDLED_HEADS
-from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.sampling.params import SamplingParams

@@ -95,20 +95,9 @@ class World:
 
 
 def rounds(
-    controller: Controller,
-    world: World,
-    count: int,
-    batch: int = 1,
-    wish: Speculation | None = None,
-    seed: int = 0,
-    capture_s: float = 0.0,
-    noticed: bool = True,
+    controller: Controller, world: World, count: int, batch: int = 1, wish: Speculation | None = None, seed: int = 0
 ) -> Iterator[Sequence[Budget]]:
-    """The budgets of so many rounds, each reported to the controller.
-
-    The first round of each number of guesses takes `capture_s` more, and says so where that is `noticed`.
-    """
-    captured: set[int] = set()
+    """The budgets of so many rounds, each reported to the controller."""
     dice, wish = random.Random(seed), wish or AUTO_WISH
     members_dice = random.Random(seed)
     came_true = [[NO_RUN] * len(world.chances)] * batch
@@ -128,11 +117,7 @@ def rounds(
         pass_s *= dice.uniform(1 - world.noise, 1 + world.noise)
         draft_s = [each * dice.uniform(1 - world.noise, 1 + world.noise) for each in draft_s]
         arm_s = draft_s if world.is_mix and any(budget.depth for budget in budgets) else ()
-        num_guesses = sum(budget.nodes for budget in budgets)
-        new = capture_s > 0 and num_guesses not in captured
-        captured.add(num_guesses)
-        taken_s = pass_s + capture_s * new
-        controller.record(Outcome(rows, 0, sum(draft_s), taken_s, 0.0, arm_s, captured=new and noticed))
+        controller.record(Outcome(rows, 0, sum(draft_s), pass_s, 0.0, arm_s))
         yield budgets
 
 

@@ -10,9 +10,8 @@ import torch
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.model import ModelDrafter
-from forerun.models.chain_graph import FILTERS, ChainGraph, is_plain
+from forerun.models.backends.gpu.graphs import FILTERS, ChainGraph, GraphRunner, is_plain
 from forerun.models.chains import SameIds, Start
-from forerun.models.graphs import GraphRunner
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams

@@ -14,7 +14,7 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import CPU, Placement
 from forerun.draft.model.model import ModelDrafter
-from forerun.models.graphs import GraphRunner
+from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.output import RequestOutput
 from forerun.request import Request
 from forerun.sampling.draws import Draws

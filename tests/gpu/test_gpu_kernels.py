@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from forerun.device import running_sum, softmax
-from forerun.models.device_linear import OneGemmLinear, tiles_agree
-from forerun.models.ops import TorchOps, TritonOps, load_kernels
+from forerun.models.backends.gpu.backend import OneGemmLinear, tiles_agree
+from forerun.models.backends.gpu.ops import TorchOps, TritonOps, load_kernels
 from forerun.sampling.transforms import keep_nucleus
 from models.kernel_laws import check_attention, check_row_work, check_rows_are_strangers, random_case, scattered
 

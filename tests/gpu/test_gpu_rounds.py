@@ -11,7 +11,8 @@ from forerun import LLM, SamplingParams
 from forerun.accept.outcome import Outcome, Stats
 from forerun.config import Speculation
 from forerun.machine import bandwidth_bytes_per_s
-from forerun.models.graphs import GraphRunner, Graphs
+from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.runner import Read, States
 from forerun.output import RequestOutput
 from forerun.prove.plain import last_logits

@@ -25,7 +25,8 @@ from forerun.engine.engine import Engine
 from forerun.errors import WrongTarget
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
-from forerun.models.decoder import Decoder, Hidden, TokenBatch
+from forerun.models.batch import TokenBatch
+from forerun.models.decoder import Decoder, Hidden
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.request import Request

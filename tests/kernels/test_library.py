@@ -23,8 +23,10 @@ from forerun.folders import cache_folder
 from forerun.kernels import build, library
 from forerun.kernels.build import NoKernels
 from forerun.kernels.sampling import find_sampling_kernels
+from forerun.models.backends.native import find_kernels
+from forerun.models.backends.torch_cpu.backend import TorchExecutor
+from forerun.models.choice import cpu_backend
 from forerun.models.loading import Blueprint
-from forerun.models.native import find_kernels, kernels_name
 
 NOBODY = 65534
 
@@ -260,9 +262,9 @@ def test_without_a_compiler_that_works_torch_computes_and_says_so_once(
     monkeypatch.setenv("CXX", str(make(computer.folder)))
     for _ in range(3):
         assert find_kernels("auto", torch.float32) is None
-        assert kernels_name("auto", torch.float32).startswith("torch, ")
+        assert cpu_backend("auto", torch.float32).name.startswith("torch, ")
         assert find_sampling_kernels() is None
-    assert Blueprint.of(str(target_dir)).load(64).decoder.native is None
+    assert isinstance(Blueprint.of(str(target_dir)).load(64).decoder.executor, TorchExecutor)
     (warning,) = warnings_of(caplog)
     for part in (
         "No compiled kernels: ",

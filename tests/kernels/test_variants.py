@@ -20,7 +20,7 @@ from forerun.kernels import build, library, variants
 from forerun.kernels.build import NoKernels
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.kernels.variants import VARIANTS, Variant, runnable
-from forerun.models.native import find_kernels
+from forerun.models.backends.native import find_kernels
 
 SRC = Path(library.__file__).resolve().parents[2]
 OLD = "fpu sse sse2 pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm"

@@ -130,9 +130,9 @@ def test_without_a_compiler_the_wheel_is_one_of_python_alone(build: Callable[...
 RUNTIMES = """
 import json, pathlib
 import forerun
-from forerun.models.native import kernels_name
+from forerun.models.choice import cpu_backend
 import torch
-name = kernels_name("native", torch.float32)
+name = cpu_backend("native", torch.float32).name
 files = {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
 print(json.dumps([forerun.__file__, name, sorted(file for file in files if "omp" in pathlib.Path(file).name)]))
 """

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.ngram import NgramDrafter
+from forerun.models.choice import cpu_backend
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
-from forerun.models.native import find_kernels
 from forerun.models.runner import Runner
 from forerun.models.weights import HELD
 from forerun.request import Request
@@ -129,7 +129,7 @@ def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
         return scale * shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
 
     chosen, dtype = number_format(numbers), HELD.get(numbers.partition(" ")[0], torch.bfloat16)
-    decoder = Decoder(config, take, dtype, chosen["quantize"], find_kernels(chosen["kernels"], dtype))
+    decoder = Decoder(config, take, dtype, cpu_backend(chosen["kernels"], dtype), chosen["quantize"])
     runner = Runner(decoder, bench.runner.cache)
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)
 

@@ -12,6 +12,7 @@ from fuzz import threads
 from torch import Tensor
 
 from forerun.cache.blocks import OutOfBlocks
+from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
 from forerun.models.experts import ExpertsConfig
@@ -34,7 +35,7 @@ def random_decoder(config: ModelConfig, dtype: torch.dtype, scale: float = 4.0) 
         deviation = scale / shape[-1] ** 0.5 if name.startswith(("lm_head", "model.embed")) else shape[-1] ** -0.5
         return deviation * torch.randn(shape, generator=generator)
 
-    return Decoder(config, take, dtype)
+    return Decoder(config, take, dtype, TorchBackend())
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def decoders(dtype: torch.dtype, target_dir: Path, stories: ModelConfig) -> list
 
     The last has all that there is of these: an expert that all tokens share, biases, sinks, dense layers.
     """
-    real = Decoder(stories, Checkpoint(target_dir, dtype).take, dtype)
+    real = Decoder(stories, Checkpoint(target_dir, dtype).take, dtype, TorchBackend())
     odd = replace(
         stories, max_positions=2048, intermediate=83, windows=(None, 700, 37, None, 512), qkv_bias=True, qk_norm=True
     )

@@ -7,8 +7,8 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forerun.models import triton_kernels as k
-from forerun.models.device_linear import SMALLEST, TILES
+from forerun.models.backends.gpu import triton_kernels as k
+from forerun.models.backends.gpu.backend import SMALLEST, TILES
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}

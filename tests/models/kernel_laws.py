@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.models.fixed import Inputs, Layout, Shape, tile_rows
-from forerun.models.ops import SPLIT, Heads, KeyMap, Ops, TorchOps, power_of_two
+from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
+from forerun.models.backends.gpu.ops import SPLIT, Heads, KeyMap, Ops, TorchOps, power_of_two
 
 SPARE_SLOTS = 4
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models import attention
-from forerun.models.attention import Copy, QueryRule, attend, attend_path, make_paths, query_rule
-from forerun.models.invariance import cancelling_scores, cancelling_values
+from forerun.models.backends.invariance import cancelling_scores, cancelling_values
+from forerun.models.backends.torch_cpu import attention
+from forerun.models.backends.torch_cpu.attention import attend, attend_path, query_rule
+from forerun.models.batch import Copy, QueryRule
+from forerun.models.runner import make_paths
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(6, 2, 64), (4, 4, 16), (3, 1, 128), (2, 2, 96), (2, 1, 256)]

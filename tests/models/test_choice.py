@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from forerun.models import choice
-from forerun.models.choice import Backend, BackendChoice, choose_backend, fastest
+from forerun.models.backends.native import NativeExecutor, find_kernels
+from forerun.models.choice import BackendChoice, BackendKind, choose_backend, fastest
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.loading import Blueprint
-from forerun.models.native import find_kernels
 from forerun.models.projections import products
 from forerun.models.weights import number_formats
 
 NATIVE = pytest.mark.skipif(find_kernels("auto", torch.float32) is None, reason="there are no compiled kernels here")
-BACKENDS = [Backend(by, dtype) for by in ("native", "torch") for dtype in (torch.bfloat16, torch.float32)]
+BACKENDS = [BackendKind(by, dtype) for by in ("native", "torch") for dtype in (torch.bfloat16, torch.float32)]
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_faster_backend_is_what_loads(
     blueprint = Blueprint.of(str(target_dir), quantize=quantize)
     forced = Blueprint.of(str(target_dir), quantize=quantize, kernels=by)
     assert blueprint.kernels == forced.kernels == by
-    assert (blueprint.load(64).decoder.native is not None) == (by == "native")
+    assert isinstance(blueprint.load(64).decoder.executor, NativeExecutor) == (by == "native")
     assert blueprint.fingerprint() == forced.fingerprint()
     assert blueprint.computed_by == forced.computed_by
     assert blueprint.sampling_kernels() is not None
@@ -97,14 +97,14 @@ def test_a_faster_backend_is_what_loads(
 def test_what_was_asked_for_is_not_measured(cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "measured", lambda *_: pytest.fail("measured"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert choose_backend("native", (dtype,), None, config) == BackendChoice(Backend("native", dtype))
-        assert choose_backend("torch", (dtype,), None, config) == BackendChoice(Backend("torch", dtype))
-    assert choose_backend("auto", (torch.float16,), None, config).backend == Backend("native", torch.float16)
+        assert choose_backend("native", (dtype,), None, config) == BackendChoice(BackendKind("native", dtype))
+        assert choose_backend("torch", (dtype,), None, config) == BackendChoice(BackendKind("torch", dtype))
+    assert choose_backend("auto", (torch.float16,), None, config).backend == BackendKind("native", torch.float16)
     monkeypatch.setattr(choice, "SMALL_BYTES", 1 << 40)
     for dtype in (torch.bfloat16, torch.float16):
         of_dtype = replace(config, dtype=dtype)
         found = choose_backend("auto", number_formats("auto", of_dtype), None, of_dtype)
-        assert found.backend == Backend("native", dtype)
+        assert found.backend == BackendKind("native", dtype)
 
 
 @NATIVE
@@ -117,9 +117,9 @@ def test_float16_competes_with_float32(cache: Path, config: ModelConfig, monkeyp
 
     monkeypatch.setattr(choice, "measured", measured)
     found = choose_backend("auto", number_formats("auto", of_half), None, of_half)
-    assert found.backend == Backend("native", torch.float32)
-    assert Backend("native", torch.float16) in seen
-    assert not {each for each in seen if each.dtype == torch.bfloat16 or each == Backend("torch", torch.float16)}
+    assert found.backend == BackendKind("native", torch.float32)
+    assert BackendKind("native", torch.float16) in seen
+    assert not {each for each in seen if each.dtype == torch.bfloat16 or each == BackendKind("torch", torch.float16)}
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -129,10 +129,10 @@ def test_torch_computes_in_16_bits_where_it_has_packed_operators(
     monkeypatch.setattr(choice, "has_bfloat16_linears", lambda: half)
     monkeypatch.setattr(choice, "find_kernels", lambda *_: None)
     found = choose_backend("auto", number_formats("auto", config), None, config)
-    assert found == BackendChoice(Backend("torch", torch.bfloat16 if half else torch.float32))
+    assert found == BackendChoice(BackendKind("torch", torch.bfloat16 if half else torch.float32))
     of_half = replace(config, dtype=torch.float16)
     wide = choose_backend("auto", number_formats("auto", of_half), None, of_half)
-    assert wide == BackendChoice(Backend("torch", torch.float32))
+    assert wide == BackendChoice(BackendKind("torch", torch.float32))
 
 
 @NATIVE
@@ -140,7 +140,9 @@ def test_a_format_is_measured_only_where_torch_has_operators_for_it(cache: Path,
     """Packing bfloat16 raises on AVX2; 4-bit weights have no packed operator anywhere."""
     found = choose_backend("auto", [torch.bfloat16], None, config)
     assert found.other is None or choice.has_bfloat16_linears()
-    assert choose_backend("auto", [torch.float32], "int4", config) == BackendChoice(Backend("native", torch.float32))
+    assert choose_backend("auto", [torch.float32], "int4", config) == BackendChoice(
+        BackendKind("native", torch.float32)
+    )
 
 
 def test_packed_bfloat16_linears_run_where_they_are_said_to() -> None:

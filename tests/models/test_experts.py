@@ -19,13 +19,14 @@ from forerun.config import KernelChoice, Quantization
 from forerun.device import Placement
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.llm import LLM
-from forerun.models import loading
+from forerun.models import choice as choosing
+from forerun.models.backends.native import checked
+from forerun.models.backends.torch_cpu.linear import make_linear
+from forerun.models.backends.torch_cpu.mlp import choose_experts
 from forerun.models.config import read_config
 from forerun.models.families import STACKED
-from forerun.models.linear import make_linear
+from forerun.models.layer import Router
 from forerun.models.loading import Blueprint
-from forerun.models.mlp import Router
-from forerun.models.native import checked
 from forerun.models.projections import LayerTable, tensor_shapes
 from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams
@@ -147,7 +148,7 @@ def test_also_by_kernels_for_lesser_processors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = checked(compiled_for(level))
-    monkeypatch.setattr(loading, "find_kernels", lambda choice, *_: kernels if choice == "native" else None)
+    monkeypatch.setattr(choosing, "find_kernels", lambda choice, *_: kernels if choice == "native" else None)
     found = check_rows(load(folders[family], "native", *numbers))
     if numbers == ("float32", None):
         by_torch = read_all(load(folders[family], "torch"), text(LENGTH), [LENGTH])
@@ -200,7 +201,9 @@ def test_equal_logits_go_to_the_lowest_numbers() -> None:
     """Weights are those of the softmax over the chosen or over all."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [0.0] * 5, [5.0, -1.0, 2.0, 7.0, 2.0], [-9.0] * 4 + [-8.0]])
     for normalised in (True, False):
-        routes = Router(make_linear(torch.eye(5)), 5, 3, normalised)(torch.cat([logits, torch.zeros(3, 5)]), 4)
+        routes = choose_experts(
+            Router(make_linear(torch.eye(5)), 5, 3, normalised), torch.cat([logits, torch.zeros(3, 5)]), 4
+        )
         assert routes.experts.tolist() == [[1, 2, 4], [0, 1, 2], [3, 0, 2], [4, 0, 1]]
         chosen = logits.gather(1, routes.experts)
         expected = chosen.softmax(1) if normalised else logits.softmax(1).gather(1, routes.experts)

@@ -13,7 +13,7 @@ import torch
 from compiled import require_compiler
 from forerun import machine
 from forerun.config import KernelChoice
-from forerun.models import loading, native
+from forerun.models import choice, loading
 from forerun.models.loading import Blueprint
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -28,7 +28,7 @@ def threads() -> Iterator[None]:
 
 def instructions(patch: pytest.MonkeyPatch) -> None:
     """Kernels compiled for another processor."""
-    found = native.find_kernels("native", torch.float32)
+    found = choice.find_kernels("native", torch.float32)
     assert found is not None
     patch.setattr(found, "instructions", "AVX9")
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from compiled import ENDS, HERE, LEVELS, compiled_for, require_compiler
 from forerun import LLM, SamplingParams
 from forerun.device import Placement
+from forerun.models.backends.invariance import cancelling_product
+from forerun.models.backends.native import NativeBackend, checked
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
-from forerun.models.invariance import cancelling_product
 from forerun.models.loading import Blueprint
-from forerun.models.native import Kernels, checked
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from forerun.output import RequestOutput
@@ -34,7 +34,7 @@ LARGEST = 65504.0
 
 
 @pytest.fixture(params=LEVELS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> NativeBackend:
     return checked(compiled_for(request.param))
 
 
@@ -43,7 +43,7 @@ def every_number() -> Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
 
 
-def test_every_number_is_multiplied_as_what_it_is(kernels: Kernels) -> None:
+def test_every_number_is_multiplied_as_what_it_is(kernels: NativeBackend) -> None:
     """Subnormal ones too."""
     numbers = every_number()
     finite = numbers[numbers.isfinite()].view(-1, 1024)
@@ -52,7 +52,7 @@ def test_every_number_is_multiplied_as_what_it_is(kernels: Kernels) -> None:
     assert torch.equal(kernels.linear(others, None)(torch.ones(1, 1)).nan_to_num(7.0), others.float().T.nan_to_num(7.0))
 
 
-def test_products_have_the_bits_of_the_same_weights_in_float32(kernels: Kernels) -> None:
+def test_products_have_the_bits_of_the_same_weights_in_float32(kernels: NativeBackend) -> None:
     """With inputs that float16 does not hold."""
     for shape in ((48, 83), (130, 1000)):
         x, weight = cancelling_product(40, *shape, torch.float32)
@@ -69,15 +69,15 @@ def test_every_processor_gives_the_same_bits(levels: list[str]) -> None:
     assert all(torch.equal(one, other) for one, other in itertools.pairwise(each))
 
 
-def read_in(dtype: torch.dtype, kernels: Kernels, edit: Callable[[str, Tensor], Tensor]) -> tuple[Runner, Tensor]:
+def read_in(dtype: torch.dtype, kernels: NativeBackend, edit: Callable[[str, Tensor], Tensor]) -> tuple[Runner, Tensor]:
     """A model with edited weights of float16, held in `dtype`, that has read some tokens; and their logits."""
     stored = Checkpoint(TARGET, torch.float16)
-    decoder = Decoder(read_config(TARGET), lambda n, s: edit(n, stored.take(n, s)), dtype, None, kernels)
+    decoder = Decoder(read_config(TARGET), lambda n, s: edit(n, stored.take(n, s)), dtype, kernels)
     runner = Runner.of(decoder, 256)
     return runner, runner.read([Read(0, list(range(3, 203)), judged=range(200))]).logits
 
 
-def test_keys_and_values_alone_are_rounded(kernels: Kernels) -> None:
+def test_keys_and_values_alone_are_rounded(kernels: NativeBackend) -> None:
     """To the nearest: the first layer's are those of float32, rounded."""
     (narrow, logits), (wide, expected) = (
         read_in(dtype, kernels, lambda _, weight: weight) for dtype in (torch.float16, torch.float32)
@@ -89,7 +89,7 @@ def test_keys_and_values_alone_are_rounded(kernels: Kernels) -> None:
     assert (logits - expected).abs().max() < 0.005 * expected.abs().max()
 
 
-def test_values_beyond_the_range_become_the_largest_number(kernels: Kernels) -> None:
+def test_values_beyond_the_range_become_the_largest_number(kernels: NativeBackend) -> None:
     """Infinite ones would make scores, and with them answers, of what is not a number."""
 
     def edit(name: str, weight: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def test_values_beyond_the_range_become_the_largest_number(kernels: Kernels) -> 
     assert logits.isfinite().all()
 
 
-def test_what_is_infinite_is_not_hidden(kernels: Kernels) -> None:
+def test_what_is_infinite_is_not_hidden(kernels: NativeBackend) -> None:
     def edit(name: str, weight: Tensor) -> Tensor:
         return weight.index_fill(0, torch.tensor([0]), math.inf) if "layers.0.self_attn.v_proj" in name else weight
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from forerun.cache.paged import OutOfBlocks
 from forerun.device import CPU, Placement
-from forerun.models.graphs import GraphRunner
+from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.backends.torch_cpu.backend import TorchExecutor
+from forerun.models.layer import Layer
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner
 
@@ -130,6 +132,14 @@ def test_padding_writes_nowhere_that_counts(pair: tuple[Runner, GraphRunner]) ->
     assert fixed.spare_slot >= fixed.cache.blocks.num_blocks * fixed.cache.blocks.block_size
 
 
+def use_layers(runner: Runner, layers: list[Layer]) -> None:
+    """Have these layers computed in the place of the decoder's."""
+    executor = runner.decoder.executor
+    assert isinstance(executor, TorchExecutor)
+    runner.decoder.layers = layers
+    executor.parts = replace(executor.parts, layers=layers)
+
+
 def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, GraphRunner]) -> None:
     plain, fixed = fresh(pair)
     noise = torch.Generator().manual_seed(0)
@@ -139,10 +149,13 @@ def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, Grap
         for runner in (plain, fixed):
             layers = runner.decoder.layers
             windows = [9 if i % 2 else None for i in range(len(layers))]
-            runner.decoder.layers = [
-                replace(layer, attention=replace(layer.attention, window=window, qk_norm=gains))
-                for layer, window in zip(layers, windows, strict=True)
-            ]
+            use_layers(
+                runner,
+                [
+                    replace(layer, attention=replace(layer.attention, window=window, qk_norm=gains))
+                    for layer, window in zip(layers, windows, strict=True)
+                ],
+            )
         for tokens, parents in ((list(range(3, 40)), None), ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])):
             read = Read(0, tokens, parents, range(len(tokens)), scratch=0 if parents is None else 3)
             assert (plain.read([read]).logits - fixed.read([read]).logits).abs().max() <= TOLERANCE
@@ -151,10 +164,13 @@ def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, Grap
     finally:
         for runner, kept in zip((plain, fixed), pair, strict=True):
             plain_layers = [replace(each.attention, window=None, qk_norm=None) for each in kept.decoder.layers]
-            runner.decoder.layers = [
-                replace(each, attention=attention)
-                for each, attention in zip(kept.decoder.layers, plain_layers, strict=True)
-            ]
+            use_layers(
+                runner,
+                [
+                    replace(each, attention=attention)
+                    for each, attention in zip(kept.decoder.layers, plain_layers, strict=True)
+                ],
+            )
 
 
 @pytest.mark.full

@@ -16,12 +16,11 @@ from compiled import LEVELS, compiled_for, require_compiler
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.variants import VARIANTS
-from forerun.models import loading
-from forerun.models.invariance import cancelling_product
+from forerun.models import choice as choosing
+from forerun.models.backends.invariance import cancelling_product
+from forerun.models.backends.native import NativeBackend, checked, find_kernels
+from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, QuantizedLinear
 from forerun.models.loading import Blueprint
-from forerun.models.native import Kernels, checked, find_kernels
-from forerun.models.quantized import QuantizedLinear
-from forerun.models.quantized4 import Quantized4Linear
 from forerun.models.runner import Read, Runner
 
 SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
@@ -31,7 +30,7 @@ FORMATS = [*PLAIN, *QUANTIZATIONS]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> NativeBackend:
     """The library as compiled for a processor that can do less than this one, perhaps."""
     return checked(compiled_for(request.param))
 
@@ -53,7 +52,7 @@ def quantization(numbers: str) -> Quantization | None:
 
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_right(kernels: Kernels, shape: tuple[int, int], numbers: str) -> None:
+def test_products_are_right(kernels: NativeBackend, shape: tuple[int, int], numbers: str) -> None:
     """Of 8 and 4 bits they are those of the definition, to the bit: whole numbers add up exactly in any order.
 
     Only weights are of float16: rows stay as they are.
@@ -80,7 +79,7 @@ def test_products_are_right(kernels: Kernels, shape: tuple[int, int], numbers: s
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES[1:])
 @pytest.mark.usefixtures("threads")
-def test_a_row_has_bits_of_its_own(kernels: Kernels, shape: tuple[int, int], numbers: str) -> None:
+def test_a_row_has_bits_of_its_own(kernels: NativeBackend, shape: tuple[int, int], numbers: str) -> None:
     """Sums that cancel, in any number of rows and by any number of threads, against the same rows alone."""
     x, weight = cancelling_product(320, *shape, torch.float32)
     layer = kernels.linear(weight.to(PLAIN.get(numbers, torch.float32)), None, quantization(numbers))
@@ -92,7 +91,7 @@ def test_a_row_has_bits_of_its_own(kernels: Kernels, shape: tuple[int, int], num
     assert torch.equal(layer(x[100:107].contiguous()), alone[100:107]), "other neighbours"
 
 
-def test_not_a_number_stays_one(kernels: Kernels) -> None:
+def test_not_a_number_stays_one(kernels: NativeBackend) -> None:
     """It is seen in its own row and in no other."""
     for numbers in FORMATS:
         weight = weight_of(numbers, (70, 90), torch.Generator().manual_seed(0))
@@ -166,7 +165,7 @@ def test_formats_that_they_do_not_know(target_dir: Path) -> None:
         find_kernels("native", torch.float64)
 
 
-def check_same_bits(one: Kernels, other: Kernels) -> None:
+def check_same_bits(one: NativeBackend, other: NativeBackend) -> None:
     """Products with sums that cancel."""
     for numbers, shape in itertools.product(FORMATS, SHAPES):
         x, weight = cancelling_product(70, *shape, torch.float32)
@@ -178,7 +177,7 @@ def check_same_bits(one: Kernels, other: Kernels) -> None:
 @pytest.mark.full
 def test_bits_do_not_depend_on_what_a_compiler_makes_of_the_code() -> None:
     """Which is why its name and version are no part of the fingerprint."""
-    check_same_bits(*(Kernels(compiled_for("native", level)) for level in ("-O3", "-O1")))
+    check_same_bits(*(NativeBackend(compiled_for("native", level)) for level in ("-O3", "-O1")))
 
 
 def test_a_wheels_library_has_the_bits_of_one_compiled_here(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +193,7 @@ def test_a_wheels_library_has_the_bits_of_one_compiled_here(target_dir: Path, mo
     for numbers in FORMATS:
         by_own = read_all(load(target_dir, numbers, "native"), tokens, sizes)
         with monkeypatch.context() as patch:
-            patch.setattr(loading, "find_kernels", lambda *_: wheels)
+            patch.setattr(choosing, "find_kernels", lambda *_: wheels)
             assert torch.equal(read_all(load(target_dir, numbers, "native"), tokens, sizes), by_own), numbers
 
 

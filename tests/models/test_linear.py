@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.invariance import agreed_rows, cancelling_product
-from forerun.models.linear import COUNTS, MAX_ROWS, BlockedLinear, PackedLinear, make_linear, padded_rows, trusted_rows
+from forerun.models.backends.invariance import agreed_rows, cancelling_product
+from forerun.models.backends.torch_cpu.linear import COUNTS, BlockedLinear, PackedLinear, make_linear, trusted_rows
+from forerun.models.rows import MAX_ROWS, padded_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 

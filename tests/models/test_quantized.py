@@ -13,10 +13,8 @@ from torch.nn import functional
 
 from forerun import LLM, InvalidRequest, SamplingParams
 from forerun.config import Quantization
-from forerun.models.linear import make_linear
-from forerun.models.loading import Blueprint
-from forerun.models.native import find_kernels
-from forerun.models.quantized import (
+from forerun.models.backends.torch_cpu.linear import make_linear
+from forerun.models.backends.torch_cpu.quantized import (
     EXACT_TERMS,
     QuantizedLinear,
     exact_product,
@@ -24,6 +22,8 @@ from forerun.models.quantized import (
     quantize_rows,
     quantized_packing_is_exact,
 )
+from forerun.models.choice import cpu_backend
+from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from unchecked import unchecked
 
@@ -53,8 +53,7 @@ def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: tor
     sums = torch.tensor([[sum(p * q for p, q in zip(u, v, strict=True)) for v in b.tolist()] for u in a[:6].tolist()])
     expected = sums.float() * t[:, 0] * s[:6]
     expected = (expected if bias is None else expected + bias.float()).to(dtype)
-    kernels = find_kernels("auto", dtype)
-    ways = [make_linear(weight, bias, quantize="int8", kernels=way) for way in (None, kernels)]
+    ways = [cpu_backend(by, dtype).linear(weight, bias, "int8") for by in ("torch", "auto")]
     for layer in (*ways, QuantizedLinear(weight, bias, packed=False)):
         whole = layer(x)
         assert torch.equal(whole[:6], expected)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from compiled import require_compiler
-from forerun.models.native import find_kernels
-from forerun.models.quantized import quantize_rows
-from forerun.models.quantized4 import (
+from forerun.models.backends.native import find_kernels
+from forerun.models.backends.torch_cpu.quantized import (
     GROUP,
     LEAST_SCALE,
     MOST_SCALE,
     STEPS,
     Quantized4Linear,
     quantize_groups,
+    quantize_rows,
     round_groups,
 )
 

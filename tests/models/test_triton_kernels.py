@@ -19,7 +19,7 @@ from torch.nn import functional
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from forerun.device import Placement
-from forerun.models.device_linear import (
+from forerun.models.backends.gpu.backend import (
     FEW_ROWS,
     LARGE,
     NARROW,
@@ -31,9 +31,9 @@ from forerun.models.device_linear import (
     num_programs,
     tile_for,
 )
-from forerun.models.graphs import GraphRunner
+from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.backends.gpu.ops import Ops, TorchOps, TritonOps, load_kernels
 from forerun.models.loading import Blueprint
-from forerun.models.ops import Ops, TorchOps, TritonOps, load_kernels
 from forerun.models.runner import Read
 from models.kernel_laws import (
     check_attention,
@@ -117,7 +117,7 @@ def test_row_work_is_torchs(ops: TritonOps, dtype: torch.dtype, tolerance: float
 def test_attention_in_turns_of_heads_gives_the_same_bits(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(3, **SHAPES[3])
     at_once = case.attended(ops)
-    monkeypatch.setattr("forerun.models.ops.SCRATCH_BYTES", 1)
+    monkeypatch.setattr("forerun.models.backends.gpu.ops.SCRATCH_BYTES", 1)
     assert torch.equal(case.attended(ops), at_once)
 
 

@@ -20,7 +20,7 @@ from forerun.config import Verification
 from forerun.engine import round as engine_round
 from forerun.engine.reading import Reading
 from forerun.kernels.sampling import SamplingKernels
-from forerun.models.decoder import TokenBatch
+from forerun.models.batch import TokenBatch
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix

@@ -33,7 +33,8 @@ from forerun.heads.mtp.student import STEPS as MTP_STEPS
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.student import Student, StudentSizes, TargetText, TextBatch
 from forerun.llm import LLM
-from forerun.models.decoder import Decoder, Hidden, TokenBatch
+from forerun.models.batch import TokenBatch
+from forerun.models.decoder import Decoder, Hidden
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.train.answer_cache import AnswerCache

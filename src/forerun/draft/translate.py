@@ -189,7 +189,7 @@ def translated(runner: Runner, vocab_size: int, how: Transcriber, shared: bool |
     """A drafter of another vocabulary; whether it guesses `shared` tokens is decided by how many there are."""
     if shared is None:
         shared = shared_weight(how.target, shared_ids(how.target, how.own)) >= ENOUGH
-    num_own, device = runner.decoder.config.vocab_size, runner.cache.keys.device
+    num_own, device = runner.vocab_size, runner.device
     if not shared:
         return TranslatingDrafter(ModelDrafter(runner, num_own), how)
     tokens = SharedTokens.of(how.target, how.own, vocab_size, num_own, device)

@@ -100,10 +100,10 @@ class Rounds:
         drawing = [row for row in rows if row.draws]
         draws = self.draws(
             [row.sequence.sampling() for row in drawing],
-            self.runner.decoder.config.vocab_size,
+            self.runner.vocab_size,
             rejection=self.options.verification != "coupled",
             num_ids=self.num_ids,
-            device=self.runner.cache.keys.device,
+            device=self.runner.device,
             kernels=self.kernels,
         )
         constrained = any(row.sequence.constraint is not None for row in drawing)
@@ -154,7 +154,7 @@ class Rounds:
     def sanitized(self, tree: DraftTree, plan: RoundPlan, bare: DraftTree, budgets: Seq[Budget]) -> DraftTree:
         """What a drafter gave as a tree of these roots within its budgets, whatever it was."""
         roots = bare.tokens[:, 0] if tree.tokens.is_cpu else plan.draws.roots_tokens
-        return sanitize(tree, roots, budgets, self.runner.decoder.config.vocab_size, self.kernels)
+        return sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
 
     def settled(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:
         """The draft of a tree that is judged; what a drafter may have read for others is dropped."""

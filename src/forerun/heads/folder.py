@@ -17,13 +17,12 @@ from typing import Generic, TypeVar
 from forerun.cache.plan import ModelMemory
 from forerun.errors import MissingWeights, ModelNotFound, UnsupportedModel
 from forerun.fields import Fields, read_fields, short
+from forerun.models.backends.base import Backend
 from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layer import MakeLinear
-from forerun.models.linear import make_linear
 from forerun.models.loading import Blueprint
-from forerun.models.native import Kernels, find_kernels
+from forerun.models.packing import MakeLinear
 from forerun.models.projections import Shapes
 from forerun.models.runner import Runner
 from forerun.models.source import HUB_FILES, find_folder, similar
@@ -82,14 +81,14 @@ class HeadFolder:
         return self.checkpoint.folder
 
     @property
-    def kernels(self) -> Kernels | None:
-        """The compiled kernels that compute the target; None where torch does."""
-        return find_kernels(self.target.kernels, self.target.dtype)
+    def backend(self) -> Backend:
+        """What computes the target and what stands on it."""
+        return self.target.backend()
 
     @property
     def make(self) -> MakeLinear:
         """How a linear layer is made of weights on a CPU."""
-        return partial(make_linear, quantize=self.target.quantize, kernels=self.kernels)
+        return partial(self.backend.linear, quantize=self.target.quantize)
 
     def refuse_devices(self, heads: str) -> None:
         """Raise UnsupportedModel for `heads` that are computed on CPUs alone, where the target is not."""

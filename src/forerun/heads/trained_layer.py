@@ -15,8 +15,8 @@ from torch.nn import functional
 from forerun.annotations import Bool, Float, Int
 from forerun.errors import UnsupportedModel
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import rms_norm, rotate
 from forerun.models.rope import RopeTables, rope_tables
+from forerun.models.rows import rms_norm, rotate
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,15 @@ from forerun.config import KernelChoice, Quantization
 from forerun.folders import cache_folder
 from forerun.kernels.library import replace_file
 from forerun.machine import order_of_sums
+from forerun.models.backends.base import Backend
+from forerun.models.backends.native import find_kernels
+from forerun.models.backends.torch_cpu.backend import TorchBackend
+from forerun.models.backends.torch_cpu.linear import PackedLinear, packing_available, trusted_rows
+from forerun.models.backends.torch_cpu.quantized import QuantizedLinear, quantized_packing_is_exact
 from forerun.models.config import ModelConfig
-from forerun.models.linear import MIN_ROWS, Linear, PackedLinear, packing_available, trusted_rows
-from forerun.models.native import find_kernels
+from forerun.models.layer import Linear
 from forerun.models.projections import products
-from forerun.models.quantized import QuantizedLinear, quantized_packing_is_exact
+from forerun.models.rows import MIN_ROWS
 
 ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a piece of a prompt
 PASSES = (32, 32, 32, 4)  # how many of each an answer is taken to need: 256 prompt tokens, then 96 rounds
@@ -45,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class BackendKind:
     """A way to compute: `kernels` is "native" or "torch", and the number format."""
 
     kernels: KernelChoice
@@ -60,14 +64,19 @@ class Backend:
 class BackendChoice:
     """The backend that is taken; and where it was measured, how many times as fast it is as the next best other."""
 
-    backend: Backend
-    other: Backend | None = None
+    backend: BackendKind
+    other: BackendKind | None = None
     advantage: float | None = None
 
     def __str__(self) -> str:
         if self.other is None or self.advantage is None:
             return ""
         return f"measured here: {self.advantage:.1f} times as fast as {self.other}"
+
+
+def cpu_backend(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None) -> Backend:
+    """The compiled kernels or, as `find_kernels` says, torch's operators."""
+    return find_kernels(choice, dtype, progress) or TorchBackend()
 
 
 def choose_backend(
@@ -83,9 +92,9 @@ def choose_backend(
     """
     native = [dtype for dtype in dtypes if find_kernels(choice, dtype, progress) is not None]
     native = native[: 1 if quantize else None]  # with whole numbers the layers are the same in every format
-    backends = [Backend("native", dtype) for dtype in native]
+    backends = [BackendKind("native", dtype) for dtype in native]
     if choice != "native":
-        backends += [Backend("torch", dtype) for dtype in torch_dtypes(dtypes)[: 1 if quantize else None]]
+        backends += [BackendKind("torch", dtype) for dtype in torch_dtypes(dtypes)[: 1 if quantize else None]]
     preferred, *others = backends
     others = [other for other in others if other.kernels == "native" or is_packed(other, quantize)]
     shapes = products(config)
@@ -99,7 +108,7 @@ def choose_backend(
     )
 
 
-def fastest(times: Mapping[Backend, float], is_trusted: Callable[[Backend], bool]) -> BackendChoice:
+def fastest(times: Mapping[BackendKind, float], is_trusted: Callable[[BackendKind], bool]) -> BackendChoice:
     """The first of `times`, unless another that can be trusted is faster by more than times are off."""
     preferred, *others = times
     for other in sorted(others, key=times.__getitem__):
@@ -121,7 +130,7 @@ def has_bfloat16_linears() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def is_packed(backend: Backend, quantize: Quantization | None) -> bool:
+def is_packed(backend: BackendKind, quantize: Quantization | None) -> bool:
     """Whether torch has a fast operator for it here: what it does without is never faster than compiled kernels."""
     if quantize is not None:
         return quantize == "int8" and quantized_packing_is_exact()
@@ -129,7 +138,7 @@ def is_packed(backend: Backend, quantize: Quantization | None) -> bool:
     return supported and packing_available(torch.empty(0, dtype=backend.dtype))
 
 
-def is_trusted(backend: Backend, quantize: Quantization | None, config: ModelConfig) -> bool:
+def is_trusted(backend: BackendKind, quantize: Quantization | None, config: ModelConfig) -> bool:
     """Whether the operators give each row bits of its own, in every layer. Whole numbers and compiled kernels do."""
     threads = torch.get_num_threads()
     return (
@@ -140,11 +149,11 @@ def is_trusted(backend: Backend, quantize: Quantization | None, config: ModelCon
 
 
 def answer_times(
-    backends: Sequence[Backend],
+    backends: Sequence[BackendKind],
     quantize: Quantization | None,
     shapes: Mapping[tuple[int, int], int],
     progress: ProgressCallback | None,
-) -> dict[Backend, float]:
+) -> dict[BackendKind, float]:
     """Seconds that the linear layers of a model take by each of them, for an answer as PASSES has it."""
     total, kept = dict.fromkeys(backends, 0.0), read_times()
     for number, ((outputs, inputs), count) in enumerate(shapes.items()):
@@ -161,16 +170,16 @@ def answer_times(
     return total
 
 
-def times_key(backend: Backend, quantize: Quantization | None, outputs: int, inputs: int) -> str:
+def times_key(backend: BackendKind, quantize: Quantization | None, outputs: int, inputs: int) -> str:
     """Everything that the times of a layer depend on."""
     kernels = find_kernels(backend.kernels, backend.dtype)
-    by = f"forerun {__version__} {kernels.name}" if kernels else f"torch {torch.__version__}"
+    by = f"forerun {__version__} {kernels.file}" if kernels else f"torch {torch.__version__}"
     return f"{by}, {order_of_sums()}: {backend.dtype}, {quantize}, {outputs} x {inputs}"
 
 
 def measured(
-    backends: Sequence[Backend], quantize: Quantization | None, outputs: int, inputs: int
-) -> dict[Backend, tuple[float, ...]]:
+    backends: Sequence[BackendKind], quantize: Quantization | None, outputs: int, inputs: int
+) -> dict[BackendKind, tuple[float, ...]]:
     """The shortest seconds that such a layer takes by each of them, for each of ROWS; measured by turns."""
     dice = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=dice) * inputs**-0.5
@@ -188,7 +197,7 @@ def measured(
     return {backend: tuple(times) for backend, times in shortest.items()}
 
 
-def sample(backend: Backend, quantize: Quantization | None, weight: Tensor) -> Linear:
+def sample(backend: BackendKind, quantize: Quantization | None, weight: Tensor) -> Linear:
     """A layer by this backend, whether or not its rows can be trusted."""
     if (kernels := find_kernels(backend.kernels, backend.dtype)) is not None:
         return kernels.linear(weight.to(backend.dtype), None, quantize)

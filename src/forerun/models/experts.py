@@ -1,7 +1,7 @@
 """ExpertsConfig: what config.json says of the sparse MLPs of a model.
 
 This file decides which layers are sparse, how many experts they have, and how the outputs of the chosen ones are
-weighed. How a router computes is mlp.py's business, and where the tensors lie is projections.py's.
+weighed. How a router computes is each backend's business, and where the tensors lie is projections.py's.
 """
 
 from __future__ import annotations

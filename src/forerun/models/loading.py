@@ -23,16 +23,14 @@ from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.fields import read_fields
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
-from forerun.machine import order_of_sums
-from forerun.models.choice import Backend, BackendChoice, choose_backend
+from forerun.models.backends.base import Backend
+from forerun.models.backends.gpu.backend import GpuBackend
+from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
-from forerun.models.device_linear import device_linears
 from forerun.models.fit import check_fit, ends_of
 from forerun.models.generation import GenerationDefaults
-from forerun.models.graphs import GraphRunner
-from forerun.models.native import find_kernels, kernels_name
-from forerun.models.ops import load_kernels
 from forerun.models.projections import count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
@@ -90,7 +88,7 @@ class Blueprint:
             wanted = "use device cpu, or choose a checkpoint without them"
             raise UnsupportedModel(f"{spec.model}: experts and attention sinks are computed on CPUs: {wanted}")
         if placement.fixed:
-            choice = BackendChoice(Backend("torch", dtypes[0]))
+            choice = BackendChoice(BackendKind("torch", dtypes[0]))
         else:
             choice = choose_backend(spec.kernels, dtypes, spec.quantize, judged, progress)
         num_bytes = count_parameters(judged) * choice.backend.dtype.itemsize
@@ -117,10 +115,15 @@ class Blueprint:
         name = str(self.dtype).removeprefix("torch.")
         return f"{name}, {self.quantize} weights" if self.quantize else name
 
+    def backend(self, progress: ProgressCallback | None = None) -> Backend:
+        """What computes its layers, and layers beside them; compiled if necessary."""
+        fixed = self.placement.fixed
+        return GpuBackend(self.placement) if fixed else cpu_backend(self.kernels, self.dtype, progress)
+
     @property
     def computed_by(self) -> str:
         """The kernels, for a reader: "AMX kernels", "torch, AVX512", or "torch, " and a GPU's name."""
-        return f"torch, {self.placement.label}" if self.placement.fixed else kernels_name(self.kernels, self.dtype)
+        return self.backend().name
 
     @property
     def memory(self) -> ModelMemory:
@@ -204,27 +207,12 @@ class Blueprint:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
             return tensor.to(self.placement.device)
 
-        if self.placement.fixed:
-            make = device_linears(self.placement)
-            return GraphRunner.of(Decoder(c, take, self.dtype, make=make, host=host), num_tokens)
-        kernels = find_kernels(self.kernels, self.dtype, progress)
-        return Runner.of(Decoder(c, take, self.dtype, self.quantize, kernels, host=host), num_tokens)
+        decoder = Decoder(c, take, self.dtype, self.backend(progress), self.quantize, host)
+        return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
 
     def sampling_kernels(self) -> SamplingKernels | None:
         """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""
         return None if self.placement.fixed or self.spec.kernels == "torch" else find_sampling_kernels()
-
-    def arithmetic(self) -> str:
-        """What the last bits of results depend on beside `computed_by`, versions and the number format.
-
-        The compiled kernels give the same bits for any number of threads and from any compiler, but filters and
-        penalties are torch's: of its row-wise functions, which depend on the instructions that torch uses. Without the
-        kernels there are its matrix products as well; on a GPU there is triton.
-        """
-        if self.placement.device.type != "cpu":
-            return f"triton {load_kernels().triton.__version__}"
-        own = not self.placement.fixed and find_kernels(self.kernels, self.dtype) is not None
-        return " ".join((torch.backends.cpu.get_cpu_capability(), "" if own else order_of_sums()))
 
     def fingerprint(self) -> str:
         """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
@@ -233,7 +221,7 @@ class Blueprint:
         values.
         """
         digest = sha256(f"{__version__} {torch.__version__} {self.format} {self.computed_by}".encode())
-        digest.update(self.arithmetic().encode())
+        digest.update(self.backend().arithmetic.encode())
         for path in sorted([*self.weight_files, self.folder / "config.json"]):
             digest.update(sample(path))
         return digest.hexdigest()[:16]

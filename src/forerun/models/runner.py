@@ -20,9 +20,10 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.models.attention import AttentionPath, Copy, QueryRule, make_paths
+from forerun.models.backends.base import ChainStarts
+from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
 from forerun.models.chains import Chains, IdExchange, Start
-from forerun.models.decoder import Decoder, Hidden, TokenBatch
+from forerun.models.decoder import Decoder, Hidden
 from forerun.sampling.draws import Draws
 
 
@@ -133,7 +134,6 @@ class Runner:
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder = decoder
         self.cache = cache
-        self.device = cache.keys.device
         self.tails: dict[int, Tail] = {}
 
     @classmethod
@@ -154,6 +154,16 @@ class Runner:
     def lower(self, num_layers: int) -> Runner:
         """A runner of the decoder's first layers, over the same cache: its tails are tails there too."""
         return type(self)(self.decoder.lower(num_layers), self.cache)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it computes on."""
+        return self.cache.keys.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of its logits: all ids that it can read, and padding."""
+        return self.decoder.config.vocab_size
 
     @property
     def window(self) -> int:
@@ -193,7 +203,7 @@ class Runner:
         firsts = itertools.accumulate((len(r.tokens) for r in reads), initial=0)
         judged = [first + i for first, r in zip(firsts, reads, strict=False) for i in r.judged]
         if not judged:
-            return States(hidden.last.new_empty(0, self.decoder.config.vocab_size), hidden.last, hidden.taps)
+            return States(hidden.last.new_empty(0, self.vocab_size), hidden.last, hidden.taps)
         return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.taps)
 
     def resume(self, batch: TokenBatch, taps: Sequence[int], begun: PartialPass, known: Sequence[int]) -> Hidden:
@@ -222,32 +232,35 @@ class Runner:
         decoders that read states. None, with nothing changed, where there is no such call for the decoder, these ids or
         these draws, or no room in the cache. `states`: whether to give those of the guesses that are read.
         """
-        native, seq_ids = self.decoder.native, [start.seq_id for start in starts]
-        fits = native is not None and (native.entry is None) == (before is None) and ids.same and not draws.rejection
-        laws, counts = draws.row_laws if fits else None, [max(0, start.depth - 1) for start in starts]
-        if native is None or laws is None or not laws.compiled or not self.cache.can_reserve(seq_ids, counts):
+        seq_ids, counts = [start.seq_id for start in starts], [max(0, start.depth - 1) for start in starts]
+        draw = self.decoder.executor.chain_drawer(draws, before is not None) if ids.same else None
+        if draw is None or not self.cache.can_reserve(seq_ids, counts):
             return None
         tails = [self.tails.setdefault(seq_id, Tail(0)) for seq_id in seq_ids]
         assert all(tail.scratch == 0 for tail in tails), "a chain goes on from a chain"
         self.cache.reserve(seq_ids, counts)
-        depths, firsts = [start.depth for start in starts], [self.cache.start(seq_id) for seq_id in seq_ids]
-        positions = [self.length(seq_id) + len(tail.parents) for seq_id, tail in zip(seq_ids, tails, strict=True)]
-        hidden = torch.empty(len(starts), max(depths), self.decoder.config.hidden) if states else None
-        own, embedding, rope = laws.some([s.row for s in starts]), self.decoder.embedding, self.decoder.rope
-        prices = [start.price for start in starts] if any(start.price for start in starts) else ()
-        drawn, survival = native.draw_chains(
-            logits, own, depths, firsts, positions, embedding, self.cache, rope, hidden, prices, before, ids.head_ids
+        begin = ChainStarts(
+            rows=[start.row for start in starts],
+            depths=[start.depth for start in starts],
+            slots=[self.cache.start(seq_id) for seq_id in seq_ids],
+            positions=[self.length(seq_id) + len(tail.parents) for seq_id, tail in zip(seq_ids, tails, strict=True)],
+            prices=[start.price for start in starts] if any(start.price for start in starts) else (),
+            logits=logits,
+            states=before,
+            head_ids=ids.head_ids,
         )
+        hidden = torch.empty(len(starts), max(begin.depths), self.decoder.config.hidden) if states else None
+        drawn = draw(begin, self.cache, hidden)
         chains = Chains([0] * len(draws.rows), {}, texts=[[row.tokens[-1]] for row in draws.rows], states=hidden)
         ended = []  # rows that end before their depth: of their room some was not used
-        for start, chain, count in zip(starts, drawn, counts, strict=True):
+        for start, chain, count in zip(starts, drawn.guesses, counts, strict=True):
             chains.add(start, chain, min(len(chain), count))
             self.tails[start.seq_id].grow(None, min(len(chain), count))
             if len(chain) < count:
                 ended.append(start.seq_id)
         self.cache.cut(ended, [len(self.tails[seq_id].parents) for seq_id in ended])
-        if survival is not None:
-            chains.survival = {start.row: own for start, own in zip(starts, survival, strict=True)}
+        if drawn.survival is not None:
+            chains.survival = {start.row: likely for start, likely in zip(starts, drawn.survival, strict=True)}
         return chains
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:
@@ -261,7 +274,7 @@ class Runner:
             nodes = tail.grow(read.parents, len(read.tokens))
             length = self.cache.length(read.seq_id)
             first_slot = self.cache.start(read.seq_id) + length
-            place = ReadSlots(first_slot - length, length, len(tokens), self.decoder.query_rule)
+            place = ReadSlots(first_slot - length, length, len(tokens), self.decoder.executor.query_rule)
             paths += chain_paths(tail, nodes, place) if tail.scratch == 0 else tree_paths(tail, nodes, place)
             tokens += read.tokens
             positions += [length + tail.depths[n] for n in nodes]
@@ -361,3 +374,12 @@ def tree_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath
         positions = [place.length + tail.depths[n] for n in fresh]
         paths += make_paths(queries, positions, place.run, place.rule, copy)
     return paths
+
+
+def make_paths(
+    queries: list[int], positions: list[int], first_slot: int, rule: QueryRule, copy: Copy | None = None
+) -> list[AttentionPath]:
+    """A path from its packed token numbers and their positions, ascending; as many as the rule wants it cut into."""
+    cuts = range(0, len(queries), rule.block)
+    parts = [(queries[i : i + rule.block], positions[i : i + rule.block]) for i in cuts]
+    return [AttentionPath(*part, first_slot, rule.pad, None if i else copy) for i, part in enumerate(parts)]

@@ -68,7 +68,7 @@ def prove_equality(
     llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: ProgressCallback
 ) -> Equality:
     """Run everything plain and drafted, and compare."""
-    exact = llm.engine.runner.cache.keys.device.type == "cpu"
+    exact = llm.engine.runner.device.type == "cpu"
     before = llm.stats.num_drafted, llm.stats.num_accepted
     noise: float | None = None
     num_runs = num_tokens = 0

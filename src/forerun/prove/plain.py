@@ -68,8 +68,7 @@ def scores_after(llm: LLM, row: RowSampling, logits: Float[Tensor, "1 vocab"]) -
 def draws_of(llm: LLM, rows: Sequence[RowSampling]) -> Draws:
     """The sampling of these texts."""
     runner = llm.engine.runner
-    device = runner.cache.keys.device
-    return Draws(rows, runner.decoder.config.vocab_size, num_ids=llm.requests.num_ids, device=device)
+    return Draws(rows, runner.vocab_size, num_ids=llm.requests.num_ids, device=runner.device)
 
 
 def rounding_noise(llm: LLM, texts: Sequence[TokenIds]) -> float:

@@ -43,7 +43,7 @@ class Environment:
             draft=llm.draft_name,
             fingerprint=llm.fingerprint,
             dtype=llm.format,
-            device=llm.engine.runner.cache.keys.device.type,
+            device=llm.engine.runner.device.type,
             kernels=llm.kernels,
             forerun=__version__,
             torch=torch.__version__,

@@ -28,7 +28,7 @@ class ModelDrafter(Follower):
     arms: tuple[str, ...] = ("model",)
 
     def __init__(self, runner: Runner, vocab_size: int, shared: SharedTokens | None = None) -> None:
-        super().__init__(runner, shared or SameIds(vocab_size, runner.decoder.config.vocab_size))
+        super().__init__(runner, shared or SameIds(vocab_size, runner.vocab_size))
         self.vocab_size = vocab_size
         self.shared = shared
 

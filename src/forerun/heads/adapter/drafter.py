@@ -55,7 +55,7 @@ class EarlyExitDrafter(Follower):
         self.adapter = adapter
         self.taps = () if adapter is None else (layer,)
         self.noted: dict[int, list[Tensor]] | None = None  # the states of what a proposal has read; None: not wanted
-        vocab = target.decoder.config.vocab_size
+        vocab = target.vocab_size
         super().__init__(adapter or self.lower, SameIds(vocab, vocab))
 
     def observe(self, news: Committed) -> None:

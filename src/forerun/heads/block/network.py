@@ -40,10 +40,11 @@ from forerun.heads.block.format import (
     BlockTensors,
 )
 from forerun.heads.folder import HeadFolder
-from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm, rotate
-from forerun.models.layer import MakeLinear, Take
-from forerun.models.linear import Linear, padded_rows
-from forerun.models.mlp import pad_rows
+from forerun.models.batch import TokenBatch
+from forerun.models.decoder import Decoder, Hidden
+from forerun.models.layer import Linear
+from forerun.models.packing import MakeLinear, Take
+from forerun.models.rows import pad_rows, padded_rows, rms_norm, rotate
 from forerun.sampling.winners import largest
 
 MASKED = -1  # stands for the token of a masked place
@@ -66,7 +67,7 @@ class BlockDecoder(Decoder):
 
         self.shared_head = None if tensors.own_head else target.head
         self.head_shape = (tensors.draft_vocab, tensors.config.layers.hidden)
-        super().__init__(tensors.config.layers, take, target.dtype, folder.target.quantize, folder.kernels)
+        super().__init__(tensors.config.layers, take, target.dtype, folder.backend, folder.target.quantize)
         self.heads = BlockHeads.load(tensors, folder, spread)
         self.fc = folder.make(take(MAP, ()))
         self.hidden_norm = take(MAP_NORM, ())
@@ -80,11 +81,6 @@ class BlockDecoder(Decoder):
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
         """The target's states as context: joined, mapped to one, and normed."""
         return rms_norm(product(self.fc, states.flatten(1).to(self.stream)), self.hidden_norm, self.config.norm_eps)
-
-    @property
-    def stream(self) -> torch.dtype:
-        """The number format of states between layers."""
-        return torch.float32 if self.native else self.dtype
 
     def forward(
         self,

@@ -49,9 +49,9 @@ from forerun.heads.fresh import (
 )
 from forerun.heads.student import MOST_DEPTH, Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
 from forerun.heads.trained_layer import TrainedLayer
-from forerun.models.decoder import rms_norm
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
+from forerun.models.rows import rms_norm
 from forerun.sampling.winners import largest
 
 LAYERS, BLOCK_SIZE = 2, 8  # unless said

@@ -34,13 +34,13 @@ from forerun.heads.eagle.format import (
     EagleTensors,
 )
 from forerun.heads.folder import HeadFolder
-from forerun.models.attention import EACH_ALONE
-from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm
-from forerun.models.layer import Attention, Layer, LayerMaker, MakeLinear, linear
-from forerun.models.linear import padded_rows
-from forerun.models.mlp import Mlp, pad_rows
+from forerun.models.backends.base import DecoderParts
+from forerun.models.batch import TokenBatch
+from forerun.models.decoder import Decoder, Hidden
+from forerun.models.layer import Attention, Layer, Mlp, StateEntry
+from forerun.models.packing import LayerMaker, MakeLinear, linear
 from forerun.models.rope import rope_tables
-from forerun.models.state_entry import StateEntry
+from forerun.models.rows import pad_rows, padded_rows, rms_norm
 
 TakeNamed = Callable[[str], Tensor]
 
@@ -126,7 +126,7 @@ class EagleDecoder(Decoder):
     """
 
     def __init__(self, tensors: EagleTensors, folder: HeadFolder, target: Decoder) -> None:
-        shapes, form, make, kernels = tensors.shapes(), tensors.form, folder.make, folder.kernels
+        shapes, form, make, backend = tensors.shapes(), tensors.form, folder.make, folder.backend
 
         def take(name: str) -> Tensor:
             return folder.checkpoint.take(name, shapes[name])
@@ -136,9 +136,7 @@ class EagleDecoder(Decoder):
 
         c = self.config = tensors.config
         self.dtype = target.dtype
-        self.num_experts_read = 0
         self.embedding = take(EMBEDDING) if tensors.own_embedding else target.embedding
-        self.query_rule = EACH_ALONE if kernels else self.ask_query_rule()
         self.entry: Entry = (JoinedEntry if form.joined else FusedEntry)(tensors, take, make)
         table, maker = tensors.table, LayerMaker(c, self.dtype, make, make)
         norms = {name: take(f"{tensors.place}.{name}") for name in table.vectors}
@@ -155,7 +153,8 @@ class EagleDecoder(Decoder):
         self.head = make(take(HEAD)) if tensors.own_head else target.head
         self.rope = rope_tables(c)
         entry = self.entry.compiled(self.output_norm)
-        self.native = kernels.decoder(c, self.layers, self.head_norm, self.head, entry) if kernels else None
+        parts = DecoderParts(c, self.embedding, self.layers, self.head_norm, self.head, self.rope, entry)
+        self.executor = backend.executor(parts)
         masked = form.mask_token is not None
         self.mask = self.fuse(take(MASK_STATE).view(1, len(form.taps), -1))[0] if masked else None
 
@@ -176,28 +175,12 @@ class EagleDecoder(Decoder):
         assert inputs is not None, "it reads states"
         assert layers is None, "all layers are read"
         assert not taps, "nobody reads its states"
-        total, stream = len(batch.tokens), self.dtype if self.native is None else torch.float32
-        rows = (pad_rows(t.to(stream), padded_rows(total)) for t in (self.embedding[batch.tokens], inputs))
-        x, read = self.entry.enter(*rows)
-        if self.native is not None:
-            x = x[:total].clone()
-            self.native.forward(x, batch, cache, self.rope, range(len(self.layers)), read[:total])
-        else:
-            x = self.run_entered(x, read, batch, cache)
-        x = x if self.output_norm is None else rms_norm(x, self.output_norm, self.config.norm_eps)
-        return Hidden(x[:total], None)
-
-    def run_entered(
-        self, x: Float[Tensor, "rows hidden"], read: Float[Tensor, "rows inputs"], batch: TokenBatch, cache: PagedCache
-    ) -> Float[Tensor, "rows hidden"]:
-        """All layers, by torch's operators; the first one's attention reads what it is given."""
         total = len(batch.tokens)
-        tables = (self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None])
-        cos, sin = (pad_rows(table, len(x)) for table in tables)
-        x = self.behind_attention(0, x + self.mix(0, read, batch, cache, cos, sin), total)
-        for index in range(1, len(self.layers)):
-            x = self.run_layer(index, x, batch, cache, cos, sin)
-        return x
+        rows = (pad_rows(t.to(self.stream), padded_rows(total)) for t in (self.embedding[batch.tokens], inputs))
+        x, read = self.entry.enter(*rows)
+        x = self.executor.run(range(len(self.layers)), x[:total], batch, cache, read[:total])
+        x = x if self.output_norm is None else rms_norm(x, self.output_norm, self.config.norm_eps)
+        return Hidden(x, None)
 
     def head_inputs(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """The layer's outputs, as the head reads them."""

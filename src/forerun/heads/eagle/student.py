@@ -47,9 +47,9 @@ from forerun.heads.fresh import (
 from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.decoder import rms_norm
 from forerun.models.loading import Blueprint
 from forerun.models.rope import rope_tables
+from forerun.models.rows import rms_norm
 
 STEPS = 5  # of a draft that training goes through
 DEPTH_WEIGHT = 0.8  # of each step, of the one before it

@@ -17,27 +17,27 @@ from forerun.annotations import Float, Int
 from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa.format import MedusaConfig
 from forerun.models.decoder import Decoder
-from forerun.models.device_linear import device_linears
-from forerun.models.linear import Linear, padded_rows
-from forerun.models.mlp import pad_rows
+from forerun.models.layer import Linear
+from forerun.models.rows import pad_rows, padded_rows
 
 
 class MedusaHeads:
     """The heads, over a target's embedding and head. Rows do not affect each other."""
 
     def __init__(self, config: MedusaConfig, folder: HeadFolder, target: Decoder) -> None:
-        placement, checkpoint, device = folder.target.placement, folder.checkpoint, target.embedding.device
-        make = device_linears(placement) if placement.fixed else folder.make
+        checkpoint, device = folder.checkpoint, target.embedding.device
 
         def layer(name: str, bias: bool) -> Linear:
             shapes = config.shapes()
             weight = checkpoint.take(f"{name}.weight", shapes[f"{name}.weight"]).to(device)
-            return make(weight, checkpoint.take(f"{name}.bias", shapes[f"{name}.bias"]).to(device) if bias else None)
+            return folder.make(
+                weight, checkpoint.take(f"{name}.bias", shapes[f"{name}.bias"]).to(device) if bias else None
+            )
 
         heads, blocks = range(config.num_heads), range(config.num_blocks)
         self.config = config
         self.embedding = target.embedding
-        self.dtype = torch.float32 if target.native else target.dtype
+        self.dtype = target.stream
         self.entries = [layer(f"{head}.in", bias=False) if config.hydra else None for head in heads]
         self.blocks = [[layer(f"{head}.{block}.linear", bias=True) for block in blocks] for head in heads]
         self.outputs = [layer(f"{d}.{len(blocks)}", bias=False) if config.own_output else target.head for d in heads]

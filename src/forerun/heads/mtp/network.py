@@ -25,11 +25,11 @@ from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.format import MtpTensors
-from forerun.models.attention import AttentionPath
-from forerun.models.decoder import Decoder, Hidden, TokenBatch, rms_norm
-from forerun.models.linear import Linear, make_linear, padded_rows
-from forerun.models.mlp import pad_rows
-from forerun.models.state_entry import StateEntry
+from forerun.models.backends.base import DecoderParts
+from forerun.models.batch import AttentionPath, TokenBatch
+from forerun.models.decoder import Decoder, Hidden
+from forerun.models.layer import Linear, StateEntry
+from forerun.models.rows import pad_rows, padded_rows, rms_norm
 
 UNKNOWN = math.nan  # stands for a state that the same pass computes, as the module before reads the row before
 
@@ -55,7 +55,7 @@ class MtpDecoder(Decoder):
     """
 
     def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder) -> None:
-        shapes, naming, make, kernels = tensors.shapes(), tensors.naming, folder.make, folder.kernels
+        shapes, naming, make, backend = tensors.shapes(), tensors.naming, folder.make, folder.backend
         quantize = folder.target.quantize
 
         def take(name: str) -> Tensor:
@@ -65,11 +65,11 @@ class MtpDecoder(Decoder):
             tensors.config,
             lambda name, _shape: take(tensors.stored_name(name)),
             target.dtype,
+            backend,
             quantize,
-            kernels,
             host=target,
         )
-        make_head = partial(make_linear, quantize="int8" if quantize else None, kernels=kernels)
+        make_head = partial(backend.linear, quantize="int8" if quantize else None)
         self.state_first = naming.state_first
         self.modules: list[MtpModule] = []
         for module in range(tensors.config.layers):
@@ -86,11 +86,12 @@ class MtpDecoder(Decoder):
                     head=make_head(take(name(naming.head))) if own_head else target.head,  # type: ignore[arg-type]
                 )
             )
-        if kernels is not None and len(self.modules) == 1:  # several take turns, step by step
+        if len(self.modules) == 1:  # several take turns, step by step
             own = self.modules[0]
             self.embedding = own.embedding
             entry = StateEntry(own.projection, own.embedding_norm, own.state_norm, own.norm, self.state_first)
-            self.native = kernels.decoder(tensors.config, self.layers, None, own.head, entry)
+            parts = DecoderParts(tensors.config, own.embedding, self.layers, None, own.head, self.rope, entry)
+            self.executor = backend.executor(parts)
 
     def forward(
         self,
@@ -139,13 +140,8 @@ class MtpDecoder(Decoder):
         ]
         joined = torch.cat(normed[::-1] if self.state_first else normed, dim=1)
         x = own.projection(pad_rows(joined, padded_rows(total)))[:total]
-        x = self.run_layers(range(module, module + 1), x.contiguous(), batch, cache)
+        x = self.executor.run(range(module, module + 1), x, batch, cache)
         return rms_norm(x, own.norm, eps)
-
-    @property
-    def stream(self) -> torch.dtype:
-        """Of the residual stream: the compiled kernels keep it in float32."""
-        return self.dtype if self.native is None else torch.float32
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32, of outputs that are normed."""

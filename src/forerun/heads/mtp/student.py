@@ -33,10 +33,10 @@ from forerun.heads.fresh import (
 from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
 from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.decoder import rms_norm
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN
 from forerun.models.rope import rope_tables
+from forerun.models.rows import rms_norm
 
 STEPS = 4  # of a draft that training goes through
 DEPTH_WEIGHT = 0.6  # of each step, of the one before it

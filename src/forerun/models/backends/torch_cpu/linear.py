@@ -4,18 +4,16 @@ This file decides how a weight matrix is laid out and multiplied so that (1) a p
 much as one token, and (2) a row's result depends neither on the other rows nor on their number: a token gives the same
 bits alone, in a batch, in a draft and in a prompt chunk.
 
-The compiled kernels (`kernels`) are written for both. Without them torch's operators are used, in one of two forms.
-oneDNN's prepacked weights meet both conditions from two rows up to a number that depends on shape, format and processor
-(with AMX, bfloat16 sums of more than 512 terms change their order beyond 32 rows); more rows are multiplied in pieces.
-Where packing is missing, wrong or refused (bfloat16 on AVX2 raises; Arm and macOS have none), rows are multiplied in
-blocks of a fixed size, which is invariant by construction. A check at load tests every number of rows that will be used
-on this machine, and chooses.
+Torch's operators are used in one of two forms. oneDNN's prepacked weights meet both conditions from two rows up to a
+number that depends on shape, format and processor (with AMX, bfloat16 sums of more than 512 terms change their order
+beyond 32 rows); more rows are multiplied in pieces. Where packing is missing, wrong or refused (bfloat16 on AVX2
+raises; Arm and macOS have none), rows are multiplied in blocks of a fixed size, which is invariant by construction. A
+check at load tests every number of rows that will be used on this machine, and chooses.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,43 +21,18 @@ from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.config import Quantization
-from forerun.models.invariance import agreed_rows, cancelling_product
-from forerun.models.native import Kernels
-from forerun.models.quantized import QuantizedLinear, quantized_packing_is_exact
-from forerun.models.quantized4 import Quantized4Linear
-
-MIN_ROWS = 2  # a single row takes another kernel (gemv), with other bits
-BLOCK_ROWS = 8
-EXACT_ROWS = 16  # up to here no row is computed in vain
-MAX_ROWS = 256  # more are multiplied in pieces, so that every number of rows can be checked
-
-
-def padded_rows(rows: int) -> int:
-    """Rows to compute for so many tokens: exact while small, then of few sizes.
-
-    oneDNN compiles and keeps a kernel of about half a megabyte for every number of rows it meets, in every layer
-    shape; a server would meet hundreds.
-    """
-    step = 1 if rows <= EXACT_ROWS else BLOCK_ROWS if rows <= 64 else 32 if rows <= MAX_ROWS else 64
-    return max(MIN_ROWS, -(-rows // step) * step)
-
+from forerun.models.backends.invariance import agreed_rows, cancelling_product
+from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, QuantizedLinear, quantized_packing_is_exact
+from forerun.models.layer import Bias, Linear, WeightMatrix
+from forerun.models.rows import BLOCK_ROWS, EXACT_ROWS, MAX_ROWS, MIN_ROWS, padded_rows
 
 COUNTS = sorted({padded_rows(rows) for rows in range(1, MAX_ROWS + 1)})
-
-
-@runtime_checkable
-class Linear(Protocol):
-    """`x @ weight.T + bias`, each row on its own."""
-
-    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]: ...
 
 
 class PackedLinear:
     """A weight prepacked by oneDNN; two rows at least, and `max_rows` at a time. The plain weight is not kept."""
 
-    def __init__(
-        self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, max_rows: int = MAX_ROWS
-    ) -> None:
+    def __init__(self, weight: WeightMatrix, bias: Bias | None, max_rows: int = MAX_ROWS) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK_ROWS)
         self.bias = bias
         self.max_rows = max_rows
@@ -80,7 +53,7 @@ class PackedLinear:
 class BlockedLinear:
     """Every product has exactly BLOCK_ROWS rows, the last block padded with zeros."""
 
-    def __init__(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None) -> None:
+    def __init__(self, weight: WeightMatrix, bias: Bias | None) -> None:
         self.weight = weight
         self.bias = bias
 
@@ -91,16 +64,8 @@ class BlockedLinear:
         return torch.cat(blocks)[: len(x)]
 
 
-def make_linear(
-    weight: Float[Tensor, "outputs inputs"],
-    bias: Float[Tensor, " outputs"] | None = None,
-    *,
-    quantize: Quantization | None = None,
-    kernels: Kernels | None = None,
-) -> Linear:
+def make_linear(weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
     """The fastest layer for this weight, of so many bits, whose rows are independent on this machine."""
-    if kernels is not None:
-        return kernels.linear(weight, bias, quantize)
     if quantize == "int4":
         return Quantized4Linear(weight, bias)
     if quantize == "int8":

@@ -14,43 +14,40 @@ from array import array
 from collections.abc import Sequence
 from copy import copy
 from ctypes import POINTER, addressof, c_float, c_int64, c_void_p, pointer
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from forerun.annotations import Float, Int, ProgressCallback
+from forerun.annotations import Float, ProgressCallback
 from forerun.cache.paged import PagedCache
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.sampling import RowLaws, address
-from forerun.models.invariance import cancelling_product
-from forerun.models.padding import padded, padded_gains, padded_to_width
-from forerun.models.quantized import quantize_rows
-from forerun.models.quantized4 import Quantized4Linear, quantize_groups
-from forerun.models.structures import CChains, CEntry, CExperts, CGated, CLayer, CPass, CShape
-
-if TYPE_CHECKING:
-    from forerun.models.config import ModelConfig
-    from forerun.models.decoder import TokenBatch
-    from forerun.models.layer import Layer
-    from forerun.models.linear import Linear
-    from forerun.models.mlp import GatedMlp, Router
-    from forerun.models.rope import RopeTables
-    from forerun.models.state_entry import StateEntry
+from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, DrawnChains, Entered, Stream
+from forerun.models.backends.invariance import cancelling_product
+from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CLayer, CPass, CShape
+from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, quantize_groups, quantize_rows
+from forerun.models.batch import EACH_ALONE, AttentionPath, TokenBatch
+from forerun.models.layer import Bias, GatedMlp, Layer, Linear, Router, StateEntry, WeightMatrix
+from forerun.sampling.draws import Draws
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
 INT4 = 3  # is handed over as int8, and packed by the library
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # formats of weights that are not quantised
 MAX_HEAD_DIM = 512
+WIDTH = 64  # the kernels read rows with zeros behind them, up to a multiple of this: a width without tails
 
 
-class Kernels:
-    """The library, opened and found to compute what it should on this machine."""
+class NativeBackend:
+    """The library, opened and found to compute what it should on this machine.
+
+    `file` is the name of its file, which says from what and for which processor it was compiled.
+    """
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
@@ -63,30 +60,33 @@ class Kernels:
         lib.forerun_chains.argtypes = [c_void_p, POINTER(CChains), POINTER(CPass)]
         lib.forerun_free_linear.argtypes = lib.forerun_free_decoder.argtypes = [c_void_p]
         self.instructions = lib.forerun_instructions().decode()
-        self.name = Path(lib._name).stem  # of the file, which says from what and for which processor it was compiled
+        self.file = Path(lib._name).stem
+
+    @property
+    def name(self) -> str:
+        """The instructions that it was compiled for."""
+        return f"{self.instructions} kernels"
+
+    @property
+    def arithmetic(self) -> str:
+        """The kernels give the same bits for any number of threads and from any compiler, but filters and penalties
+        are torch's: of its row-wise functions, which depend on the instructions that torch uses."""
+        return f"{torch.backends.cpu.get_cpu_capability()} "
 
     def linear(
-        self,
-        weight: Float[Tensor, "outputs inputs"],
-        bias: Float[Tensor, " outputs"] | None,
-        quantize: Quantization | None = None,
+        self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None
     ) -> NativeLinear:
         """A packed layer: of 8 or 4 bits with `quantize`, else in the weight's own format, one of WEIGHTS."""
         return NativeLinear(self, weight, bias, quantize)
 
-    def decoder(
-        self,
-        config: ModelConfig,
-        layers: Sequence[Layer],
-        norm: Float[Tensor, " hidden"] | None,
-        head: Linear,
-        entry: StateEntry | None = None,
-    ) -> NativeDecoder:
-        """These layers as one call, over a cache in their norms' format. All linear layers are this library's."""
-        return NativeDecoder(self, config, layers, norm, head, entry)
+    def executor(self, parts: DecoderParts) -> NativeExecutor:
+        """All layers as one call."""
+        return NativeExecutor(self, parts)
 
 
-def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None) -> Kernels | None:
+def find_kernels(
+    choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None
+) -> NativeBackend | None:
     """The kernels, compiled if necessary; None for torch's operators: if asked for or, with a warning, without kernels.
 
     Raises UnsupportedModel where kernels are required and cannot be had.
@@ -106,16 +106,10 @@ def find_kernels(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCal
         return None
 
 
-def kernels_name(choice: KernelChoice, dtype: torch.dtype) -> str:
-    """What computes, for a reader: "AMX kernels", or "torch, AVX512"."""
-    kernels = find_kernels(choice, dtype)
-    return f"{kernels.instructions} kernels" if kernels else f"torch, {torch.backends.cpu.get_cpu_capability()}"
-
-
 @cache
-def checked(lib: ctypes.CDLL) -> Kernels:
+def checked(lib: ctypes.CDLL) -> NativeBackend:
     """The library if it computes what it should: the definition or nearly, and each row as if it were alone."""
-    kernels = Kernels(lib)
+    kernels = NativeBackend(lib)
     outputs, inputs, rows = 72, 200, 40
     formats: list[tuple[torch.dtype, Quantization | None]] = [(dtype, None) for dtype in WEIGHTS]
     for dtype, quantize in (*formats, *((torch.float32, each) for each in QUANTIZATIONS)):
@@ -136,7 +130,9 @@ def checked(lib: ctypes.CDLL) -> Kernels:
 class NativeLinear:
     """A weight packed for the kernels; any number of rows, each with bits of its own. The plain weight is not kept."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, quantize: Quantization | None) -> None:
+    def __init__(
+        self, kernels: NativeBackend, weight: Tensor, bias: Tensor | None, quantize: Quantization | None
+    ) -> None:
         self.outputs, self.inputs = weight.shape
         self.lib = kernels.lib
         scales = None
@@ -162,26 +158,21 @@ class NativeLinear:
         return out[:, : self.outputs].to(x.dtype)
 
 
-class NativeDecoder:
-    """A decoder's layers; one pass at a time. `norm` is the head's; with an `entry` they read states beside tokens."""
+class NativeExecutor:
+    """A decoder's layers, compiled as a whole; one pass at a time. The residual stream is of float32."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        config: ModelConfig,
-        layers: Sequence[Layer],
-        norm: Tensor | None,
-        head: Linear,
-        entry: StateEntry | None = None,
-    ) -> None:
+    def __init__(self, kernels: NativeBackend, parts: DecoderParts) -> None:
+        config, layers, norm, entry = parts.config, parts.layers, parts.norm, parts.entry
         if config.head_dim > MAX_HEAD_DIM:
             message = f"kernels: heads of {config.head_dim} are wider than {MAX_HEAD_DIM}: use kernels='torch'"
             raise UnsupportedModel(message)
+        self.stream, self.query_rule, self.num_experts_read = torch.float32, EACH_ALONE, 0
+        self.parts = parts
         self.lib = kernels.lib
         self.norm = None if norm is None else padded_gains(norm)
-        self.head, self.norm_eps = native(head), config.norm_eps
+        self.head, self.norm_eps = native(parts.head), config.norm_eps
         self.num_layers = len(layers)  # of a chain's passes
-        self.kept: list[object] = [layers, entry]  # what the library points at
+        self.kept: list[object] = [parts]  # what the library points at
         self.entry = None if entry is None else self.compiled(entry)
         shape = CShape(
             hidden=config.hidden,
@@ -240,33 +231,25 @@ class NativeDecoder:
         self.kept.append(tensor)
         return tensor.data_ptr()
 
-    def lower(self, num_layers: int) -> NativeDecoder:
-        """The same decoder, its chains drawn behind the first layers."""
+    def lower(self, num_layers: int) -> NativeExecutor:
+        """The first layers: chains are drawn behind these."""
         part = copy(self)
         part.num_layers = num_layers
         part.kept = [self]  # which frees what both point at
         return part
 
-    def forward(
-        self,
-        x: Float[Tensor, "total hidden"],
-        batch: TokenBatch,
-        cache: PagedCache,
-        rope: RopeTables,
-        layers: range,
-        read: Float[Tensor, "total inputs"] | None = None,
-    ) -> int:
-        """Read the batch through `layers`, from and to the residual stream `x`, which is of float32.
-
-        The first layer's attention reads `x`, normed, or `read`. Returns how many experts were read, those of each
-        layer counted.
-        """
+    def run(
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+    ) -> Stream:
+        """The stream behind these layers, in one call."""
+        assert x.dtype == self.stream, f"{x.dtype} is not the stream's format"
+        x = x.clone(memory_format=torch.contiguous_format)
         read = None if read is None else padded_to_width(read)
         path_of, last_key = (array("q", [0]) * len(x) for _ in range(2))
         for number, path in enumerate(batch.paths):
             for query, position in zip(path.queries, path.positions, strict=True):
                 path_of[query], last_key[query] = number, position
-            assert path.holds(path.positions[-1], cache.keys.shape[2]), f"{path} ends before its last query's key"
+            assert holds(path, path.positions[-1], cache.keys.shape[2]), f"{path} ends before its last query's key"
         copies = [path.copy for path in batch.paths]
         tables = [
             path_of,
@@ -297,42 +280,32 @@ class NativeDecoder:
                 keys=cache.keys.data_ptr(),
                 values=cache.values.data_ptr(),
                 num_slots=cache.keys.shape[2],
-                cos=rope.cos.data_ptr(),
-                sin=rope.sin.data_ptr(),
+                cos=self.parts.rope.cos.data_ptr(),
+                sin=self.parts.rope.sin.data_ptr(),
                 num_experts=addressof(num_experts),
             ),
         )
-        return num_experts.value
+        self.num_experts_read += num_experts.value
+        return x
+
+    def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
+        """Chains under coupled noise, where every row's law is compiled."""
+        if draws.rejection or reads_states != (self.entry is not None):
+            return None
+        laws = draws.row_laws
+        return partial(self.draw_chains, laws) if laws is not None and laws.compiled else None
 
     def draw_chains(
-        self,
-        logits: Float[Tensor, "rows vocab"],
-        laws: RowLaws,
-        depths: Sequence[int],
-        starts: Sequence[int],
-        positions: Sequence[int],
-        embedding: Float[Tensor, "own_vocab hidden"],
-        cache: PagedCache,
-        rope: RopeTables,
-        states: Float[Tensor, "rows depth hidden"] | None = None,
-        prices: Sequence[float] = (),
-        before: Float[Tensor, "rows hidden"] | None = None,
-        head_ids: Int[Tensor, " head_vocab"] | None = None,
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Up to `depths[i]` guesses of each row, drawn and read in turn; `logits` are those after the roots.
-
-        `starts` are the first slots of the rows' runs, `positions` where their first guesses stand. All but a row's
-        last guess are read into the cache, which has room. A chain ends where its draw is not certain, and
-        before a guess that survives with less than `prices[i]`; with prices the guesses' survival is given too.
-        `states`, if given, is of float32 and gets the residual stream behind every guess that is read. `before` are
-        the states behind the roots, where there is an entry; `head_ids` the ids of a head over some of them.
-        """
-        assert (before is None) == (self.entry is None), "states are read where there is an entry for them"
-        before = None if before is None else before.float().contiguous()
-        deepest, logits = max(depths), logits.float().contiguous()
-        tables = [array("q", numbers) for numbers in (depths, starts, positions)]
+        self, laws: RowLaws, starts: ChainStarts, cache: PagedCache, states: Float[Tensor, "rows depth hidden"] | None
+    ) -> DrawnChains:
+        """Guesses of each row from these laws, drawn and read in turn."""
+        laws, depths, embedding, head_ids = laws.some(starts.rows), starts.depths, self.parts.embedding, starts.head_ids
+        before = None if starts.states is None else starts.states.float().contiguous()
+        deepest, logits = max(depths), starts.logits.float().contiguous()
+        tables = [array("q", numbers) for numbers in (depths, starts.slots, starts.positions)]
         tokens = array("q", bytes(8 * deepest * len(depths)))
-        least, survival = array("f", prices), array("f", bytes(4 * len(tokens) if prices else 0))
+        prices = array("f", starts.prices)
+        survival = array("f", bytes(4 * len(tokens) if prices else 0))
         chains = CChains(
             num_rows=len(depths),
             depth=deepest,
@@ -352,29 +325,26 @@ class NativeDecoder:
             before=None if before is None else before.data_ptr(),
             norm_eps=self.norm_eps,
             slack=laws.slack,
-            prices=address(least) if prices else None,
+            prices=address(prices) if prices else None,
             tokens=address(tokens),
             survival=address(survival) if prices else None,
             states=None if states is None else states.data_ptr(),
         )
-        frame = self.frame(cache, rope)
-        self.lib.forerun_chains(self.pointer, chains, frame)
-        found = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
-        guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in found]
-        if not prices:
-            return guesses, None
-        return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
-
-    def frame(self, cache: PagedCache, rope: RopeTables) -> CPass:
-        """What holds for all steps of chains."""
-        return CPass(
+        frame = CPass(
             num_threads=torch.get_num_threads(),
             keys=cache.keys.data_ptr(),
             values=cache.values.data_ptr(),
             num_slots=cache.keys.shape[2],
-            cos=rope.cos.data_ptr(),
-            sin=rope.sin.data_ptr(),
+            cos=self.parts.rope.cos.data_ptr(),
+            sin=self.parts.rope.sin.data_ptr(),
         )
+        self.lib.forerun_chains(self.pointer, chains, frame)
+        rows = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
+        guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in rows]
+        if not prices:
+            return DrawnChains(guesses, None)
+        likely = [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
+        return DrawnChains(guesses, likely)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of normed rows."""
@@ -390,3 +360,25 @@ def native(linear: Linear) -> NativeLinear:
     """A layer that this library packed."""
     assert isinstance(linear, NativeLinear), f"a decoder is compiled as a whole; {linear} is not one of its layers"
     return linear
+
+
+def holds(path: AttentionPath, key: int, num_slots: int) -> bool:
+    """Whether this key of a path lies in one of the cache's slots."""
+    if path.copy is None or path.first_slot + key < path.copy.first:
+        return path.first_slot + key < num_slots
+    return path.first_slot + key < path.copy.first + len(path.copy.source)
+
+
+def padded(size: int) -> int:
+    """How wide a row of this size is to the kernels."""
+    return -(-size // WIDTH) * WIDTH
+
+
+def padded_to_width(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows padded"]:
+    """Rows in float32, zeros behind each."""
+    return functional.pad(x.float(), (0, padded(x.shape[1]) - x.shape[1])).contiguous()
+
+
+def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
+    """A norm's gains in float32, zeros behind them."""
+    return functional.pad(gain.float(), (0, padded(len(gain)) - len(gain)))

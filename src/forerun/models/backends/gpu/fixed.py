@@ -16,8 +16,8 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
+from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, Heads, KeyMap, Ops
 from forerun.models.decoder import Decoder
-from forerun.models.ops import SPLIT, TILE_ROWS, Heads, KeyMap, Ops
 
 ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.errors import DeviceUnavailable
-from forerun.models.decoder import rms_norm, rotate
+from forerun.models.rows import rms_norm, rotate
 
 SPLIT = 256  # keys of one partial sum: a row is cut at multiples of it, whatever its company
 TILE_ROWS = 32  # query heads that share a key head, times queries: one tile of the attention kernel
@@ -220,7 +220,7 @@ def ops_for(device: torch.device) -> Ops:
 def load_kernels() -> Any:
     """The module with the kernels; raises DeviceUnavailable where triton is not installed."""
     try:
-        from forerun.models import triton_kernels
+        from forerun.models.backends.gpu import triton_kernels
     except ImportError as error:
         raise DeviceUnavailable(
             f"device 'cuda': its kernels need triton, which is not here ({error}): "

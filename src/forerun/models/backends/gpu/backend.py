@@ -1,4 +1,4 @@
-"""Linear layers of passes of fixed shape: the library's product, or one that sums in one order for any number of rows.
+"""GpuBackend: linear layers by the library's product, or by one that sums in one order for any number of rows.
 
 This file decides which product is used, and in which tiles. cuBLAS chooses a kernel by the number of rows, and with it
 the order of a sum: a token read alone and the same token read beside others differ in their last bits. `OneGemmLinear`
@@ -16,15 +16,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float
+from forerun.config import Quantization
 from forerun.device import Placement
-from forerun.models.layer import MakeLinear
-from forerun.models.ops import load_kernels
+from forerun.models.backends.base import DecoderParts
+from forerun.models.backends.gpu.ops import load_kernels
+from forerun.models.backends.torch_cpu.backend import TorchBackend, TorchExecutor
+from forerun.models.batch import EACH_ALONE
+from forerun.models.layer import Bias, Linear, WeightMatrix
 
 
 class DeviceLinear:
     """The library's product on the weight as it is."""
 
-    def __init__(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None = None) -> None:
+    def __init__(self, weight: WeightMatrix, bias: Bias | None = None) -> None:
         self.weight = weight
         self.bias = bias
 
@@ -70,13 +74,7 @@ class OneGemmLinear:
     `tiled`: larger tiles for more rows, of which `tiles_agree` has found that they give the bits of the smallest.
     """
 
-    def __init__(
-        self,
-        kernels: Any,
-        weight: Float[Tensor, "outputs inputs"],
-        bias: Float[Tensor, " outputs"] | None = None,
-        tiled: bool = False,
-    ) -> None:
+    def __init__(self, kernels: Any, weight: WeightMatrix, bias: Bias | None = None, tiled: bool = False) -> None:
         self.kernels = kernels
         self.weight = weight.contiguous()
         self.bias = bias
@@ -113,13 +111,34 @@ def tiles_agree(device: torch.device) -> bool:
         return all(torch.equal(layer.product(x, tile), smallest) for tile in TILES)
 
 
-def device_linears(placement: Placement) -> MakeLinear:
-    """How layers are made for this placement. On CPUs, where only tests have passes of fixed shape, by torch."""
-    if not placement.one_gemm:
-        return DeviceLinear
-    kernels, tiled = load_kernels(), placement.graphs and tiles_agree(placement.device)
+class GpuBackend:
+    """A placement of fixed shapes. `GraphRunner` runs passes; what is asked for between them is computed by torch.
 
-    def make(weight: Tensor, bias: Tensor | None = None) -> OneGemmLinear:
-        return OneGemmLinear(kernels, weight, bias, tiled)
+    On CPUs, where only tests have passes of fixed shape, linear layers are torch's.
+    """
 
-    return make
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+    @property
+    def name(self) -> str:
+        """The GPU's, and how products are computed."""
+        return f"torch, {self.placement.label}"
+
+    @property
+    def arithmetic(self) -> str:
+        """Triton's version; on a CPU what torch's operators depend on."""
+        graphs = self.placement.graphs
+        return f"triton {load_kernels().triton.__version__}" if graphs else TorchBackend().arithmetic
+
+    def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
+        """The weight as it is."""
+        assert quantize is None, "quantised weights are for CPUs: blueprints refuse them here"
+        place = self.placement
+        if not place.one_gemm:
+            return DeviceLinear(weight, bias)
+        return OneGemmLinear(load_kernels(), weight, bias, tiled=place.graphs and tiles_agree(place.device))
+
+    def executor(self, parts: DecoderParts) -> TorchExecutor:
+        """What computes logits of states; passes are `run_pass`."""
+        return TorchExecutor(parts, EACH_ALONE)

@@ -1,8 +1,6 @@
 """Attention over the cache, one root-to-leaf path at a time, with bits that do not depend on the rest of the batch.
 
-This file decides how queries are multiplied with the cached keys on a CPU. A prompt chunk and a chain are one path; a
-tree is one path per leaf. Before a path attends, the keys and values of its guesses are copied into the slots that a
-chain would use, so every path sees exactly what plain decoding would see. Keys are padded to a multiple of 512
+This file decides how queries are multiplied with the cached keys on a CPU. Keys are padded to a multiple of 512
 (masked), and queries to a multiple of a number that a check at load finds: then torch's attention kernel gives a query
 the same bits for any number of other queries. The number depends on head size, number format and processor (mostly 4; 8
 or 16 for large heads in float32 with AMX). Where no number works, queries are read in blocks of a fixed size. Sliding
@@ -12,95 +10,20 @@ windows are masks; they never shift what the kernel sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float, Int
-from forerun.models.invariance import agreed_rows, cancelling_scores, cancelling_values
+from forerun.annotations import Float
+from forerun.models.backends.invariance import agreed_rows, cancelling_scores, cancelling_values
+from forerun.models.batch import KEY_PAD, AttentionPath, QueryRule
 
-KEY_PAD = 512
 QUERY_PADS = (4, 8, 16)
 BLOCK_QUERIES = 8
 CHECK_QUERIES = 512
 CHECK_KEYS = 600  # two blocks of keys, the second one mostly padding
-
-
-@dataclass(frozen=True, slots=True)
-class QueryRule:
-    """How the queries of a path meet the kernel: padded to a multiple of `pad`, and at most `block` at a time."""
-
-    pad: int
-    block: int = 1 << 30
-
-
-EACH_ALONE = QueryRule(1)  # the compiled kernels' rule: they read every query by itself
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Guesses to lay out as a chain: cache slots `source`, in order, to the slots from `first` on."""
-
-    source: Sequence[int]
-    first: int
-
-
-@dataclass(frozen=True)
-class AttentionPath:
-    """The queries of one path of one sequence, packed token numbers at ascending positions, and where their keys lie.
-
-    Keys are the slots from `first_slot` on; query i sees those up to its own position.
-    """
-
-    queries: Sequence[int]
-    positions: Sequence[int]
-    first_slot: int
-    pad: int = 1  # what the number of queries is padded to a multiple of, by repeating the last one
-    copy: Copy | None = None
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    @property
-    def num_keys(self) -> int:
-        """Keys up to the last query's, padded."""
-        return -(-(self.positions[-1] + 1) // KEY_PAD) * KEY_PAD
-
-    def holds(self, key: int, num_slots: int) -> bool:
-        """Whether this key lies in one of the cache's slots."""
-        if self.copy is None or self.first_slot + key < self.copy.first:
-            return self.first_slot + key < num_slots
-        return self.first_slot + key < self.copy.first + len(self.copy.source)
-
-    @cached_property
-    def padded_queries(self) -> Int[Tensor, " padded"]:
-        return self.padded(self.queries)
-
-    def padded(self, values: Sequence[int]) -> Int[Tensor, " padded"]:
-        return torch.tensor([*values, *[values[-1]] * (-len(values) % self.pad)])
-
-    def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Float[Tensor, "rows keys"]:
-        """0 where a query sees a key, -inf elsewhere; one row per query of each head of a group. Made once a pass."""
-        if window not in self.masks:
-            key = torch.arange(self.num_keys)
-            positions = self.padded(self.positions)[:, None]
-            seen = key <= positions
-            if window is not None:
-                seen &= key > positions - window
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
-            self.masks[window] = mask.repeat(group, 1)
-        return self.masks[window]
-
-
-def make_paths(
-    queries: list[int], positions: list[int], first_slot: int, rule: QueryRule, copy: Copy | None = None
-) -> list[AttentionPath]:
-    """A path from its packed token numbers and their positions, ascending; as many as the rule wants it cut into."""
-    cuts = range(0, len(queries), rule.block)
-    parts = [(queries[i : i + rule.block], positions[i : i + rule.block]) for i in cuts]
-    return [AttentionPath(*part, first_slot, rule.pad, None if i else copy) for i, part in enumerate(parts)]
 
 
 def attend(

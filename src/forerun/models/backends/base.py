@@ -1,0 +1,130 @@
+"""Backend: what computes a model. The loader chooses one (choice.py); nothing outside asks which one it was.
+
+A backend makes linear layers of weights, and an `Executor` of a decoder's layers, which computes them as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int
+from forerun.cache.paged import PagedCache
+from forerun.config import Quantization
+from forerun.models.batch import QueryRule, TokenBatch
+from forerun.models.config import ModelConfig
+from forerun.models.layer import Bias, Layer, Linear, StateEntry, WeightMatrix
+from forerun.models.rope import RopeTables
+from forerun.sampling.draws import Draws
+
+Stream = Float[Tensor, "total hidden"]
+Entered = Float[Tensor, "total inputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """Layers between a table of embeddings and a head; all linear layers are of one backend.
+
+    `norm` is the head's, None where its inputs are normed already. With an `entry` states are read beside tokens.
+    """
+
+    config: ModelConfig
+    embedding: Float[Tensor, "vocab hidden"]
+    layers: Sequence[Layer]
+    norm: Float[Tensor, " hidden"] | None
+    head: Linear
+    rope: RopeTables
+    entry: StateEntry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStarts:
+    """Where chains begin, drawn as so many `rows` of the round: how deep they may be, where in the cache they go.
+
+    `slots` are the first slots of their sequences, `positions` where their first guesses stand. A chain ends where its
+    draw is not certain, and before a guess that survives with less than its price, where there are `prices`. `logits`
+    are those after the roots, and `states` those behind the roots, for layers with an entry; `head_ids` the ids of a
+    head over some of them.
+    """
+
+    rows: Sequence[int]
+    depths: Sequence[int]
+    slots: Sequence[int]
+    positions: Sequence[int]
+    prices: Sequence[float]
+    logits: Float[Tensor, "rows vocab"]
+    states: Float[Tensor, "rows hidden"] | None
+    head_ids: Int[Tensor, " head_vocab"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnChains:
+    """Guesses of each row, and where there were prices their survival."""
+
+    guesses: list[list[int]]
+    survival: list[list[float]] | None
+
+
+# Draws guesses and reads them, all but a row's last one, into the cache, which has room. The tensor, if there is one,
+# is of float32 and gets the residual stream behind every guess that is read: [rows, depth, hidden].
+ChainDrawer = Callable[[ChainStarts, PagedCache, Tensor | None], DrawnChains]
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """A decoder's layers and head as one backend computes them; one pass at a time.
+
+    `stream` is the number format of the residual stream, `query_rule` how queries are grouped. `num_experts_read`
+    counts up in every pass: the experts of each layer that a token chose; none in dense layers.
+    """
+
+    stream: torch.dtype
+    query_rule: QueryRule
+    num_experts_read: int
+
+    def run(
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+    ) -> Stream:
+        """The stream behind these layers, of `x`, which stays as it is. Keys and values go to the cache.
+
+        The first layer's attention reads `x`, normed, or `read` as it is.
+        """
+        ...
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """The head's, in float32, of rows of the stream."""
+        ...
+
+    def lower(self, num_layers: int) -> Executor:
+        """The first layers under the same norm and head; the same tensors, no copies."""
+        ...
+
+    def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
+        """What draws and reads whole chains in a call, with or without states; None where these draws have no such."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way to compute on one device. `name` says for a reader what computes: "AMX kernels", or "torch, AVX512".
+
+    `arithmetic` is what the last bits of results depend on beside the name, versions and the number format.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arithmetic(self) -> str: ...
+
+    def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
+        """A layer, packed: of so many bits, or in the weight's own format."""
+        ...
+
+    def executor(self, parts: DecoderParts) -> Executor:
+        """These layers, as a whole, over a cache in their norms' format."""
+        ...

@@ -1,0 +1,1 @@
+"""On a GPU: passes of fixed shape, captured as graphs, with kernels by Triton."""

@@ -1,0 +1,289 @@
+"""GraphRunner: a runner whose passes have fixed shapes; on a GPU each shape is captured once as a graph and replayed.
+
+This module decides which shapes there are, and which of them are captured. A replay costs the host one copy of small
+tables and one launch, instead of a launch for every kernel. Without a GPU the same functions simply run. A tree is one
+pass over its nodes, each with its own path; `keep` moves the accepted nodes' keys and values together. Rounds of
+guesses are captured however many sequences there are; a round that shrinks, as drafts do near the end of an answer, is
+padded to a size that was captured before. Prompt chunks, whose sizes vary and whose cost is arithmetic, run without
+capture.
+
+A draft model's whole chains are one graph (`ChainGraph`): draw, read, draw, ... without a launch in between. A graph
+does the same work for every round, so nothing in it may depend on a request: temperatures, keys and positions are
+tensors, and rounds with filters or penalties are drawn step by step. Chains may end at different depths: the deepest
+come first, and at every step the rows that have ended are padding. So a graph also serves shorter chains and fewer rows
+than it was captured for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int
+from forerun.cache.blocks import OutOfBlocks
+from forerun.cache.paged import PagedCache
+from forerun.device import upload
+from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.fixed import LEAST_PATH, PADDED, Inputs, Layout, Outputs, Shape, run_pass, tile_rows
+from forerun.models.backends.gpu.ops import SPLIT, ops_for, power_of_two
+from forerun.models.chains import Chains, IdExchange, Start
+from forerun.models.decoder import Decoder
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States, Tail
+from forerun.sampling.draws import Draws
+from forerun.sampling.noise import Purpose, absorb, gumbel
+from forerun.sampling.params import SamplingParams
+
+SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
+LEAST_ROWS = 16  # the smallest size
+SHORT_READ, MOST_ROWS = 64, 2048  # a larger pass is captured where no sequence reads more, up to so many rows
+CAPTURED_STEP, LARGE_STEP = 64, 128  # the rows of larger passes are multiples of these: captured ones, and others
+LONGER = 2  # how many times its depth a round may be padded to, rather than that another graph is captured
+PLAIN = SamplingParams()
+FILTERS = ("logit_bias", "banned_tokens", "bad_words", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
+           "presence_penalty", "frequency_penalty", "logits_processors")  # fmt: skip
+
+
+class GraphRunner(Runner):
+    """Reads as Runner does, with the decoder's matrix products as its loader made them for this device."""
+
+    resumes = False
+    draws_unseen = True
+
+    def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
+        super().__init__(decoder, cache)
+        self.ops = ops_for(self.device)
+        self.graphs = Graphs(self.device)
+        self.tables: dict[tuple[Shape, bool], Inputs] = {}
+        self.chain_graph: ChainGraph | None = None
+        c = decoder.config
+        self.tile = tile_rows(c.heads, c.kv_heads)
+        num_slots = cache.blocks.num_blocks * cache.blocks.block_size
+        self.spare_slot = num_slots  # behind all blocks, in the padding of the cache
+        self.most_keys = -(-min(c.max_positions, num_slots) // SPLIT) * SPLIT
+
+    @torch.inference_mode()
+    def read(
+        self,
+        reads: Sequence[Read],
+        taps: Sequence[int] = (),
+        drawn: DeviceTokens | None = None,
+        begun: PartialPass | None = None,
+        inputs: Float[Tensor, "total hidden"] | None = None,
+    ) -> States:
+        """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room."""
+        assert begun is None, "a pass of fixed shape begins at the first layer"
+        self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
+        layout, judged = self.lay_out(reads)
+        shape = self.shape_of(layout, len(judged), max(len(read.tokens) for read in reads))
+        tables = self.tables_of(shape, inputs is not None)
+        tables.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
+        if drawn is not None:
+            place(drawn, tables.columns["tokens"])
+        if tables.states is not None and inputs is not None:
+            tables.states[: len(inputs)] = inputs
+        outputs = self.run(tables, tuple(taps))
+        total = len(layout.tokens)
+        logits = outputs.hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
+        return States(
+            logits=logits if outputs.logits is None else outputs.logits[: len(judged)].clone(),
+            hidden=outputs.hidden[:total].clone(),
+            taps=None if outputs.taps is None else outputs.taps[:total].clone(),
+        )
+
+    def draw_chains(
+        self,
+        draws: Draws,
+        starts: Sequence[Start],
+        logits: Float[Tensor, "starts vocab"],
+        ids: IdExchange,
+        states: bool = False,
+        before: Float[Tensor, "starts hidden"] | None = None,
+    ) -> Chains | None:
+        """The same as a graph, whose guesses the host does not see. A runner's ids are always the same ones."""
+        assert before is None, "it reads tokens alone"
+        assert not states, "a graph leaves no states"
+        if self.chain_graph is None:
+            self.chain_graph = ChainGraph(self, ids)
+        assert self.chain_graph.ids is ids, "a graph is captured with its ids"
+        return self.chain_graph.draw(draws, starts, logits)
+
+    def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]:
+        """The reads as rows, and which of them are judged; their room is reserved already."""
+        layout, judged = Layout(self.tile), []
+        for read in reads:
+            judged += [len(layout.tokens) + i for i in read.judged]
+            tail = self.tails.setdefault(read.seq_id, Tail(0))
+            nodes = tail.grow(read.parents, len(read.tokens))
+            paths = [range(n + 1) if tail.depths[n] == n else tail.path(n) for n in nodes]
+            length = self.cache.length(read.seq_id)
+            layout.add(read.tokens, paths, nodes.start, self.cache.start(read.seq_id), length)
+        return layout, judged
+
+    def shape_of(self, layout: Layout, num_judged: int, longest_read: int) -> Shape:
+        """A shape that holds a pass: of few sizes where passes are captured, else the smallest."""
+        rows, longest = len(layout.tokens), layout.longest_path
+        path = max(LEAST_PATH, power_of_two(longest)) if longest else 0
+        keys = -(-layout.num_keys // SPLIT) * SPLIT
+        if rows > SMALL_ROWS and (longest_read > SHORT_READ or rows > MOST_ROWS):
+            size = -(-rows // LARGE_STEP) * LARGE_STEP
+            return Shape(size, path, power_of_two(num_judged) if num_judged else 0, keys, captured=False)
+        size = self.captured_rows(rows, path, num_judged > 0)
+        return Shape(size, path, size if num_judged else 0, self.most_keys if self.graphs.enabled else keys)
+
+    def captured_rows(self, rows: int, path: int, judges: bool) -> int:
+        """The size of a captured pass, or a new one if too much of every captured one would be padding."""
+        if rows > SMALL_ROWS:
+            return -(-rows // CAPTURED_STEP) * CAPTURED_STEP
+        own, most = max(LEAST_ROWS, power_of_two(rows)), min(SMALL_ROWS, PADDED * rows)
+        there = (s.rows for s, _ in self.tables if s.path == path and (s.judged > 0) == judges)
+        return min((size for size in there if own <= size <= most), default=own)
+
+    def tables_of(self, shape: Shape, of_states: bool) -> Inputs:
+        """Tables of this shape, for tokens or states; always the same tensors where a graph uses them."""
+        embedding = self.decoder.embedding if of_states else None
+        if not (shape.captured and self.graphs.enabled):
+            return Inputs(shape, self.device, embedding)
+        if (shape, of_states) not in self.tables:
+            self.tables[shape, of_states] = Inputs(shape, self.device, embedding)
+        return self.tables[shape, of_states]
+
+    def run(self, inputs: Inputs, taps: tuple[int, ...]) -> Outputs:
+        """The pass over these tables, replayed where its shape is captured."""
+
+        def body() -> Outputs:
+            return run_pass(self.decoder, self.ops, inputs, self.cache, taps)
+
+        key = (inputs.shape, taps, inputs.states is not None)
+        return self.graphs.run(key if inputs.shape.captured else None, body)
+
+
+def place(drawn: DeviceTokens, tokens: Tensor) -> None:
+    """Overwrite the tokens that only the device knows; padding tokens may become any id."""
+    source = upload(drawn.source, torch.long, tokens.device)
+    known = drawn.tokens.flatten()[source.clamp_min(0)].clamp_min(0).to(tokens.dtype)
+    own = tokens[: len(source)]
+    own.copy_(torch.where(source >= 0, known, own))
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether draws depend only on a request's temperature and noise."""
+    return all(getattr(params, name) == getattr(PLAIN, name) for name in FILTERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The tensors of one graph: the first logits, each row's noise and temperature, and every step's tables."""
+
+    logits: Float[Tensor, "rows vocab"]
+    keys: Int[Tensor, " rows"]
+    positions: Int[Tensor, " rows"]
+    temperatures: Float[Tensor, "rows 1"]  # 0: greedy
+    steps: Sequence[Inputs]
+
+
+class ChainGraph:
+    """Draws chains with a model, in graphs of a few numbers of rows (powers of two) and depths."""
+
+    def __init__(self, runner: GraphRunner, ids: IdExchange) -> None:
+        self.runner = runner
+        self.ids = ids
+        self.buffers: dict[tuple[int, int], Buffers] = {}
+
+    def draw(self, draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"]) -> Chains | None:
+        """The chains; None, with nothing changed, where the graph cannot draw this round or there is no room."""
+        drawn = [draws.rows[start.row] for start in starts]
+        if draws.rejection or type(draws) is not Draws or not all(is_plain(row.params) for row in drawn):
+            return None
+        try:
+            self.runner.cache.reserve([s.seq_id for s in starts], [s.depth - 1 for s in starts])
+        except OutOfBlocks:
+            return None
+        order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
+        if order != [*range(len(starts))]:
+            starts, logits = [starts[i] for i in order], logits[upload(order, torch.long, logits.device)]
+        buffers = self.fill(draws, starts, logits)
+        key = ("chains", len(buffers.keys), 1 + len(buffers.steps), draws.num_ids)
+        guesses = self.runner.graphs.run(key, lambda: self.body(buffers, draws.num_ids))
+        return self.spread(draws, starts, guesses)
+
+    def fill(self, draws: Draws, starts: Sequence[Start], logits: Tensor) -> Buffers:
+        """Set the tables of all steps, the deepest chains first: where tokens lie is known before they are."""
+        buffers, device = self.buffers_of(*self.size_of(len(starts), starts[0].depth)), draws.device
+        buffers.logits[: len(starts)] = logits
+        index = upload([start.row for start in starts], torch.long, device)
+        buffers.keys[: len(starts)] = draws.row_keys(Purpose.COUPLED)[index]
+        buffers.positions[: len(starts)] = draws.root_positions[index] + 1
+        params = [draws.rows[start.row].params for start in starts]
+        heat = [[0.0 if p.greedy else p.temperature] for p in params]
+        buffers.temperatures[: len(starts)] = upload(heat, torch.float32, device)
+        for level, step in enumerate(buffers.steps, start=1):
+            reads = [Read(start.seq_id, [0], judged=[0]) for start in starts if start.depth > level]
+            layout, judged = self.runner.lay_out(reads)
+            step.fill(layout, judged, self.runner.cache.blocks.block_size, self.runner.spare_slot)
+        return buffers
+
+    def size_of(self, rows: int, depth: int) -> tuple[int, int]:
+        """The rows and depth of a captured graph, or of a new one if too much of a captured one would be padding."""
+        there = [(r, d) for r, d in self.buffers if rows <= r <= PADDED * rows and depth <= d <= LONGER * depth]
+        return min(there, key=lambda size: size[0] * size[1], default=(power_of_two(rows), depth))
+
+    def buffers_of(self, rows: int, depth: int) -> Buffers:
+        """The buffers for this many rows and steps, always the same."""
+        if (rows, depth) not in self.buffers:
+            device = self.runner.device
+            shape = Shape(rows, 0, rows, self.runner.most_keys)
+            self.buffers[rows, depth] = Buffers(
+                logits=torch.zeros(rows, self.ids.vocab_size, device=device),
+                keys=torch.zeros(rows, dtype=torch.long, device=device),
+                positions=torch.zeros(rows, dtype=torch.long, device=device),
+                temperatures=torch.zeros(rows, 1, device=device),
+                steps=[Inputs(shape, device) for _ in range(depth - 1)],
+            )
+        return self.buffers[rows, depth]
+
+    def body(self, buffers: Buffers, num_ids: int) -> Int[Tensor, "rows depth"]:
+        """All steps. Tensor code alone."""
+        logits, columns = buffers.logits, []
+        for level in range(len(buffers.steps) + 1):
+            tokens = draw_coupled(logits, buffers, level, num_ids)
+            columns.append(tokens)
+            if level < len(buffers.steps):
+                step = buffers.steps[level]
+                step.columns["tokens"].copy_(self.ids.own(tokens).clamp_min(0))
+                found = run_pass(self.runner.decoder, self.runner.ops, step, self.runner.cache).logits
+                assert found is not None, "every row of a step is judged"
+                logits = self.ids.spread(found)
+        return torch.stack(columns, dim=1)
+
+    def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:
+        """The rows of the graph as rows of the round, each with the length that was asked for."""
+        batch, deepest, device = len(draws.rows), starts[0].depth, draws.device
+        index = upload([start.row for start in starts], torch.long, device)
+        depths = upload([start.depth for start in starts], torch.long, device)
+        found = torch.full((batch, deepest), -1, dtype=torch.long, device=device)
+        wanted = torch.arange(deepest, device=device) < depths[:, None]
+        found[index] = torch.where(wanted, guesses[: len(starts), :deepest], -1)
+        counts = [0] * batch
+        for start in starts:
+            counts[start.row] = start.depth
+        return Chains(counts, {s.seq_id: s.depth - 1 for s in starts if s.depth > 1}, guesses=found)
+
+
+def draw_coupled(
+    logits: Float[Tensor, "rows vocab"], buffers: Buffers, level: int, num_ids: int
+) -> Int[Tensor, " rows"]:
+    """The guesses that `Draws.children` gives at a width of 1, for rows without filters."""
+    vocab = logits.shape[1]
+    shaped = logits.masked_fill(torch.arange(vocab, device=logits.device) >= num_ids, -math.inf)
+    greedy = buffers.temperatures == 0
+    noise = gumbel(absorb(buffers.keys, buffers.positions + level), vocab)
+    heated = shaped / torch.where(greedy, 1.0, buffers.temperatures) + noise
+    scores = torch.where(greedy, shaped, heated)
+    scores = scores.nan_to_num(nan=-math.inf, posinf=torch.finfo(scores.dtype).max, neginf=-math.inf)
+    tokens = scores.argmax(1, keepdim=True)
+    offered = scores.gather(1, tokens) > -math.inf
+    return torch.where(offered, tokens, -1)[:, 0]

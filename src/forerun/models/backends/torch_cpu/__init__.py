@@ -1,0 +1,1 @@
+"""By torch's operators, on a CPU: the reference."""

@@ -1,0 +1,113 @@
+"""TorchBackend: a decoder's layers by torch's operators. Every other backend is compared with it.
+
+This file decides the arithmetic of a layer and its order; linear layers, attention and MLPs, which keep each row's bits
+independent of the other rows, are in files of their own.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float
+from forerun.cache.paged import PagedCache
+from forerun.config import Quantization
+from forerun.machine import order_of_sums
+from forerun.models.backends.base import ChainDrawer, DecoderParts, Entered, Stream
+from forerun.models.backends.torch_cpu.attention import attend, query_rule
+from forerun.models.backends.torch_cpu.linear import make_linear
+from forerun.models.backends.torch_cpu.mlp import run_mlp
+from forerun.models.batch import QueryRule, TokenBatch
+from forerun.models.layer import Attention, Bias, Linear, WeightMatrix
+from forerun.models.rows import pad_rows, padded_rows, rms_norm, rotate
+from forerun.sampling.draws import Draws
+
+
+class TorchBackend:
+    """Torch's operators on this CPU, in the form that keeps rows independent."""
+
+    @property
+    def name(self) -> str:
+        """The instructions that torch uses."""
+        return f"torch, {torch.backends.cpu.get_cpu_capability()}"
+
+    @property
+    def arithmetic(self) -> str:
+        """Torch's row-wise functions depend on its instructions, its matrix products on the library's order too."""
+        return f"{torch.backends.cpu.get_cpu_capability()} {order_of_sums()}"
+
+    def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
+        """The fastest layer whose rows are independent on this machine."""
+        return make_linear(weight, bias, quantize)
+
+    def executor(self, parts: DecoderParts) -> TorchExecutor:
+        """The layers one after the other, queries by the rule for their shape."""
+        c, dtype = parts.config, parts.layers[0].mlp.norm.dtype
+        rule = query_rule(c.heads, c.kv_heads, c.head_dim, dtype, torch.get_num_threads())
+        return TorchExecutor(parts, rule)
+
+
+class TorchExecutor:
+    """A decoder's layers, one after the other."""
+
+    def __init__(self, parts: DecoderParts, rule: QueryRule) -> None:
+        self.parts = parts
+        self.stream = parts.layers[0].mlp.norm.dtype
+        self.query_rule = rule
+        self.num_experts_read = 0
+
+    def run(
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+    ) -> Stream:
+        """The stream behind these layers."""
+        c, rope, total = self.parts.config, self.parts.rope, len(x)
+        cos, sin = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]
+        x, cos, sin = (pad_rows(t, padded_rows(total)) for t in (x, cos, sin))
+        inputs = None if read is None else pad_rows(read, len(x))
+        for i in layers:
+            attention, mlp = self.parts.layers[i].attention, self.parts.layers[i].mlp
+            inputs = rms_norm(x, attention.norm, c.norm_eps) if inputs is None else inputs
+            x = x + self.mix(attention, inputs, batch, (cache.keys[i], cache.values[i]), (cos, sin))
+            added, num_read = run_mlp(mlp, rms_norm(x, mlp.norm, c.norm_eps), total)
+            x, inputs = x + added, None
+            self.num_experts_read += num_read
+        return x[:total]
+
+    def mix(
+        self,
+        layer: Attention,
+        x: Float[Tensor, "rows inputs"],
+        batch: TokenBatch,
+        store: tuple[Tensor, Tensor],
+        turns: tuple[Tensor, Tensor],
+    ) -> Float[Tensor, "rows hidden"]:
+        """What attention adds; `x` is normed. Keys and values go to `store`; `turns` are cosines and sines."""
+        c, total, (keys, values) = self.parts.config, len(batch.tokens), store
+        qkv = layer.qkv(x).view(len(x), -1, c.head_dim)
+        rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
+        if layer.qk_norm is not None:
+            rotated = rms_norm(rotated, layer.qk_norm, c.norm_eps)
+        rotated = rotate(rotated, *turns)
+        keys.index_copy_(1, batch.slots, rotated[:total, c.heads :].transpose(0, 1))
+        values.index_copy_(1, batch.slots, value.transpose(0, 1))
+        mixed = attend(rotated[:total, : c.heads], keys, values, batch.paths, layer.window, layer.sinks)
+        return layer.out(pad_rows(mixed.view(total, -1), len(x)))
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """The head's, in float32."""
+        rows, norm = pad_rows(hidden, padded_rows(len(hidden))), self.parts.norm
+        rows = rows if norm is None else rms_norm(rows, norm, self.parts.config.norm_eps)
+        return self.parts.head(rows)[: len(hidden)].float()
+
+    def lower(self, num_layers: int) -> TorchExecutor:
+        """The first layers, by the same operators."""
+        part = copy(self)
+        part.parts = replace(self.parts, layers=self.parts.layers[:num_layers])
+        return part
+
+    def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
+        """None: chains are drawn step by step."""
+        return None

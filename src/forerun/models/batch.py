@@ -1,0 +1,98 @@
+"""TokenBatch: what one pass reads: tokens, where their keys and values are stored, and which keys each of them sees.
+
+A prompt chunk and a chain are one path; a tree is one path per leaf. Before a path attends, the keys and values of its
+guesses are copied into the slots that a chain would use, so every path sees exactly what plain decoding would see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int
+
+KEY_PAD = 512  # what the number of keys is padded to a multiple of, by masked ones
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRule:
+    """How many queries of a path meet a backend at a time: padded to a multiple of `pad`, and at most `block`."""
+
+    pad: int
+    block: int = 1 << 30
+
+
+EACH_ALONE = QueryRule(1)  # of backends that read every query by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Guesses to lay out as a chain: cache slots `source`, in order, to the slots from `first` on."""
+
+    source: Sequence[int]
+    first: int
+
+
+@dataclass(frozen=True)
+class AttentionPath:
+    """The queries of one path of one sequence, packed token numbers at ascending positions, and where their keys lie.
+
+    Keys are the slots from `first_slot` on; query i sees those up to its own position.
+    """
+
+    queries: Sequence[int]
+    positions: Sequence[int]
+    first_slot: int
+    pad: int = 1  # what the number of queries is padded to a multiple of, by repeating the last one
+    copy: Copy | None = None
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys up to the last query's, padded."""
+        return -(-(self.positions[-1] + 1) // KEY_PAD) * KEY_PAD
+
+    @cached_property
+    def padded_queries(self) -> Int[Tensor, " padded"]:
+        return self.padded(self.queries)
+
+    def padded(self, values: Sequence[int]) -> Int[Tensor, " padded"]:
+        return torch.tensor([*values, *[values[-1]] * (-len(values) % self.pad)])
+
+    def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Float[Tensor, "rows keys"]:
+        """0 where a query sees a key, -inf elsewhere; one row per query of each head of a group. Made once a pass."""
+        if window not in self.masks:
+            key = torch.arange(self.num_keys)
+            positions = self.padded(self.positions)[:, None]
+            seen = key <= positions
+            if window is not None:
+                seen &= key > positions - window
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+            self.masks[window] = mask.repeat(group, 1)
+        return self.masks[window]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Tokens to read in one pass, packed over sequences: prompt chunks, chains and trees side by side."""
+
+    tokens: Int[Tensor, " total"]
+    positions: Int[Tensor, " total"]
+    slots: Int[Tensor, " total"]  # where their keys and values are stored
+    paths: list[AttentionPath]
+
+    def some(self, rows: Sequence[int]) -> TokenBatch:
+        """Some of the tokens, in ascending order: these queries alone, over the same keys."""
+        number, index = {row: i for i, row in enumerate(rows)}, torch.tensor(rows, dtype=torch.long)
+        paths = []
+        for path in self.paths:
+            chosen = [(number[q], p) for q, p in zip(path.queries, path.positions, strict=True) if q in number]
+            if chosen:
+                queries, positions = zip(*chosen, strict=True)
+                paths.append(replace(path, queries=queries, positions=positions, masks={}))
+        return TokenBatch(self.tokens[index], self.positions[index], self.slots[index], paths)

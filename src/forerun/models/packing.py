@@ -1,0 +1,93 @@
+"""LayerMaker: how one layer's weights are fetched, fused and packed.
+
+This file decides in which form the tensors of the table (projections.py) are held: query, key and value projections are
+one linear layer, and so are gate and up. What makes a linear layer of a weight is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Float
+from forerun.models.config import ModelConfig
+from forerun.models.experts import Clamp
+from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
+from forerun.models.projections import Fetch, GatedTable, LayerTable, Projection
+
+Take = Callable[[str, tuple[int, ...]], Tensor]
+MakeLinear = Callable[..., Linear]  # (weight, bias=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMaker:
+    """Makes layers of tensors in `dtype`: with `make` linear layers, with `make_router` those that choose experts."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    make: MakeLinear
+    make_router: MakeLinear
+
+    def load(self, take: Take, index: int) -> Layer:
+        """Fetch, fuse and pack one layer. A tensor of all experts is held until the layer is packed."""
+        c, table = self.config, LayerTable.of(self.config, index)
+
+        def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
+            return take(f"model.layers.{index}.{name}", shape).to(self.dtype)
+
+        def vector(name: str) -> Tensor:
+            return fetch(name, (table.vectors[name],))
+
+        qkv, out = (linear(p, self.make, fetch) for p in (table.qkv, table.out))
+        held = cache(fetch) if c.experts and c.experts.names.is_stacked else fetch
+        every, router, experts = self.every(table, fetch), self.router(table, fetch), self.experts(table, held)
+        attention = Attention(
+            norm=vector("input_layernorm.weight"),
+            qkv=qkv,
+            out=out,
+            qk_norm=self.head_norms(vector) if c.qk_norm else None,
+            sinks=vector("self_attn.sinks") if c.sinks else None,
+            window=c.windows[index],
+        )
+        return Layer(attention, Mlp(vector("post_attention_layernorm.weight"), every, router, experts))
+
+    def every(self, table: LayerTable, fetch: Fetch) -> GatedMlp | None:
+        """The MLP that all tokens take."""
+        return None if table.every is None else self.gated(table.every, fetch, None)
+
+    def router(self, table: LayerTable, fetch: Fetch) -> Router | None:
+        """What chooses experts, where there are any."""
+        e = self.config.experts
+        if table.router is None or e is None:
+            return None
+        return Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
+
+    def experts(self, table: LayerTable, fetch: Fetch) -> tuple[GatedMlp, ...]:
+        """All experts of the layer."""
+        e = self.config.experts
+        return tuple(self.gated(expert, fetch, e.clamp) for expert in table.experts) if e else ()
+
+    def gated(self, table: GatedTable, fetch: Fetch, clamp: Clamp | None) -> GatedMlp:
+        """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""
+        padding = -table.down.inputs % LANES
+        gate_up = linear(table.gate_up, self.make, fetch, outputs=padding)
+        return GatedMlp(gate_up, linear(table.down, self.make, fetch, inputs=padding), clamp)
+
+    def head_norms(self, vector: Callable[[str], Tensor]) -> Float[Tensor, "heads head_dim"]:
+        """The norm gains of query and key heads, one row per head."""
+        c = self.config
+        q = vector("self_attn.q_norm.weight").expand(c.heads, -1)
+        k = vector("self_attn.k_norm.weight").expand(c.kv_heads, -1)
+        return torch.cat([q, k])
+
+
+def linear(projection: Projection, make: MakeLinear, fetch: Fetch, outputs: int = 0, inputs: int = 0) -> Linear:
+    """A projection's layer, with so many outputs of zeros behind each of its parts and inputs behind all."""
+    weight = torch.cat([functional.pad(part, (0, inputs, 0, outputs)) for part in projection.weight(fetch)])
+    biases = projection.bias_of(fetch)
+    return make(weight, torch.cat([functional.pad(part, (0, outputs)) for part in biases]) if biases else None)
