@@ -21,14 +21,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import shape_checks
+from kit.checkpoints import ROOT, SMALL, SRC, TARGET
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "tests" / "data"
 GOLDEN = 0.6180339887498949
 
 sys.path.insert(0, str(ROOT))  # for recipes: only `python -m pytest` puts the working directory there
 if find_spec("forerun") is None:
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path.insert(0, str(SRC))
 if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
     shape_checks.install("forerun")
 
@@ -88,10 +87,10 @@ def no_costs_are_measured_at_starts() -> Generator[None, None, None]:
 @pytest.fixture(scope="session")
 def target_dir() -> Path:
     """stories260k: a Llama of 260 k parameters, the target of most tests."""
-    return DATA / "stories260k"
+    return TARGET
 
 
 @pytest.fixture(scope="session")
 def draft_dir() -> Path:
     """stories280k: trained apart from the target on the same tokenizer; 256 positions, the target has 512."""
-    return DATA / "stories280k"
+    return SMALL

@@ -4,8 +4,6 @@ A check costs more than most of the functions that are checked: with a check of 
 as long. So what a test does thousands of times is checked now and then, and what it does a few times always.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import random

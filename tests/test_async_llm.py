@@ -5,33 +5,26 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from engine.oracles import seen
 from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
 from forerun.config import Speculation
-from forerun.draft.model.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.errors import EngineClosed, InvalidRequest, RoundFailed
 from forerun.llm import LLM
 from forerun.output import RequestOutput
 from forerun.request import Prompt
 from forerun.sampling.params import SamplingParams
+from kit.assertions import assert_empty
+from kit.checkpoints import SMALL, TARGET
+from kit.engines import PATIENCE_S, alone, asking, plain
+from kit.oracles import seen
+from kit.texts import PROMPTS
 
-DATA = Path(__file__).resolve().parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
 WISHES = (None, False, 2, Speculation(3, 3, 8), 7)
-PATIENCE_S = 300  # only to end a hang
-
-
-@cache
-def plain() -> LLM:
-    return LLM(str(TARGET), dtype="float32")
 
 
 @cache
@@ -39,19 +32,8 @@ def drafting() -> LLM:
     return LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_num_seqs=6)
 
 
-def asking(seed: int, **others: object) -> SamplingParams:
-    settings = {"temperature": seed % 3 / 2, "seed": seed, "max_tokens": 12 + seed % 5, "logprobs": 1} | others
-    return SamplingParams(**settings)
-
-
 def endless(seed: int = 0, **others: object) -> SamplingParams:
     return asking(seed, max_tokens=None, ignore_eos=True, **others)
-
-
-@cache
-def alone(num: int) -> list[dict[str, object]]:
-    """Plain answers to the first requests, one by one."""
-    return [dict(seen(plain().generate([PROMPTS[i % 5]], asking(i))[0])) for i in range(num)]
 
 
 def run(work: Callable[[AsyncLLM], Awaitable[None]], llm: LLM | None = None) -> None:
@@ -63,15 +45,6 @@ def run(work: Callable[[AsyncLLM], Awaitable[None]], llm: LLM | None = None) -> 
 
     asyncio.run(main())
     assert_empty(llm or drafting())
-
-
-def assert_empty(llm: LLM) -> None:
-    assert not llm.engine.has_work
-    assert llm.engine.runner.cache.num_rows == 0
-    assert not llm.engine.runner.tails
-    assert isinstance(llm.drafter, ModelDrafter)
-    assert not llm.drafter.sequences
-    assert llm.drafter.runner.cache.num_rows == 0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -94,7 +67,7 @@ def test_requests_at_once_are_answered_as_if_alone() -> None:
             return await front.generate(PROMPTS[i % 5], asking(i), speculation=WISHES[i % len(WISHES)])
 
         found = await asyncio.gather(*(one(i) for i in range(num)))
-        assert list(map(seen, found)) == alone(num)
+        assert list(map(seen, found)) == [alone(i) for i in range(num)]
 
     run(work)
 
@@ -126,7 +99,7 @@ def test_a_refused_request_disturbs_nobody() -> None:
                 await front.generate(prompt, asked)
             with pytest.raises(InvalidRequest):
                 await anext(front.stream(prompt, asked))
-        assert seen(await good) == alone(1)[0]
+        assert seen(await good) == alone(0)
 
     run(work)
 
@@ -172,10 +145,10 @@ def test_who_leaves_is_forgotten_and_the_others_go_on(leave: Callable[[AsyncLLM]
     async def work(front: AsyncLLM) -> None:
         others = [asyncio.create_task(front.generate(PROMPTS[i], asking(i))) for i in range(3)]
         await leave(front)
-        assert [seen(await other) for other in others] == alone(3)
+        assert [seen(await other) for other in others] == [alone(i) for i in range(3)]
         engine = front.llm.engine
         await until(lambda: not front.outboxes and not engine.has_work and not engine.runner.cache.num_rows)
-        assert seen(await front.generate(PROMPTS[0], asking(0))) == alone(1)[0]
+        assert seen(await front.generate(PROMPTS[0], asking(0))) == alone(0)
 
     run(work)
 
@@ -199,7 +172,7 @@ def test_closing_ends_what_is_under_way() -> None:
         front.close()
 
     run(work)
-    assert seen(drafting().generate(PROMPTS[0], asking(0))[0]) == alone(1)[0]
+    assert seen(drafting().generate(PROMPTS[0], asking(0))[0]) == alone(0)
 
 
 class Faulty(Exception):
@@ -219,7 +192,7 @@ def test_an_error_in_a_requests_own_code_reaches_that_request_alone() -> None:
         bad = front.generate("The", asking(5, logits_processors=[fails], n=2))
         with pytest.raises(Faulty, match="on purpose"):
             await bad
-        assert [seen(await task) for task in good] == alone(3)
+        assert [seen(await task) for task in good] == [alone(i) for i in range(3)]
         await first_is_right(front)
 
     run(work)
@@ -278,12 +251,12 @@ def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPa
     asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
     monkeypatch.undo()
     assert not llm.engine.has_work
-    assert seen(llm.generate(PROMPTS[0], asking(0))[0]) == alone(1)[0]
+    assert seen(llm.generate(PROMPTS[0], asking(0))[0]) == alone(0)
 
 
 async def first_is_right(front: AsyncLLM) -> None:
     """The LLM itself has taken no harm."""
-    assert seen(await front.generate(PROMPTS[0], asking(0))) == alone(1)[0]
+    assert seen(await front.generate(PROMPTS[0], asking(0))) == alone(0)
 
 
 def test_loops_of_several_threads() -> None:
@@ -305,7 +278,7 @@ def test_loops_of_several_threads() -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     front.close()
-    assert [found[i] for i in range(num)] == alone(num)
+    assert [found[i] for i in range(num)] == [alone(i) for i in range(num)]
     assert_empty(drafting())
 
 

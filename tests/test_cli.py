@@ -32,10 +32,8 @@ from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 from heads.adapters import adapter_of
+from kit.checkpoints import SMALL, SRC, TARGET
 
-ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "tests" / "data" / "stories260k"
-DRAFT = ROOT / "tests" / "data" / "stories280k"
 TOKENIZER = Tokenizer.load(TARGET)
 STORY = TOKENIZER.encode("Once upon a time, there was a dog.\nIt ran.")
 ORIGINS = (Origin.DRAFTED, Origin.DRAFTED, Origin.RECOVERED)
@@ -361,7 +359,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "error", "-c", code, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")} | env,
+        env=os.environ | {"PYTHONPATH": str(SRC)} | env,
         check=False,
         encoding="utf-8",
     )
@@ -382,7 +380,7 @@ def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
     )
     plain = forerun_(*common)
     assert plain.exit_code == 0, plain.stderr
-    drafted = forerun_(*common, "--draft", f"model:{DRAFT}", "--depth", "4", "--json")
+    drafted = forerun_(*common, "--draft", f"model:{SMALL}", "--depth", "4", "--json")
     answer = json.loads(drafted.stdout)
     assert answer["text"] == plain.stdout
     assert (

@@ -1,11 +1,10 @@
 """The table of clients in docs/serving.md is that of the script which tries them, and each has its file."""
 
 import re
-from pathlib import Path
 
 from clients.table import CLIENTS
+from kit.checkpoints import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "tests" / "clients" / "scripts"
 
 

@@ -3,10 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-SRC = Path(__file__).resolve().parent.parent / "src"
-TARGET = Path(__file__).resolve().parent / "data" / "stories260k"
+from kit.checkpoints import SRC, TARGET
+
 BLOCKED = """
 import sys
 class Blocker:

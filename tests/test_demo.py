@@ -26,6 +26,7 @@ from forerun.demo.screen import FinalAnswers, Panels, card, view_of
 from forerun.models.bundled import BUNDLED, DRAFT
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import SMALL, TARGET
 
 STORY = "Once upon a time, there was a little girl named Lily. One day, Lily"
 PROMPTS = [DemoPrompt("a/story.py", "model", STORY), DemoPrompt("b/echo.py", "ngram", f"{STORY} went out. {STORY}")]
@@ -42,8 +43,8 @@ class ScriptedClock:
 
 
 @pytest.fixture(scope="module")
-def pair(target_dir: Path, draft_dir: Path) -> Pair:
-    return Pair(str(target_dir), f"model:{draft_dir}")
+def pair() -> Pair:
+    return Pair(str(TARGET), f"model:{SMALL}")
 
 
 @pytest.fixture(scope="module")

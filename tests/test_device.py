@@ -2,7 +2,6 @@
 
 import builtins
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from forerun.errors import DeviceUnavailable, InvalidRequest
 from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.loading import Blueprint
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
 
 
 def test_auto_is_what_the_environment_says_or_the_best_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,13 +29,13 @@ def test_auto_is_what_the_environment_says_or_the_best_there_is(monkeypatch: pyt
     assert Placement.of("cuda:1", one_gemm=True) == Placement(torch.device("cuda", 1), fixed=True, one_gemm=True)
 
 
-def test_torch_devices_are_devices_and_none_is_the_cpu(monkeypatch: pytest.MonkeyPatch, target_dir: Path) -> None:
+def test_torch_devices_are_devices_and_none_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert Placement.of(None) == Placement.of(torch.device("cpu")) == Placement.of(torch.device("cpu", 0)) == CPU
     assert Placement.of(torch.device("cuda")) == Placement.of("cuda") == Placement.of("cuda:0")
     assert Placement.of(torch.device("cuda", 1), one_gemm=True) == Placement.of("cuda:1", one_gemm=True)
-    assert LLM(str(target_dir), device=None).kernels == LLM(str(target_dir), device=torch.device("cpu")).kernels
+    assert LLM(str(TARGET), device=None).kernels == LLM(str(TARGET), device=torch.device("cpu")).kernels
 
 
 WRONG = [
@@ -62,14 +62,14 @@ def test_what_is_not_a_device_is_refused_by_name(wrong: object) -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_a_gpu_that_is_not_there_is_named_with_a_way_out(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_named_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     with pytest.raises(DeviceUnavailable, match=r"without CUDA.*--device cpu"):
-        LLM(str(target_dir), device="cuda")
+        LLM(str(TARGET), device="cuda")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(DeviceUnavailable, match=r"1 GPUs.*CUDA_VISIBLE_DEVICES"):
-        LLM(str(target_dir), device="cuda:1")
+        LLM(str(TARGET), device="cuda:1")
 
 
 def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +87,16 @@ def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
         load_kernels()
 
 
-def test_8_bit_weights_are_refused_where_there_are_no_layers_for_them(target_dir: Path) -> None:
+def test_8_bit_weights_are_refused_where_there_are_no_layers_for_them() -> None:
     with pytest.raises(InvalidRequest, match="quantize"):
-        Blueprint.of(str(target_dir), quantize="int8", device=Placement(torch.device("cpu"), fixed=True))
+        Blueprint.of(str(TARGET), quantize="int8", device=Placement(torch.device("cpu"), fixed=True))
 
 
-def test_compiled_kernels_are_for_plain_passes_on_cpus(target_dir: Path) -> None:
+def test_compiled_kernels_are_for_plain_passes_on_cpus() -> None:
     fixed = Placement(torch.device("cpu"), fixed=True)
     with pytest.raises(InvalidRequest, match="kernels"):
-        Blueprint.of(str(target_dir), kernels="native", device=fixed)
-    there, here = Blueprint.of(str(target_dir), device=fixed), Blueprint.of(str(target_dir))
+        Blueprint.of(str(TARGET), kernels="native", device=fixed)
+    there, here = Blueprint.of(str(TARGET), device=fixed), Blueprint.of(str(TARGET))
     assert isinstance(there.load(64).decoder.executor, TorchExecutor)
     assert there.computed_by == f"torch, {fixed.label}"
     assert there.fingerprint() != here.fingerprint()

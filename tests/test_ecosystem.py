@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ from forerun.ecosystem import (
 from forerun.errors import UnknownKeyword
 from forerun.near import nearest
 from forerun.sampling.params import ANSWERS
+from kit.checkpoints import TARGET
 
-TARGET = Path(__file__).resolve().parent / "data" / "stories260k"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 

@@ -4,16 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from kit.checkpoints import ROOT, SRC
 
 
 def run(*arguments: str) -> str:
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    env = os.environ | {"PYTHONPATH": str(SRC)}
     program = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
     return subprocess.run(program, capture_output=True, text=True, env=env, check=True).stdout
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).resolve().parent.parent / "src"
+from kit.checkpoints import SRC
+
 MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
 ORDER = """

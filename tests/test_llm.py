@@ -11,18 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.oracles import Oracle, seen
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta
 from forerun.config import Speculation
-from forerun.draft.model.model import ModelDrafter
 from forerun.engine.driver import EngineDriver
 from forerun.engine.engine import Engine
 from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
@@ -31,16 +28,13 @@ from forerun.models.runner import Runner
 from forerun.output import RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
+from kit.assertions import assert_empty
+from kit.checkpoints import SMALL, SRC, TARGET
+from kit.engines import plain
+from kit.oracles import Oracle, seen
+from kit.texts import PROMPTS
 
-DATA = Path(__file__).resolve().parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
 TREE = Speculation(4, 3, 9)
-
-
-@cache
-def plain() -> LLM:
-    return LLM(str(TARGET), dtype="float32")
 
 
 @cache
@@ -59,25 +53,6 @@ def asking(seed: int | None = 0, **others: object) -> SamplingParams:
 
 def tokens_of(results: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
     return [[sample.token_ids for sample in result.outputs] for result in results]
-
-
-def assert_empty(llm: LLM) -> None:
-    """No text, no keys and values, no index is held for anyone."""
-    engine = llm.engine
-    assert not engine.has_work
-    assert not engine.sequences
-    assert not engine.scheduler.running
-    assert not engine.scheduler.waiting
-    assert engine.runner.cache.num_rows == 0
-    assert not engine.runner.tails
-    engine.runner.cache.check()
-    if isinstance(llm.drafter, ModelDrafter):
-        assert not llm.drafter.sequences
-        assert llm.drafter.runner.cache.num_rows == 0
-        assert not llm.drafter.runner.tails
-    elif llm.drafter is not None:
-        assert not getattr(llm.drafter, "histories", None)
-        assert not getattr(llm.drafter, "known", None)
 
 
 def test_results_say_what_was_asked_and_come_in_order() -> None:
@@ -284,7 +259,7 @@ said(lambda: LLM(M, memory_bytes="1GB"))
 def test_wrong_types_are_named_too() -> None:
     """In a process of its own: here run-time type checks would speak first, which users do not have."""
     script = WRONG_TYPES.format(target=str(TARGET))
-    source = str(Path(__file__).resolve().parent.parent / "src")
+    source = str(SRC)
     environment = {"PYTHONPATH": source, "PATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     lines = done.stdout.splitlines()

@@ -12,9 +12,8 @@ import pytest
 from forerun import LLM, InvalidRequest, SamplingParams
 from forerun.errors import EngineClosed
 from forerun.models.spec import ModelSpec
+from kit.checkpoints import SMALL, TARGET
 
-DATA = Path(__file__).resolve().parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 PROMPT = "Once upon a time"
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 

@@ -2,16 +2,15 @@
 
 import asyncio
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forerun import LLM, AsyncLLM, InvalidRequest, SamplingParams
 from forerun.messages import ChatOptions, with_text
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
 
-TARGET = Path(__file__).resolve().parent / "data" / "stories260k"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if tools %}[{{ tools | map(attribute='name') | join(',') }}]{% endif %}"

@@ -3,9 +3,8 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
-SRC = Path(__file__).resolve().parent.parent / "src"
+from kit.checkpoints import SRC
 
 
 def defined_types(tree: ast.Module) -> Iterator[tuple[str, int]]:

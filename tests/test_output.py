@@ -1,14 +1,11 @@
 """What results say of themselves: whose they are, and how they came about, counted from the rounds themselves."""
 
-from pathlib import Path
-
 import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.accept.commit import Origin
+from kit.checkpoints import SMALL, TARGET
 
-DATA = Path(__file__).resolve().parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 PROMPTS = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The"]
 
 

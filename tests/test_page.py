@@ -16,10 +16,10 @@ from forerun.commands.train import KIND_NAMES, LOSS_NAMES
 from forerun.train.kinds import KINDS
 from forerun.train.losses import LOSSES
 from heads.trained import eagle_of
-from unchecked import unchecked
+from kit.checkpoints import ROOT, SMALL, SRC, TARGET
+from kit.unchecked import unchecked
 
-ROOT = Path(__file__).resolve().parent.parent
-STORIES = ROOT / "tests" / "data" / "stories260k", ROOT / "tests" / "data" / "stories280k"
+STORIES = TARGET, SMALL
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 EXAMPLES = [
     (name, line)
@@ -128,7 +128,7 @@ def test_the_shell_completes_commands_models_and_drafters() -> None:
     def completed(*words: str) -> list[str]:
         env = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
         start = [sys.executable, "-m", "forerun"]
-        env |= os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        env |= os.environ | {"PYTHONPATH": str(SRC)}
         return subprocess.run(start, env=env, capture_output=True, text=True, check=False, cwd=ROOT).stdout.split()
 
     assert completed("forerun", "ge") == ["generate"]

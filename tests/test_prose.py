@@ -3,9 +3,9 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-SRC = Path(__file__).resolve().parent.parent / "src"
+from kit.checkpoints import SRC
+
 VAGUE = {"own", "found", "told", "said", "given", "wanted"}  # names of locals that a noun would serve better
 LEAST_WORDS = 4  # of a public docstring: fewer do not state a contract
 MOST = {"vague local": 490, "docstring that begins with The same": 70, "short docstring": 118}

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import cli
-from unchecked import unchecked
+from kit.checkpoints import ROOT
+from kit.unchecked import unchecked
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forerun import InvalidRequest, Request, SamplingParams
 from forerun.request import requests_of
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 IDS = (1, 5, 6)
 SPELLINGS: dict[str, Callable[[Sequence[int]], Any]] = {

@@ -12,8 +12,9 @@ import pytest
 
 from forerun.demo.material import Pair
 from forerun.draft.spec import parse_spec
+from kit.checkpoints import ROOT
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SCRIPTS = ROOT / "scripts"
 PROOFS = """
 import pytest, time, pathlib
 @pytest.mark.full

@@ -16,7 +16,8 @@ from forerun.errors import ForerunError, InvalidRequest, InvalidTree
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from forerun.shape import MOST_RANK, RankPath, StaticTree
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
 
 SMALL = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
 
@@ -125,11 +126,11 @@ def test_a_wish_takes_its_numbers_from_the_tree() -> None:
         Speculation(tree=SMALL)  # type: ignore[arg-type]
 
 
-def test_the_command_line_takes_a_file(tmp_path: Path, target_dir: Path, draft_dir: Path) -> None:
+def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
     """The same tokens, so many guesses a round, and one line for what is no tree."""
     (tmp_path / "tree.json").write_text(json.dumps(SMALL))
     (tmp_path / "bad.json").write_text("[[0, 0]]")
-    models = ["--model", str(target_dir), "--draft", f"model:{draft_dir}"]
+    models = ["--model", str(TARGET), "--draft", f"model:{SMALL}"]
 
     def generate(*more: str) -> tuple[int, str, str]:
         given = ["generate", *models, "--seed", "1", "-n", "12", "--ignore-eos", "--json", "Once upon a time", *more]
@@ -152,9 +153,9 @@ def test_the_command_line_takes_a_file(tmp_path: Path, target_dir: Path, draft_d
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_every_drafter_keeps_within_a_shape(drafter: str, target_dir: Path, draft_dir: Path) -> None:
-    spec = f"model:{draft_dir}" if drafter == "model" else drafter
-    plain, llm = LLM(str(target_dir)), LLM(str(target_dir), spec, speculation=Speculation(tree=StaticTree(SMALL)))
+def test_every_drafter_keeps_within_a_shape(drafter: str) -> None:
+    spec = f"model:{SMALL}" if drafter == "model" else drafter
+    plain, llm = LLM(str(TARGET)), LLM(str(TARGET), spec, speculation=Speculation(tree=StaticTree(SMALL)))
     prompt = "Lily and Tom went to the park. Lily and Tom went to the park. Lily"
     params = [SamplingParams(temperature=t, seed=2, max_tokens=20, ignore_eos=True) for t in (0.0, 1.0)]
     answers, expected = ([r.outputs[0].token_ids for r in each.generate([prompt] * 2, params)] for each in (llm, plain))

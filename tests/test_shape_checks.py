@@ -11,8 +11,8 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from forerun.sampling.noise import uniform
+from kit.unchecked import unchecked
 from shape_checks import EVERY, FIRST, checked_now_and_then, next_test
-from unchecked import unchecked
 
 FLAT, SQUARE = torch.zeros(2, 3), torch.zeros(2, 2)
 

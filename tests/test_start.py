@@ -10,8 +10,8 @@ import pytest
 
 import forerun
 from forerun.__main__ import main
+from kit.checkpoints import SRC
 
-SRC = Path(__file__).resolve().parent.parent / "src"
 ENV = os.environ | {"PYTHONPATH": str(SRC)}
 SLOW = {"torch", "numpy", "tokenizers", "safetensors", "jinja2", "huggingface_hub", "matplotlib"}
 

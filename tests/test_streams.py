@@ -6,14 +6,12 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from forerun import streams
 from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams, show_warnings
-
-SRC = Path(__file__).resolve().parent.parent / "src"
+from kit.checkpoints import SRC
 
 
 def forerun(command: str) -> subprocess.CompletedProcess[str]:

@@ -26,7 +26,8 @@ from forerun.sampling.params import SamplingParams
 from forerun.trace.record import trace
 from forerun.trace.values import Trace, TracedRound
 from forerun.tree import DraftLaw, DraftTree
-from tracing import CASES, CHAIN, MODEL, PROMPT, SMALL, TARGET, TOP_K, TREE, Case, asking, cases, llm_of, traces
+from kit.checkpoints import SMALL, TARGET
+from kit.tracing import CASES, CHAIN, MODEL, PROMPT, TOP_K, TREE, Case, asking, cases, llm_of, traces
 
 
 @cache

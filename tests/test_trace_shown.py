@@ -17,7 +17,8 @@ from forerun.trace import record, values
 from forerun.trace.explain import quote
 from forerun.trace.show import picture, svg
 from forerun.trace.values import Guess, Trace
-from tracing import CASES, MODEL, TARGET, Case, cases, traces
+from kit.checkpoints import TARGET
+from kit.tracing import CASES, MODEL, Case, cases, traces
 
 
 def printed(told: Trace, width: int) -> list[str]:

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-
-DATA = Path(__file__).resolve().parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
+from kit.checkpoints import SMALL, TARGET
 
 BASIC = """
 from vllm import LLM, SamplingParams

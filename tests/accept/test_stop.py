@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -15,8 +14,9 @@ from forerun.accept.stop import Piece, StopChecker
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 
-STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories260k")
+STORIES = Tokenizer.load(TARGET)
 EOS = 2
 
 

@@ -1,7 +1,5 @@
 """An engine that never was: rounds of which all is known beforehand."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -22,7 +22,8 @@ from forerun.bench.run import Stage
 from forerun.bench.show import bench_card
 from forerun.device import Placement
 from forerun.sampling.recorded import Recorded
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
 QUICK = ["--max-tokens", "12", "--repeats", "2", "--num-prompts", "2", "--depth", "2,3"]
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
@@ -38,10 +39,10 @@ def files(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(target_dir: Path, draft_dir: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def run(files: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command on the stories pair, its cache in the files' folder, with a bandwidth that takes no time."""
     monkeypatch.setattr(measure, "bandwidth_bytes_per_s", lambda device: 1e9)
-    models = ["--model", str(target_dir), "--draft", f"model:{draft_dir}"]
+    models = ["--model", str(TARGET), "--draft", f"model:{SMALL}"]
 
     def invoke(*arguments: str) -> Result:
         with unchecked():

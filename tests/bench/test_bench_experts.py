@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from forerun.bench import measure
 from forerun.cli import app
 from forerun.models.experts import expected_distinct
-from unchecked import unchecked
+from kit.checkpoints import SMALL
+from kit.unchecked import unchecked
 
 
 @pytest.mark.parametrize(("count", "active"), [(8, 2), (128, 8), (256, 8)])
@@ -24,17 +25,15 @@ def test_chance_is_that_of_independent_tokens(count: int, active: int) -> None:
     assert found == pytest.approx(table[count, active], abs=0.6, rel=0.002)
 
 
-def test_a_benchmark_tells_experts_for_every_depth(
-    draft_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_tells_experts_for_every_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "bandwidth_bytes_per_s", lambda device: 1e9)
     folder, out, prompts, run = tmp_path / "sparse", tmp_path / "bench.json", tmp_path / "tales.txt", CliRunner()
     prompts.write_text("Once upon a time\n")
-    models = ["--model", str(folder), "--draft", f"model:{draft_dir}", "--prompts", str(prompts)]
+    models = ["--model", str(folder), "--draft", f"model:{SMALL}", "--prompts", str(prompts)]
     options = ["--depth", "3", "-n", "12", "--repeats", "1", "-t", "0", "--state", str(tmp_path / "s"), "-o", str(out)]
     with unchecked():
         made = run.invoke(
-            app, ["widen", "--model", str(draft_dir), "--experts", "8", "--active", "2", "--out", str(folder)]
+            app, ["widen", "--model", str(SMALL), "--experts", "8", "--active", "2", "--out", str(folder)]
         )
         assert made.exit_code == 0, made.output
         told = run.invoke(app, ["bench", *models, *options])

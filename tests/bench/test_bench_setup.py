@@ -24,16 +24,17 @@ from forerun.models.bundled import BUNDLED, BUNDLED_HEADS
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import SMALL, TARGET
 
 SELECTION = Selection(batches=(3,), depths=(2,), num_tokens=20)
 PASSAGES = {"own": [Passage("Once upon a time", None, "a:1"), Passage([1, 5, 6], [7, 8, 9], "b:1")][:1]}
 
 
 @pytest.fixture
-def models(target_dir: Path, draft_dir: Path, tmp_path: Path) -> Models:
+def models(tmp_path: Path) -> Models:
     """The stories pair, its drafter a copy that may be changed."""
-    shutil.copytree(draft_dir, tmp_path / "draft")
-    return Models(ModelSpec(str(target_dir)), f"model:{tmp_path / 'draft'}")
+    shutil.copytree(SMALL, tmp_path / "draft")
+    return Models(ModelSpec(str(TARGET)), f"model:{tmp_path / 'draft'}")
 
 
 def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) -> None:
@@ -67,9 +68,9 @@ def test_models_are_loaded_where_they_are_asked_for(models: Models) -> None:
     assert said["fingerprint"] != about(models, set_up(models, PASSAGES, SELECTION), SELECTION)["models"]["fingerprint"]
 
 
-def test_no_repetition_is_drafted_from_the_answers_of_another(target_dir: Path) -> None:
+def test_no_repetition_is_drafted_from_the_answers_of_another() -> None:
     """Nor from those of other groups: a drafter that remembers has the same to say every time."""
-    stage = set_up(Models(ModelSpec(str(target_dir)), "suffix"), PASSAGES, SELECTION)
+    stage = set_up(Models(ModelSpec(str(TARGET)), "suffix"), PASSAGES, SELECTION)
     groups, turns = [Group("own", batch, 0.0) for batch in (1, 2)], [Turn(repetition, 2) for repetition in (0, 1)]
     stage.warm_up(groups[0], (2,))
     runs = [[stage.run(group, turn) for turn in turns] for group in groups]
@@ -87,8 +88,8 @@ def test_memory_is_planned_for_the_longest_text_and_the_largest_batch(models: Mo
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["stories260k", *BUNDLED])
-def test_a_pass_reads_all_weights_but_rows_that_are_looked_up(name: str, dtype: str, target_dir: Path) -> None:
-    folder = BUNDLED.get(name, target_dir)
+def test_a_pass_reads_all_weights_but_rows_that_are_looked_up(name: str, dtype: str) -> None:
+    folder = BUNDLED.get(name, TARGET)
     blueprint = Blueprint.of(str(folder), dtype=dtype)
     tensors = load_file(next(folder.glob("*.safetensors")))
     tied = "lm_head.weight" not in tensors

@@ -18,7 +18,8 @@ from forerun.bench.run import BenchRun, Stage
 from forerun.bench.state import State, default_path, key_of
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
 ABOUT = {"forerun": "0", "settings": {"depths": (0, 3)}, "machine": "this"}
 SELECTION = Selection(batches=(2,), depths=(0, 2), temperatures=(0.0, 0.8), num_tokens=10, repeats=2)
@@ -108,8 +109,8 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture(scope="module")
-def llm(target_dir: Path, draft_dir: Path) -> LLM:
-    return LLM(str(target_dir), f"model:{draft_dir}", speculation=2, max_num_seqs=2, max_model_len=64)
+def llm() -> LLM:
+    return LLM(str(TARGET), f"model:{SMALL}", speculation=2, max_num_seqs=2, max_model_len=64)
 
 
 @pytest.fixture

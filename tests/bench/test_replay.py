@@ -2,12 +2,10 @@
 
 import random
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
-from engine.oracles import Oracle
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
 from forerun.draft.model.model import ModelDrafter
@@ -21,8 +19,9 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.recorded import Recorded, Recording
+from kit.checkpoints import DATA
+from kit.oracles import Oracle
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 VOCAB = 512
 TEXTS = 4
 DRAFTERS = ["none", "ngram", "model", "oracle"]

@@ -4,8 +4,6 @@ A toy layer stands in for a model, as in test_rounds: what lies in a slot depend
 that is found for another text, or was overwritten, is noticed.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

@@ -17,7 +17,8 @@ from forerun.commands.answer_file import AnswerFile
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.checkpoints import DATA
+from kit.unchecked import unchecked
 
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog", "The sun was", "One day", "Sam saw"]
 GIVEN = ["--max-tokens", "7", "--seed", "5", "--max-num-seqs", "2"]
@@ -25,7 +26,7 @@ GIVEN = ["--max-tokens", "7", "--seed", "5", "--max-num-seqs", "2"]
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    data = Path(__file__).parents[1] / "data"
+    data = DATA
     with unchecked():
         return LLM(str(data / "stories260k"), f"model:{data / 'stories280k'}", max_num_seqs=2, max_model_len=64)
 

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import cli
-
-TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
+from kit.checkpoints import TARGET
 
 
 @pytest.fixture

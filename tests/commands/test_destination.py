@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 from forerun import cli
 from forerun.commands.destination import Destination
 from forerun.errors import InvalidRequest
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
@@ -102,10 +103,10 @@ def test_json_and_output_are_the_same_options_everywhere(name: str) -> None:
 
 
 @pytest.fixture
-def lines(tmp_path: Path, target_dir: Path, draft_dir: Path) -> dict[str, list[str]]:
+def lines(tmp_path: Path) -> dict[str, list[str]]:
     """A short run of the commands."""
     (tmp_path / "prompts.txt").write_text("Once upon a time\nLily had a red ball\n")
-    pair = ["--model", str(target_dir), "--draft", f"model:{draft_dir}"]
+    pair = ["--model", str(TARGET), "--draft", f"model:{SMALL}"]
     prompts = ["--prompts", str(tmp_path / "prompts.txt"), "--num-prompts", "2"]
     return {
         "generate": [*pair, "--depth", "3", "-n", "6", "Once"],
@@ -127,7 +128,7 @@ def lines(tmp_path: Path, target_dir: Path, draft_dir: Path) -> dict[str, list[s
             "--threads",
             "1",
         ],
-        "widen": ["-m", str(draft_dir), "--parameters", "1M", "--out", str(tmp_path / "wide")],
+        "widen": ["-m", str(SMALL), "--parameters", "1M", "--out", str(tmp_path / "wide")],
     }
 
 

@@ -1,13 +1,12 @@
 """The card of `forerun generate` says why the answer ended."""
 
-from pathlib import Path
-
 import pytest
 from typer.testing import CliRunner
 
 from forerun import cli
+from kit.checkpoints import TARGET
 
-STORIES = str(Path(__file__).parents[1] / "data" / "stories260k")
+STORIES = str(TARGET)
 
 
 @pytest.mark.parametrize(

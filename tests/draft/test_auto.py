@@ -15,15 +15,15 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from heads.trained import heads_of
+from kit.checkpoints import SMALL, TARGET
 
-STORIES = Path(__file__).parents[1] / "data" / "stories260k"
 AUTO = DraftSpec("auto")
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Blueprint:
     """A target in a folder with room for others beside it."""
-    shutil.copytree(STORIES, tmp_path / "family" / "target")
+    shutil.copytree(TARGET, tmp_path / "family" / "target")
     return Blueprint.of(str(tmp_path / "family" / "target"))
 
 
@@ -90,12 +90,12 @@ def test_other_weights_have_another_digest_and_other_settings_the_same(target: B
     config = json.loads((target.folder / "config.json").read_text())
     (target.folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 3}))
     assert Blueprint.of(str(target.folder)).weights_digest() == target.weights_digest()
-    other = Blueprint.of(str(STORIES.parent / "stories280k"))
+    other = Blueprint.of(str(SMALL))
     assert other.weights_digest() != target.weights_digest()
 
 
 def test_an_engine_drafts_with_what_was_chosen_and_says_which(target: Blueprint) -> None:
-    folder = heads_of(STORIES, target.folder.parent / "heads", 3)
+    folder = heads_of(TARGET, target.folder.parent / "heads", 3)
     put(folder, target)
     params = SamplingParams(seed=4, max_tokens=40)
     plain = LLM(str(target.folder), dtype="float32").generate("Once upon a time", params)[0]

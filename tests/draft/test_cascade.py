@@ -17,35 +17,25 @@ from forerun.draft.model.model import ModelDrafter
 from forerun.draft.ngram import NgramDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
+from kit.checkpoints import SMALL, TARGET
+from kit.engines import CountingRunner
+from kit.texts import VOCAB, story
 
-VOCAB = 512
 LENGTHS = range(8)
 
 
-class CountingRunner(Runner):
-    """Counts its passes, and the tokens it reads."""
-
-    num_passes = num_read = 0
-
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
-        states = super().read(reads, taps, drawn)
-        self.num_passes += 1
-        self.num_read += sum(len(read.tokens) for read in reads)
-        return states
+@pytest.fixture(scope="module")
+def small() -> Runner:
+    return Blueprint.of(str(SMALL), dtype="float32").load(64)
 
 
 @pytest.fixture(scope="module")
-def small(draft_dir: Path) -> Runner:
-    return Blueprint.of(str(draft_dir), dtype="float32").load(64)
-
-
-@pytest.fixture(scope="module")
-def large(target_dir: Path) -> Runner:
-    return Blueprint.of(str(target_dir), dtype="float32").load(64)
+def large() -> Runner:
+    return Blueprint.of(str(TARGET), dtype="float32").load(64)
 
 
 def model(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:
@@ -55,16 +45,6 @@ def model(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:
 
 def cascade(lower: Drafter, judge: ModelDrafter, length: int = 3) -> CascadeDrafter:
     return CascadeDrafter(lower, judge, FixedLength(length))
-
-
-def story(length: int, seed: int) -> list[int]:
-    """Text that repeats itself now and then."""
-    rng = random.Random(seed)
-    text = [1]
-    while len(text) < length:
-        start = rng.randrange(len(text))
-        text += text[start : start + rng.randint(1, 6)] if rng.random() < 0.6 else [rng.randrange(3, VOCAB)]
-    return text[:length]
 
 
 def told(drafter: Drafter, rows: Sequence[Row]) -> Drafter:
@@ -332,14 +312,14 @@ def test_without_a_judge_it_drafts_what_the_lower_member_would_alone(small: Runn
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 @pytest.mark.parametrize("num_tokens", [0, 64, 256])
 def test_an_engine_short_of_memory_says_the_same(
-    target_dir: Path, small: Runner, large: Runner, verification: Verification, num_tokens: int
+    small: Runner, large: Runner, verification: Verification, num_tokens: int
 ) -> None:
     """At temperature 0, where every rule must give the tokens of plain decoding."""
     prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The"]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    plain = LLM(str(target_dir), dtype="float32").generate(prompts, params)
+    plain = LLM(str(TARGET), dtype="float32").generate(prompts, params)
     drafter = CascadeDrafter(cascade(NgramDrafter(), model(small), 2), model(large, num_tokens))
-    llm = LLM(str(target_dir), drafter, dtype="float32", verification=verification)
+    llm = LLM(str(TARGET), drafter, dtype="float32", verification=verification)
     for wish in (Speculation(5), Speculation(3, 2, 6)):
         found = llm.generate(prompts, params, speculation=wish)
         assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
@@ -348,12 +328,10 @@ def test_an_engine_short_of_memory_says_the_same(
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_in_rejection_modes_a_cascade_of_the_target_is_always_accepted(
-    target_dir: Path, draft_dir: Path, verification: Verification
-) -> None:
+def test_in_rejection_modes_a_cascade_of_the_target_is_always_accepted(verification: Verification) -> None:
     """Its law is the target's own, whoever guessed: so every declared q equals p, and every ratio is 1."""
-    spec = f"cascade[ngram,model:{draft_dir},model:{target_dir}]"
-    llm = LLM(str(target_dir), spec, dtype="float32", verification=verification)
+    spec = f"cascade[ngram,model:{SMALL},model:{TARGET}]"
+    llm = LLM(str(TARGET), spec, dtype="float32", verification=verification)
     params = SamplingParams(temperature=1.0, max_tokens=40, seed=2, ignore_eos=True)
     llm.generate(["Once upon a time", "The"], params, speculation=Speculation(6))
     assert llm.stats.num_accepted == llm.stats.num_drafted > 40
@@ -379,7 +357,7 @@ def test_guesses_beyond_the_judges_vocabulary_are_rejected_and_not_read(large: R
         judge.forget([0])
 
 
-def test_on_passes_of_fixed_shape_it_drafts_what_its_judge_would_alone(target_dir: Path, draft_dir: Path) -> None:
+def test_on_passes_of_fixed_shape_it_drafts_what_its_judge_would_alone() -> None:
     """The runner of GPUs, whose draft models leave their guesses on the device."""
     fixed = Placement(torch.device("cpu"), fixed=True)
 
@@ -389,8 +367,8 @@ def test_on_passes_of_fixed_shape_it_drafts_what_its_judge_would_alone(target_di
     rows, budgets = ROWS[:2], [Budget(6), Budget(3)]
     for rejection in (False, True):
         draws = draws_of(rows, VOCAB, rejection=rejection)
-        alone = told(made(target_dir), rows).propose(draws, budgets)
-        found = told(cascade(made(draft_dir), made(target_dir), 2), rows).propose(draws, budgets)
+        alone = told(made(TARGET), rows).propose(draws, budgets)
+        found = told(cascade(made(SMALL), made(TARGET), 2), rows).propose(draws, budgets)
         assert guesses(found) == guesses(alone)
 
 

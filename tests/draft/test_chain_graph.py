@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from forerun.models.chains import SameIds, Start
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import SMALL
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 VOCAB = 512
@@ -23,8 +23,8 @@ PARAMS = (SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def runner(draft_dir: Path) -> GraphRunner:
-    loaded = Blueprint.of(str(draft_dir), dtype="float32", device=FIXED).load(64)
+def runner() -> GraphRunner:
+    loaded = Blueprint.of(str(SMALL), dtype="float32", device=FIXED).load(64)
     assert isinstance(loaded, GraphRunner)
     return loaded
 

@@ -1,17 +1,13 @@
 """Chains grow in one call, step by step, or as trees of width 1: all give the same, and leave the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled import require_compiler
 from draft.rounds import Row, committed
 from forerun.config import Quantization
 from forerun.draft.base import Budget, Draft
@@ -21,6 +17,8 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import SMALL
+from kit.compiled import require_compiler
 
 VOCAB = 512
 FORMATS: list[tuple[str, Quantization | None]] = [
@@ -103,12 +101,10 @@ def rounds(
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 64])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
-def test_they_are_the_same_and_leave_the_same(
-    draft_dir: Path, dtype: str, quantize: Quantization | None, vocab: int
-) -> None:
+def test_they_are_the_same_and_leave_the_same(dtype: str, quantize: Quantization | None, vocab: int) -> None:
     """Also where the target's vocabulary is padded further than the drafter's."""
     require_compiler()
-    blueprint = Blueprint.of(str(draft_dir), dtype=dtype, quantize=quantize, kernels="native")
+    blueprint = Blueprint.of(str(SMALL), dtype=dtype, quantize=quantize, kernels="native")
     once, steps, trees = (rounds(way, blueprint, vocab) for way in ("at once", "step by step", "as trees"))
     for others in (steps, trees):
         for (draft, left, books), (other, other_left, other_books) in zip(once, others, strict=True):
@@ -121,10 +117,10 @@ def test_they_are_the_same_and_leave_the_same(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS[1:4:2])
-def test_a_price_ends_them_at_the_same_guess(draft_dir: Path, dtype: str, quantize: Quantization | None) -> None:
+def test_a_price_ends_them_at_the_same_guess(dtype: str, quantize: Quantization | None) -> None:
     """In every way, and the survival that is told is the same; a guess at a lower price is never left out."""
     require_compiler()
-    blueprint = Blueprint.of(str(draft_dir), dtype=dtype, quantize=quantize, kernels="native")
+    blueprint = Blueprint.of(str(SMALL), dtype=dtype, quantize=quantize, kernels="native")
     prices = (0.0, 1e-4, 0.01, 0.1)
     once, steps, trees = (rounds(way, blueprint, VOCAB, prices) for way in ("at once", "step by step", "as trees"))
     for others in (steps, trees):
@@ -141,10 +137,10 @@ def test_a_price_ends_them_at_the_same_guess(draft_dir: Path, dtype: str, quanti
     assert 0 < sum(lengths) < sum(whole)
 
 
-def test_want_of_room_makes_steps_of_it(draft_dir: Path) -> None:
+def test_want_of_room_makes_steps_of_it() -> None:
     """A cache too small for all chains at once: what fits is what steps would have found room for."""
     require_compiler()
-    blueprint = Blueprint.of(str(draft_dir), dtype="float32", kernels="native")
+    blueprint = Blueprint.of(str(SMALL), dtype="float32", kernels="native")
     texts = [list(range(40 + i, 100 + i)) for i in range(2)]
     for num_tokens in (128, 192, 256):
         trees = []

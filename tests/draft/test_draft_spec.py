@@ -20,8 +20,8 @@ from forerun.drafters import PLANNERS, plan_drafter
 from forerun.errors import ModelNotFound, UnknownDrafter
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.loading import Blueprint
+from kit.checkpoints import SMALL, TARGET
 
-SMALL = Path(__file__).resolve().parent.parent / "data" / "stories280k"
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}(-[a-z0-9]{1,4})?", fullmatch=True)
 ARGUMENTS = st.text(st.characters(exclude_characters='"', exclude_categories=("C",)), min_size=1, max_size=12)
 SPELLED = st.recursive(
@@ -87,18 +87,18 @@ def test_any_text_parses_or_is_refused_with_a_position(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def context(target_dir: Path) -> DraftContext:
-    target = Blueprint.of(str(target_dir), dtype="float32")
+def context() -> DraftContext:
+    target = Blueprint.of(str(TARGET), dtype="float32")
     return DraftContext(target, target.tokenizer())
 
 
-def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
+def test_names_become_drafters(context: DraftContext) -> None:
     target = context.target.load(64)
     ngram = plan_drafter("ngram:6", context).build({}, None, target)
     assert isinstance(ngram, NgramDrafter)
     assert ngram.max_n == 6
     assert isinstance(plan_drafter("ngram", context).build({}, None, target), NgramDrafter)
-    name, said = f"model:{draft_dir}", []
+    name, said = f"model:{SMALL}", []
     plan = plan_drafter(name, context)
     memory = plan.models[name]
     assert memory.bytes_per_token == 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, their width, float32
@@ -120,6 +120,7 @@ def test_names_become_drafters(context: DraftContext, draft_dir: Path) -> None:
     [
         ("oracle[ngram]", "no drafter 'oracle': choose one of " + ", ".join(sorted(PLANNERS))),
         ("cascade", "two members or more: name the cheapest first"),
+        *((name, f"{name}:DIR") for name in ("eagle", "block", "medusa")),
         ("cascade:ngram", "two members or more"),
         ("cascade[ngram]", "two members or more"),
         (f"cascade[model:{SMALL},ngram]", "'ngram' cannot judge .* as in cascade.ngram,model:SMALL"),
@@ -148,9 +149,9 @@ def test_what_cannot_be_built_is_refused(context: DraftContext, text: str, said:
         plan_drafter(text, context)
 
 
-def test_a_cascade_plans_for_all_of_its_members(context: DraftContext, target_dir: Path, draft_dir: Path) -> None:
+def test_a_cascade_plans_for_all_of_its_members(context: DraftContext) -> None:
     """One checkpoint may serve twice, with a cache for each."""
-    small, large = f"model:{draft_dir}", f"model:{target_dir}"
+    small, large = f"model:{SMALL}", f"model:{TARGET}"
     alone = {name: plan_drafter(name, context) for name in (small, large)}
     plan = plan_drafter(f"cascade[cascade[{small},{small}],{large},{small}]", context)
     names = [small, f"{small} (2)", large, f"{small} (3)"]
@@ -167,9 +168,9 @@ def test_a_cascade_plans_for_all_of_its_members(context: DraftContext, target_di
     assert [drafter.runner.cache.blocks.num_blocks * 64, *found[::-1]] == [64, 128, 192, 256]
 
 
-def test_a_mix_plans_for_all_of_its_members(context: DraftContext, draft_dir: Path) -> None:
+def test_a_mix_plans_for_all_of_its_members(context: DraftContext) -> None:
     """Caches and arms have names of their own, though one checkpoint serves three times."""
-    small = f"model:{draft_dir}"
+    small = f"model:{SMALL}"
     alone = plan_drafter(small, context)
     plan = plan_drafter(f"mix[ngram,{small},cascade[ngram,{small}],{small}]", context)
     names = [small, f"{small} (2)", f"{small} (3)"]
@@ -190,9 +191,9 @@ def test_a_drafter_that_is_nowhere(context: DraftContext) -> None:
         plan_drafter("model:/no/such/folder", context)
 
 
-def test_ids_that_mean_other_tokens_are_translated(context: DraftContext, draft_dir: Path, tmp_path: Path) -> None:
+def test_ids_that_mean_other_tokens_are_translated(context: DraftContext, tmp_path: Path) -> None:
     """Two names changed places; everything else is the target's."""
-    for file in draft_dir.iterdir():
+    for file in SMALL.iterdir():
         shutil.copy(file, tmp_path)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,25 +11,15 @@ from forerun.draft.base import Budget
 from forerun.draft.judge import Judge, JudgeLogits, Question
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.loading import Blueprint
-from forerun.models.runner import DeviceTokens, Read, Runner, States
-
-VOCAB = 512
-
-
-class CountingRunner(Runner):
-    """Counts the tokens it reads."""
-
-    num_read = 0
-
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
-        states = super().read(reads, taps, drawn)
-        self.num_read += sum(len(read.tokens) for read in reads)
-        return states
+from forerun.models.runner import Read, Runner
+from kit.checkpoints import SMALL
+from kit.engines import CountingRunner
+from kit.texts import VOCAB
 
 
 @pytest.fixture(scope="module")
-def loaded(draft_dir: Path) -> Runner:
-    return Blueprint.of(str(draft_dir), dtype="float32").load(64)
+def loaded() -> Runner:
+    return Blueprint.of(str(SMALL), dtype="float32").load(64)
 
 
 def make(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:

@@ -23,8 +23,8 @@ from forerun.models.bundled import BUNDLED
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
+from kit.unchecked import unchecked
 from law.exact import Family, Model, families
-from unchecked import unchecked
 
 Path = tuple[int, ...]
 FREE = 99  # children of a node: more than there are tokens

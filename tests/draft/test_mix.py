@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,11 +29,11 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
+from kit.checkpoints import SMALL, TARGET
+from kit.texts import story
+from kit.unchecked import unchecked
 from law.fuzz import Bench, read_anew, rows_of
-from unchecked import unchecked
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 SPECS = ("ngram", f"model:{SMALL}", "early-exit:2", "suffix", f"cascade[ngram,model:{SMALL}]")
 MIX = f"mix[{','.join(SPECS)}]"
 VOCAB = 512
@@ -56,16 +55,6 @@ def built(spec: str) -> Beside:
         if isinstance(member, CascadeDrafter):
             member.lengths = FixedLength(2)  # what was measured differs, and tells in rejection modes
     return Beside(target, drafter)
-
-
-def story(length: int, seed: int) -> list[int]:
-    """Text that repeats itself now and then."""
-    rng = random.Random(seed)
-    text = [1]
-    while len(text) < length:
-        start = rng.randrange(len(text))
-        text += text[start : start + rng.randint(1, 6)] if rng.random() < 0.6 else [rng.randrange(3, VOCAB)]
-    return text[:length]
 
 
 def nodes_of(draft: Draft, row: int) -> dict[tuple[int, ...], list[float] | None]:
@@ -315,7 +304,7 @@ def generate_each(
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return Bench.of(TARGET, SMALL)
+    return Bench.of()
 
 
 @pytest.mark.sampled(2)

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,46 +13,27 @@ from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS
 from forerun.draft.model.model import ModelDrafter
-from forerun.models.chains import Chains, Start
+from forerun.models.chains import Chains
 from forerun.models.loading import Blueprint
-from forerun.models.runner import DeviceTokens, Read, Runner, States
-from forerun.sampling.draws import Draws
+from forerun.models.runner import DeviceTokens, Read, States
 from forerun.shape import StaticTree
+from kit.assertions import assert_same
+from kit.checkpoints import SMALL
+from kit.engines import CountingRunner
+from kit.texts import VOCAB, random_text
 
-VOCAB = 512
 CONTEXT = 256
 
 
-class CountingRunner(Runner):
-    """Counts the tokens it reads."""
-
-    num_read = 0
-
-    def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
-        states = super().read(reads, taps, drawn)
-        self.num_read += sum(len(read.tokens) for read in reads)
-        return states
-
-    def draw_chains(self, draws: Draws, starts: Sequence[Start], *rest: Any) -> Chains | None:
-        chains = super().draw_chains(draws, starts, *rest)
-        self.num_read += sum(chains.num_read.values()) if chains else 0
-        return chains
-
-
 @pytest.fixture(scope="module")
-def blueprint(draft_dir: Path) -> Blueprint:
-    return Blueprint.of(str(draft_dir), dtype="float32")
+def blueprint() -> Blueprint:
+    return Blueprint.of(str(SMALL), dtype="float32")
 
 
 def make(blueprint: Blueprint, num_tokens: int = 2048, vocab: int = VOCAB) -> ModelDrafter:
     """A drafter with a cache of its own."""
     runner = blueprint.load(num_tokens)
     return ModelDrafter(CountingRunner(runner.decoder, runner.cache), vocab)
-
-
-def random_text(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [1, *(rng.randrange(3, VOCAB) for _ in range(length - 1))]
 
 
 def propose(
@@ -71,15 +51,6 @@ def fresh(blueprint: Blueprint, rows: Sequence[Row], budgets: Sequence[Budget], 
     drafter = make(blueprint)
     drafter.observe(committed(rows))
     return propose(drafter, rows, budgets, temperature)
-
-
-def assert_same(found: Draft, expected: Draft) -> None:
-    """Equal to the bit, confidence included."""
-    assert torch.equal(found.tree.tokens, expected.tree.tokens)
-    assert torch.equal(found.tree.parents, expected.tree.parents)
-    assert (found.survival is None) == (expected.survival is None)
-    if found.survival is not None and expected.survival is not None:
-        assert torch.equal(found.survival, expected.survival)
 
 
 def kept_text(drafter: ModelDrafter, seq_id: int) -> Tensor:

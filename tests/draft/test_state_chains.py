@@ -17,9 +17,10 @@ from forerun.models.runner import Read, States
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from heads.modules import apart
-from heads.trained import PROMPTS, eagle_of, first_eagle_of
+from heads.trained import eagle_of, first_eagle_of
+from kit.checkpoints import TARGET
+from kit.texts import STARTS
 
-TARGET = Path(__file__).parents[1] / "data" / "stories260k"
 FORMS: dict[str, Callable[[Path], str]] = {
     "eagle-3": lambda folder: f"eagle:{eagle_of(TARGET, folder)}",
     "eagle-3, normed, two layers": lambda folder: (
@@ -73,11 +74,11 @@ def test_chains_drawn_at_once_are_those_drawn_step_by_step(
 ) -> None:
     """In rounds of several sequences, of which one guess may end a chain early where its draw is nearly a tie."""
     draft = FORMS[form](tmp_path / "heads")
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=30) for i in range(len(PROMPTS))]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=30) for i in range(len(STARTS))]
     found, answers = [], []
     for at_once in (True, False):
         llm, guesses = watched(draft, at_once, monkeypatch, speculation=Speculation(5), max_num_seqs=3)
-        answers.append([result.outputs[0].token_ids for result in llm.generate(list(PROMPTS), params)])
+        answers.append([result.outputs[0].token_ids for result in llm.generate(list(STARTS), params)])
         llm.drafter.runner.cache.check()  # type: ignore[union-attr]
         found.append(guesses)
         llm.close()
@@ -111,7 +112,7 @@ def test_a_chain_drawn_at_a_price_ends_where_its_guesses_are_worth_less(
             return draft
 
         monkeypatch.setattr(drafter, "propose", priced)
-        llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True))
+        llm.generate(STARTS[0], SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True))
         lengths.append(sum(map(len, guesses.values())) / len(guesses))
         llm.close()
     assert lengths[0] > lengths[1] > lengths[2]
@@ -132,7 +133,7 @@ def test_a_round_reads_its_text_once_and_draws_in_one_call(
         return reading(reads, **options)
 
     monkeypatch.setattr(drafter.runner, "read", read)
-    (answer,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    (answer,) = llm.generate(STARTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     assert len(guesses) > 20
     assert len(passes) == llm.stats.num_passes
     num_prompt = len(answer.prompt_token_ids)

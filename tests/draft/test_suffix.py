@@ -1,7 +1,5 @@
 """Suffix decoding against a quadratic oracle that counts anew for every question, over three letters."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -18,7 +16,7 @@ from forerun.draft.base import AHEAD, Budget, Draft
 from forerun.draft.suffix import SuffixDrafter
 from forerun.draft.suffix_past import Past
 from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 VOCAB = 16
 LETTERS = st.lists(st.integers(0, 2), min_size=1, max_size=40)

@@ -1,7 +1,5 @@
 """Past answers on disk: nothing is lost when a process dies, and no file is harmed that is not understood."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -22,6 +20,7 @@ from forerun.draft.suffix_past import SLACK, Past
 from forerun.drafters import plan_drafter
 from forerun.errors import PastFileError, UnknownDrafter, VocabularyMismatch
 from forerun.models.loading import Blueprint
+from kit.checkpoints import TARGET
 
 TENANTS = ("", "a", "b\n\ud800{")
 
@@ -288,9 +287,9 @@ def test_an_answer_too_large_for_all_room_is_not_written(path: Path) -> None:
     assert path.read_bytes() == data
 
 
-def test_the_drafter_by_its_name(target_dir: Path, path: Path) -> None:
+def test_the_drafter_by_its_name(path: Path) -> None:
     """Checked when it is planned; each drafter that is built finds what the ones before it left."""
-    target = Blueprint.of(str(target_dir), dtype="float32")
+    target = Blueprint.of(str(TARGET), dtype="float32")
     context, runner = DraftContext(target, target.tokenizer()), target.load(64)
     plan = plan_drafter(f"suffix:{path}", context)
     assert not plan.models

@@ -1,10 +1,7 @@
 """What is kept of sequences that are gone: by tenant, up to a size, the oldest first to go; and found again quickly."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +12,8 @@ from forerun.draft.cascade import CascadeDrafter
 from forerun.draft.suffix_past import Past, Reader
 from forerun.draft.suffix_tree import TOKEN_BYTES
 from forerun.llm import LLM
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
 DEPTH = 5
 LETTERS = st.lists(st.integers(0, 2), max_size=30)
@@ -119,11 +117,11 @@ def test_a_reader_finds_what_a_fresh_one_finds(text: list[int], answers: list[li
 
 
 @pytest.mark.parametrize("spec", ["suffix", "cascade[suffix,model:{}]"])
-def test_a_small_memory_budget_is_not_overrun(target_dir: Path, draft_dir: Path, spec: str) -> None:
+def test_a_small_memory_budget_is_not_overrun(spec: str) -> None:
     """What is remembered is part of the plan: a share of a small budget, and no more than that however much is said."""
     llm = LLM(
-        str(target_dir),
-        spec.format(draft_dir),
+        str(TARGET),
+        spec.format(SMALL),
         dtype="float32",
         max_model_len=64,
         max_num_seqs=2,

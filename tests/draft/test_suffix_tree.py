@@ -1,7 +1,5 @@
 """Suffix trees against brute force: every context of every text counted by hand, over three letters."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import random
@@ -22,7 +20,7 @@ from forerun.draft.suffix_tree import (
     Node,
     SuffixTree,
 )
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 LETTERS = st.integers(0, 2)
 TEXTS = st.lists(st.lists(LETTERS, max_size=25), min_size=1, max_size=4)

@@ -1,11 +1,8 @@
 """A text in other tokens: byte for byte the same, whatever the steps, and mostly what encoding it at once gives."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,8 +14,7 @@ from forerun.draft import transcript as module
 from forerun.draft.transcript import LONGEST, Transcriber, Transcript
 from forerun.draft.vocab import Vocabulary
 from forerun.text.tokenizer import Tokenizer
-
-STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260k"
+from kit.checkpoints import TARGET
 
 
 @cache
@@ -29,7 +25,7 @@ def vocabularies() -> dict[str, Vocabulary]:
         "bytes behind a blank": byte_level(380, blank_first=True),
         "pieces": sentence_piece(400),
         "pieces by metaspace": sentence_piece(400, metaspace=True),
-        "stories": Tokenizer.load(STORIES),
+        "stories": Tokenizer.load(TARGET),
         "ab": two_letters(["a", "b", "ab", "ba", "aab"]),
     }
     return {name: Vocabulary(t, t.num_ids, [t.eos_token_id or 0]) for name, t in tokenizers.items()}
@@ -171,7 +167,7 @@ def test_special_tokens_are_what_they_are_for_and_end_a_word() -> None:
 
 
 def test_a_front_is_put_there_once() -> None:
-    target, own = Tokenizer.load(STORIES), byte_level(330)
+    target, own = Tokenizer.load(TARGET), byte_level(330)
     own._backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     way = Transcriber(Vocabulary(target, 512, [2]), Vocabulary(own, own.num_ids, [own.eos_token_id]))
     text = target.encode("Once")

@@ -1,7 +1,5 @@
 """The drafter of another vocabulary: what its model reads, what it guesses, and what it leaves in its cache."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import LogitsProcessor, SamplingParams
+from kit.checkpoints import SMALL, TARGET
 
 VOCAB = 512
 FIXED = Placement(torch.device("cpu"), fixed=True)
@@ -36,15 +35,15 @@ PROMPTS = ["Once upon a time", "Lily and Tom went to the park", "naïve café, �
 
 
 @pytest.fixture(scope="module")
-def context(target_dir: Path) -> DraftContext:
-    target = Blueprint.of(str(target_dir), dtype="float32")
+def context() -> DraftContext:
+    target = Blueprint.of(str(TARGET), dtype="float32")
     return DraftContext(target, target.tokenizer())
 
 
 @pytest.fixture(scope="module")
-def small(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
     """The reference drafter in byte-level tokens, with other ids."""
-    return Blueprint.of(str(byte_level_copy(draft_dir, tmp_path_factory.mktemp("copy") / "bytes")), dtype="float32")
+    return Blueprint.of(str(byte_level_copy(SMALL, tmp_path_factory.mktemp("copy") / "bytes")), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -272,14 +271,14 @@ def generated(llm: LLM, **changes: object) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_on_fixed_passes_it_guesses_as_on_cpus(
-    target_dir: Path, small: Blueprint, way: Transcriber, shared: bool, temperature: float
+    small: Blueprint, way: Transcriber, shared: bool, temperature: float
 ) -> None:
     """Where chains are drawn on the device, guesses are translated there."""
     fixed = Blueprint.of(str(small.folder), dtype="float32", device=FIXED)
-    plain = generated(LLM(str(target_dir), dtype="float32"), temperature=temperature)
+    plain = generated(LLM(str(TARGET), dtype="float32"), temperature=temperature)
     found = []
     for blueprint in (small, fixed):
-        llm = LLM(str(target_dir), make(blueprint, way, shared), dtype="float32", speculation=4)
+        llm = LLM(str(TARGET), make(blueprint, way, shared), dtype="float32", speculation=4)
         assert generated(llm, temperature=temperature) == plain
         found.append((llm.stats.num_drafted, llm.stats.num_accepted))
     assert found[0] == found[1]
@@ -303,19 +302,19 @@ def test_guesses_that_come_true_stay_read(
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_under_rejection_rules_it_is_deterministic_and_accepted(
-    target_dir: Path, small: Blueprint, way: Transcriber, shared: bool, rule: str
+    small: Blueprint, way: Transcriber, shared: bool, rule: str
 ) -> None:
     texts = []
     for placement in (small, Blueprint.of(str(small.folder), dtype="float32", device=FIXED)):
-        llm = LLM(str(target_dir), make(placement, way, shared), dtype="float32", verification=rule, speculation=3)  # type: ignore[arg-type]
+        llm = LLM(str(TARGET), make(placement, way, shared), dtype="float32", verification=rule, speculation=3)  # type: ignore[arg-type]
         texts.append(generated(llm))
         assert 0 < llm.stats.num_accepted < llm.stats.num_drafted
     assert texts[0] == texts[1]
     if not shared:
-        assert texts[0] == generated(LLM(str(target_dir), dtype="float32", verification=rule))  # type: ignore[arg-type]
+        assert texts[0] == generated(LLM(str(TARGET), dtype="float32", verification=rule))  # type: ignore[arg-type]
 
 
-def test_tokens_that_are_not_shared_may_be_forced(target_dir: Path, small: Blueprint, way: Transcriber) -> None:
+def test_tokens_that_are_not_shared_may_be_forced(small: Blueprint, way: Transcriber) -> None:
     """A request's own code may want what the drafter cannot say, as siblings even: it guesses, and reads on somehow."""
     strange = sorted(set(range(3, VOCAB)) - set(shared_ids(way.target, way.own)))[:5]
     assert len(strange) > 2
@@ -326,9 +325,9 @@ def test_tokens_that_are_not_shared_may_be_forced(target_dir: Path, small: Bluep
         return forced
 
     processor: LogitsProcessor = only_strange
-    plain = generated(LLM(str(target_dir), dtype="float32"), logits_processors=(processor,))
+    plain = generated(LLM(str(TARGET), dtype="float32"), logits_processors=(processor,))
     drafter = make(small, way, shared=True)
-    llm = LLM(str(target_dir), drafter, dtype="float32")
+    llm = LLM(str(TARGET), drafter, dtype="float32")
     for wish in ((3, 2, 12), (4, 1, 4)):
         rows = [Row(i, [1, 9 + i, 300]) for i in range(2)]
         lone = make(small, way, shared=True)
@@ -360,24 +359,22 @@ def test_a_row_without_text_or_room_is_not_drafted(small: Blueprint, way: Transc
         assert drafter.propose(draws_of([Row(0, [0, 300])], VOCAB), [Budget(9)]).tree.depth > 0
 
 
-def test_what_is_planned(context: DraftContext, small: Blueprint, draft_dir: Path) -> None:
+def test_what_is_planned(context: DraftContext, small: Blueprint) -> None:
     def build(folder: Path) -> object:
         return plan_drafter(f"model:{folder}", context).build({f"model:{folder}": 256}, None, context.target.load(64))
 
-    assert isinstance(build(draft_dir), ModelDrafter), "nothing is translated without need"
+    assert isinstance(build(SMALL), ModelDrafter), "nothing is translated without need"
     near = build(small.folder)
     assert isinstance(near, TranslatingDrafter)
     assert near.model.shared is not None
     assert near.model.vocab_size == VOCAB
 
 
-def test_in_a_cascade_it_guesses_for_a_model_of_the_targets_vocabulary(
-    context: DraftContext, target_dir: Path, small: Blueprint, draft_dir: Path
-) -> None:
+def test_in_a_cascade_it_guesses_for_a_model_of_the_targets_vocabulary(context: DraftContext, small: Blueprint) -> None:
     """It is asked again and again within a round, each time behind another tail."""
-    plain = generated(LLM(str(target_dir), dtype="float32"), temperature=0.8)
-    llm = LLM(str(target_dir), f"cascade[model:{small.folder},model:{draft_dir}]", dtype="float32", speculation=5)
-    alone = LLM(str(target_dir), f"model:{draft_dir}", dtype="float32", speculation=5)
+    plain = generated(LLM(str(TARGET), dtype="float32"), temperature=0.8)
+    llm = LLM(str(TARGET), f"cascade[model:{small.folder},model:{SMALL}]", dtype="float32", speculation=5)
+    alone = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", speculation=5)
     for each in (llm, alone):
         assert generated(each, temperature=0.8) == plain
     assert llm.stats.num_accepted == alone.stats.num_accepted
@@ -385,8 +382,8 @@ def test_in_a_cascade_it_guesses_for_a_model_of_the_targets_vocabulary(
         plan_drafter(f"cascade[ngram,model:{small.folder}]", context)
 
 
-def test_too_few_shared_tokens_are_not_used(context: DraftContext, draft_dir: Path, tmp_path: Path) -> None:
-    folder = byte_level_copy(draft_dir, tmp_path / "pieces", dropped=("Ġt", "he", "Ġa"))
+def test_too_few_shared_tokens_are_not_used(context: DraftContext, tmp_path: Path) -> None:
+    folder = byte_level_copy(SMALL, tmp_path / "pieces", dropped=("Ġt", "he", "Ġa"))
     far = plan_drafter(f"model:{folder}", context).build({f"model:{folder}": 256}, None, context.target.load(64))
     assert isinstance(far, TranslatingDrafter)
     assert far.model.shared is None
@@ -395,9 +392,9 @@ def test_too_few_shared_tokens_are_not_used(context: DraftContext, draft_dir: Pa
 
 @pytest.mark.parametrize("damage", ["missing", "no bytes"])
 def test_a_drafter_whose_tokens_cannot_be_compared_is_refused(
-    context: DraftContext, draft_dir: Path, tmp_path: Path, damage: str
+    context: DraftContext, tmp_path: Path, damage: str
 ) -> None:
-    folder = byte_level_copy(draft_dir, tmp_path / "copy")
+    folder = byte_level_copy(SMALL, tmp_path / "copy")
     if damage == "missing":
         (folder / "tokenizer.json").unlink()
     else:

@@ -1,9 +1,6 @@
 """Which tokens two vocabularies share, and what that makes of logits."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +12,9 @@ from tokenizers import decoders, models
 from draft.vocabularies import byte_level, sentence_piece, two_letters
 from forerun.draft.vocab import SharedTokens, Vocabulary, shared_ids, shared_marks, shared_weight
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 
-STORIES = Tokenizer.load(Path(__file__).resolve().parent.parent / "data" / "stories260k")
+STORIES = Tokenizer.load(TARGET)
 TOKENIZERS = {
     "bytes": byte_level(330),
     "more bytes": byte_level(420),

@@ -1,7 +1,5 @@
 """Draft models of other vocabularies, made for tests: the reference drafter in byte-level tokens, with other ids."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

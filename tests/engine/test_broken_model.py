@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,16 +16,16 @@ from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from forerun.verify.rules import block_law, token_law, walk
+from kit.checkpoints import SMALL, TARGET
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 NUM_GOOD = 5
 BROKEN = {"NaN": math.nan, "nothing": -math.inf}
 
 
 @cache
 def loaded(draft: str | None, verification: str) -> LLM:
-    spec = f"model:{DATA / 'stories280k'}" if draft == "model" else draft
-    return LLM(str(DATA / "stories260k"), spec, dtype="float32", max_model_len=96, verification=cast(Any, verification))
+    spec = f"model:{SMALL}" if draft == "model" else draft
+    return LLM(str(TARGET), spec, dtype="float32", max_model_len=96, verification=cast(Any, verification))
 
 
 def asked(**changes: object) -> SamplingParams:

@@ -20,18 +20,18 @@ from forerun.draft.suffix import SuffixDrafter
 from forerun.engine import calibration
 from forerun.engine.engine import Engine
 from forerun.models.runner import Read, Runner
+from kit.assertions import assert_empty
+from kit.checkpoints import SMALL, TARGET
 
-ROOT = Path(__file__).parents[1] / "data"
-TARGET, DRAFT = ROOT / "stories260k", ROOT / "stories280k"
 TOKEN_S = 1e-4  # of the clock that a test makes
 PROMPTS = ["Once upon a time", "One day, a little girl", "The cat"]
 DRAFTS = [
     "ngram",
     "suffix",
-    f"model:{DRAFT}",
-    f"mix[ngram,model:{DRAFT}]",
+    f"model:{SMALL}",
+    f"mix[ngram,model:{SMALL}]",
     "early-exit:2",
-    f"cascade[ngram,model:{DRAFT}]",
+    f"cascade[ngram,model:{SMALL}]",
 ]
 
 
@@ -74,14 +74,6 @@ def made_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "read", reading)
     for module in (follower, mix, outcome):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-
-
-def assert_empty(llm: LLM) -> None:
-    """Nothing is left of any sequence."""
-    assert not llm.engine.sequences
-    assert llm.engine.runner.cache.num_rows == 0
-    assert not llm.engine.scheduler.running
-    assert not llm.engine.scheduler.waiting
 
 
 def started(draft: str, **options: object) -> LLM:
@@ -149,7 +141,7 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("draft", "readers"), [(f"model:{DRAFT}", 1), (f"mix[ngram,model:{DRAFT}]", 1), ("ngram", 0)])
+@pytest.mark.parametrize(("draft", "readers"), [(f"model:{SMALL}", 1), (f"mix[ngram,model:{SMALL}]", 1), ("ngram", 0)])
 @pytest.mark.usefixtures("made_clock")
 def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
     """Of those who read the text themselves, and kept for the next start."""
@@ -280,7 +272,7 @@ def test_an_engine_that_cannot_be_measured_is_used_all_the_same(monkeypatch: pyt
 
 @pytest.mark.parametrize("max_model_len", [4, 9, 30])
 def test_short_contexts_are_measured_as_far_as_they_go(max_model_len: int) -> None:
-    llm = started(f"model:{DRAFT}", max_model_len=max_model_len)
+    llm = started(f"model:{SMALL}", max_model_len=max_model_len)
     assert_empty(llm)
     (answer,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True, seed=1))
     assert len(answer.outputs[0].token_ids) == 2
@@ -288,7 +280,7 @@ def test_short_contexts_are_measured_as_far_as_they_go(max_model_len: int) -> No
 
 def test_the_log_is_told_what_to_expect(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="forerun"):
-        llm = started(f"model:{DRAFT}")
+        llm = started(f"model:{SMALL}")
     lines = [record.getMessage() for record in caplog.records if "expected" in record.getMessage()]
     assert len(lines) == 1
     pays = any(each.depth for each in llm.forecasts)
@@ -299,7 +291,7 @@ def test_the_log_is_told_what_to_expect(caplog: pytest.LogCaptureFixture) -> Non
 def test_results_and_stats_tell_the_gain() -> None:
     """Of rounds that were plain it is nearly 1; without a measurement it is not known."""
     params = SamplingParams(temperature=0.7, max_tokens=200, seed=3, ignore_eos=True)
-    llm = started(f"model:{DRAFT}")
+    llm = started(f"model:{SMALL}")
     (plain,) = llm.generate(PROMPTS[0], params, speculation=False)
     assert plain.metrics.gain is not None
     assert llm.stats.gain is not None
@@ -314,7 +306,7 @@ def test_results_and_stats_tell_the_gain() -> None:
 def test_a_few_tokens_tell_no_gain() -> None:
     """What the first rounds take, with nothing in the caches, would be told as a loss."""
     params = SamplingParams(temperature=0.7, max_tokens=LEAST_MEASURED // 2, seed=3, ignore_eos=True)
-    llm = started(f"model:{DRAFT}")
+    llm = started(f"model:{SMALL}")
     (answer,) = llm.generate(PROMPTS[0], params)
     assert answer.metrics.pace.plain_s > 0
     assert (answer.metrics.gain, llm.stats.gain) == (None, None)

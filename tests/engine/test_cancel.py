@@ -27,9 +27,9 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
 
-TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 FEW, MANY = 50, 1000
 MOST = 1.5  # times as many lines for each that leaves: a search would take twenty times as many
 PATIENCE_S = 300.0

@@ -1,15 +1,13 @@
 """The size of chunks follows what passes take, and changes no answer."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.engine.scheduler import FASTEST, MOST, SHORT, ChunkSize
-
-TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
+from kit.checkpoints import TARGET
 
 
 def played(chunk: ChunkSize, start_s: float, token_s: float, count: int = 60) -> list[int]:

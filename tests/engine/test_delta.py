@@ -1,7 +1,5 @@
 """Runs become deltas: what is cut off at a stop leaves nothing behind, and every token knows who said it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,8 +11,9 @@ from forerun.engine.sequence import Sequence
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 
-STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories260k")
+STORIES = Tokenizer.load(TARGET)
 
 
 def sequence(params: SamplingParams, max_length: int = 99) -> Sequence:

@@ -1,50 +1,31 @@
 """Any number of threads use one engine: each is answered as if alone, and none waits for another's reader."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from engine.oracles import seen
 from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Queued
 from forerun.errors import EngineClosed, RequestFailed
 from forerun.llm import LLM
-from forerun.sampling.params import SamplingParams
-
-DATA = Path(__file__).resolve().parents[1] / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
-PATIENCE_S = 300  # only to end a hang
-
-
-def asking(seed: int, **others: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": seed % 3 / 2, "seed": seed, "max_tokens": 12 + seed % 5} | others))
+from kit.assertions import assert_empty
+from kit.checkpoints import SMALL, TARGET
+from kit.engines import PATIENCE_S, alone, asking
+from kit.oracles import seen
+from kit.texts import PROMPTS
 
 
 @cache
 def shared() -> LLM:
     return LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_num_seqs=5)
-
-
-@cache
-def plain() -> LLM:
-    return LLM(str(TARGET), dtype="float32")
-
-
-@cache
-def alone(i: int) -> dict[str, object]:
-    return dict(seen(plain().generate(PROMPTS[i % 5], asking(i))[0]))
 
 
 @cache
@@ -78,13 +59,6 @@ def together(*works: Callable[[], object]) -> list[object]:
 
 def tokens_of(deltas: Sequence[Delta]) -> tuple[int, ...]:
     return tuple(token for delta in deltas for token in delta.token_ids)
-
-
-def assert_empty(llm: LLM) -> None:
-    assert not llm.engine.has_work
-    assert not llm.turns.jobs
-    assert not llm.turns.seat
-    assert llm.engine.runner.cache.num_rows == 0
 
 
 def test_answers_and_streams_from_many_threads_at_once() -> None:

@@ -3,11 +3,9 @@
 import random
 from collections.abc import Sequence as Seq
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from engine.oracles import Oracle
 from forerun.cache.paged import Spare
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import FixedDepth, Load
@@ -19,8 +17,9 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import TARGET
+from kit.oracles import Oracle
 
-TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 LONGEST = 64
 
 

@@ -10,21 +10,17 @@ import asyncio
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.oracles import seen
 from forerun.async_llm import AsyncLLM
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.ngram import NgramDrafter
 from forerun.engine import round as round_module
-from forerun.engine.engine import Engine
 from forerun.engine.recovery import STRIKES
 from forerun.engine.sequence import ActiveSequences, Status
 from forerun.engine.sequence import Sequence as TextSequence
@@ -35,30 +31,17 @@ from forerun.output import RequestOutput
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
+from kit.assertions import assert_empty
+from kit.checkpoints import SMALL, TARGET
+from kit.engines import PATIENCE_S, alone, asking, plain
+from kit.oracles import seen
+from kit.texts import PROMPTS
 
-DATA = Path(__file__).resolve().parents[1] / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
-NUM, PATIENCE_S = 6, 300
+NUM = 6
 
 
 class Sabotage(Exception):
     """What is raised on purpose."""
-
-
-def asking(seed: int, **others: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": seed % 3 / 2, "seed": seed, "max_tokens": 14, "logprobs": 1} | others))
-
-
-@cache
-def plain() -> LLM:
-    return LLM(str(TARGET), dtype="float32")
-
-
-@cache
-def alone() -> list[dict[str, object]]:
-    """Plain answers, one by one."""
-    return [dict(seen(plain().generate([PROMPTS[i % 5]], asking(i))[0])) for i in range(NUM)]
 
 
 When = Callable[[int], bool]
@@ -147,19 +130,9 @@ def answers(llm: LLM, params: Sequence[SamplingParams] | None = None) -> list[Re
 
 
 def assert_plain(found: Sequence[RequestOutput | BaseException]) -> None:
-    for answer, expected in zip(found, alone(), strict=True):
+    for answer, expected in zip(found, map(alone, range(NUM)), strict=True):
         assert isinstance(answer, RequestOutput), repr(answer)
         assert seen(answer) == expected
-
-
-def assert_empty(engine: Engine) -> None:
-    assert not engine.has_work
-    assert not engine.recovery.unfinished
-    assert not engine.active.readers
-    assert not engine.active.samples
-    assert engine.runner.cache.num_rows == 0
-    assert not engine.runner.tails
-    engine.runner.cache.check()
 
 
 @pytest.mark.sampled(6)
@@ -179,7 +152,7 @@ def test_a_drafter_that_fails_costs_nobody_a_token(where: str, when: str, caplog
     assert len(said) == fault.num_raised
     assert all("the drafter saboteur" in line or "The drafter saboteur" in line for line in said)
     assert dismissed == ("switched off" in said[-1])
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 def test_an_error_that_says_what_is_wrong_ends_drafting_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,7 +179,7 @@ def test_a_controller_that_fails_costs_nobody_a_token(where: str, when: str) -> 
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, controller=controller)
     assert_plain(answers(llm))
     assert fault.num_raised > 0
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 WORK = ["plan", "draft", "read", "accept", "runner.read", "runner.keep", "verify", "delta", "active.settle"]
@@ -240,7 +213,7 @@ def test_a_round_that_fails_once_is_as_if_it_had_not_been(
     found = answers(llm)
     assert fault.num_raised == 1
     assert_plain(found)
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 def breaks_on(runner: Runner, culprit: Callable[[Read], bool]) -> Callable[..., States]:
@@ -262,7 +235,7 @@ def test_the_request_that_breaks_rounds_is_found_and_ends_alone(
     """By its data, of which the engine knows nothing: one text holds a token at which passes fail."""
     llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
     bad = llm.tokenizer.encode(PROMPTS[2])[-1]
-    others = [i for i in range(NUM) if bad not in alone()[i]["samples"][0][1]]  # type: ignore[index]
+    others = [i for i in range(NUM) if bad not in alone(i)["samples"][0][1]]  # type: ignore[index]
     others = [i for i in others if bad not in llm.tokenizer.encode(PROMPTS[i % 5])]
     assert 2 not in others
     assert len(others) > 2
@@ -272,11 +245,11 @@ def test_the_request_that_breaks_rounds_is_found_and_ends_alone(
     for i in others:
         answer = found[i]
         assert isinstance(answer, RequestOutput), repr(answer)
-        assert seen(answer) == alone()[i]
+        assert seen(answer) == alone(i)
     failed = found[2]
     assert isinstance(failed, RoundFailed)
     assert isinstance(failed.__cause__, Sabotage)
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 def test_nan_of_one_sequence_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +287,7 @@ def test_nan_of_one_sequence_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> N
         assert isinstance(answer, RequestOutput), repr(answer)
         assert seen(answer) == expected[i]
     assert cache.keys.isfinite().all()
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +299,7 @@ def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.M
         assert all(isinstance(answer, RoundFailed) for answer in found)
         with pytest.raises(RoundFailed, match="rounds that read it raise Sabotage, even alone"):
             llm.generate(list(PROMPTS))
-        assert_empty(llm.engine)
+        assert_empty(llm)
     assert_plain(answers(llm))
 
 
@@ -347,7 +320,7 @@ def stepped(llm: LLM) -> list[list[int] | Exception]:
 
 def alone_tokens() -> list[list[int]]:
     """The tokens of plain answers."""
-    return [list(each["samples"][0][1]) for each in alone()]  # type: ignore[index]
+    return [list(each["samples"][0][1]) for each in map(alone, range(NUM))]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
@@ -361,7 +334,7 @@ def test_recovering_that_fails_once_is_as_if_it_had_not(
     break_(llm, where, fault, monkeypatch, late=False)
     assert stepped(llm) == alone_tokens()
     assert fault.num_raised == 1
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 def test_what_a_round_has_decided_is_told_although_recovering_from_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +358,7 @@ def test_what_a_round_has_decided_is_told_although_recovering_from_it_fails(monk
     failed = [i for i in range(NUM) if isinstance(found[i], OutOfMemory)]
     assert len(failed) == 1
     assert [found[i] for i in range(NUM) if i not in failed] == [expected[i] for i in range(NUM) if i not in failed]
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 def test_where_memory_lacks_to_recover_all_requests_as_many_end_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +382,7 @@ def test_where_memory_lacks_to_recover_all_requests_as_many_end_as_it_takes(monk
     assert 1 in failed  # its prompt is by far the longest
     assert [found[i] for i in range(NUM) if i not in failed] == [expected[i] for i in range(NUM) if i not in failed]
     assert [len(left) for left in ended] == [6, 6, 5, 5]  # everything is tried twice
-    assert_empty(engine)
+    assert_empty(llm)
     assert stepped(llm) == expected
 
 
@@ -438,7 +411,7 @@ def test_an_engine_that_cannot_recover_ends_requests_and_goes_on_when_it_can(mon
 
     asyncio.run(main())
     assert lacking.num_raised > 0
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 def test_a_batch_that_breaks_where_each_alone_does_not_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,7 +458,7 @@ def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseExce
     else:
         assert type(failed) is RequestFailed
         assert failed.__cause__ is error
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 @pytest.mark.sampled(3)
@@ -499,10 +472,10 @@ def test_the_same_without_an_event_loop(error: BaseException) -> None:
     with pytest.raises(kind):
         llm.generate(PROMPTS[1], asking(1, logits_processors=[raising(error, 9)]))
     deltas += stream
-    (expected,) = alone()[0]["samples"]  # type: ignore[misc]
+    (expected,) = alone(0)["samples"]  # type: ignore[misc]
     assert tuple(token for delta in deltas for token in delta.token_ids) == expected[1]
     assert tuple(logprob for delta in deltas for logprob in delta.logprobs) == expected[3]
-    assert_empty(llm.engine)
+    assert_empty(llm)
 
 
 def test_a_processor_that_asks_its_own_llm_is_refused() -> None:
@@ -515,4 +488,4 @@ def test_a_processor_that_asks_its_own_llm_is_refused() -> None:
 
     with pytest.raises(Exception, match="cannot wait for an answer from the same engine"):
         llm.generate("The", asking(0, logits_processors=[nested]))
-    assert_empty(llm.engine)
+    assert_empty(llm)

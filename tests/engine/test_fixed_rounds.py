@@ -15,12 +15,13 @@ from forerun.config import Speculation
 from forerun.device import CPU, Placement
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.output import RequestOutput
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import gumbel
 from forerun.sampling.params import LogitsProcessor
 from forerun.sampling.winners import RoundNoise
+from kit.assertions import tokens_of
+from kit.checkpoints import SMALL, TARGET
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
@@ -29,10 +30,6 @@ WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select
 
 def make(target: Path, draft: str | None, placement: Placement = FIXED, **options: object) -> LLM:
     return LLM(str(target), draft, dtype="float32", device=placement, max_model_len=256, **options)  # type: ignore[arg-type]
-
-
-def tokens_of(results: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
-    return [c.token_ids for r in results for c in r.outputs]
 
 
 PARAMS = [
@@ -46,13 +43,11 @@ PARAMS = [
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("shape", [1, 4, Speculation(depth=3, width=2)])
 @pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
-def test_the_same_tokens_as_on_the_cpu(
-    target_dir: Path, draft_dir: Path, shape: int | Speculation, drafter: str | None
-) -> None:
-    draft = f"model:{draft_dir}" if drafter == "model" else drafter
-    fixed = make(target_dir, draft, speculation=shape, chunk_tokens=7)
+def test_the_same_tokens_as_on_the_cpu(shape: int | Speculation, drafter: str | None) -> None:
+    draft = f"model:{SMALL}" if drafter == "model" else drafter
+    fixed = make(TARGET, draft, speculation=shape, chunk_tokens=7)
     assert isinstance(fixed.engine.runner, GraphRunner)
-    plain = make(target_dir, None, CPU)
+    plain = make(TARGET, None, CPU)
     assert not isinstance(plain.engine.runner, GraphRunner)
     assert tokens_of(fixed.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))
     if drafter:
@@ -63,32 +58,32 @@ def test_the_same_tokens_as_on_the_cpu(
 @pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_rejection_modes_draw_from_declared_laws(target_dir: Path, draft_dir: Path, rule: str) -> None:
+def test_rejection_modes_draw_from_declared_laws(rule: str) -> None:
     """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
     texts = []
     for placement in (FIXED, CPU):
-        llm = make(target_dir, f"model:{draft_dir}", placement, speculation=3, verification=rule)
+        llm = make(TARGET, f"model:{SMALL}", placement, speculation=3, verification=rule)
         texts.append(tokens_of(llm.generate(PROMPTS, PARAMS)))
         assert 0 < llm.stats.num_accepted < llm.stats.num_drafted
     assert texts[0] == texts[1]
 
 
-def test_requests_with_processors_are_drafted_level_by_level(target_dir: Path, draft_dir: Path) -> None:
+def test_requests_with_processors_are_drafted_level_by_level() -> None:
     def no_e(text: list[int], logits: torch.Tensor) -> torch.Tensor:
         logits[list(range(0, 512, 7))] -= 2.0
         return logits
 
     processor: LogitsProcessor = no_e
     params = SamplingParams(temperature=0, max_tokens=20, logits_processors=(processor,))
-    fixed, plain = make(target_dir, f"model:{draft_dir}", speculation=4), make(target_dir, None, CPU)
+    fixed, plain = make(TARGET, f"model:{SMALL}", speculation=4), make(TARGET, None, CPU)
     assert tokens_of(fixed.generate(PROMPTS, params)) == tokens_of(plain.generate(PROMPTS, params))
     assert fixed.stats.num_accepted > 0
 
 
 @pytest.mark.full
-def test_under_want_of_memory_the_tokens_stay(target_dir: Path, draft_dir: Path) -> None:
-    plain = make(target_dir, None, CPU)
-    fixed = make(target_dir, f"model:{draft_dir}", speculation=4)
+def test_under_want_of_memory_the_tokens_stay() -> None:
+    plain = make(TARGET, None, CPU)
+    fixed = make(TARGET, f"model:{SMALL}", speculation=4)
     drafter = fixed.drafter
     assert isinstance(drafter, ModelDrafter)
     small = GraphRunner.of(drafter.runner.decoder, 96, block_size=8)  # not even two sequences' worth
@@ -139,8 +134,6 @@ def counted() -> Iterator[list[str]]:
 @pytest.mark.parametrize("params", PARAMS[:3], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("rule", ["coupled", "token"])
 def test_one_synchronisation_per_round(
-    target_dir: Path,
-    draft_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     drafter: str | None,
     params: SamplingParams,
@@ -148,8 +141,8 @@ def test_one_synchronisation_per_round(
 ) -> None:
     # What a device does: on CPUs a round's noise is kept in a dictionary, by keys that the host reads.
     monkeypatch.setattr(RoundNoise, "rows", lambda noise, keys: gumbel(keys, noise.vocab))
-    draft = f"model:{draft_dir}" if drafter == "model" else drafter
-    llm = make(target_dir, draft, speculation=4, verification=rule)
+    draft = f"model:{SMALL}" if drafter == "model" else drafter
+    llm = make(TARGET, draft, speculation=4, verification=rule)
     for prompt in PROMPTS:
         for sequence in llm.requests.sequences(Request.of(prompt, params)):
             llm.engine.submit(sequence)
@@ -164,14 +157,14 @@ def test_one_synchronisation_per_round(
         assert llm.stats.num_accepted > 0
 
 
-def test_the_count_can_fail(target_dir: Path) -> None:
+def test_the_count_can_fail() -> None:
     with counted() as found:
         x = torch.ones(3)
         x.tolist(), x[x > 0], x.nonzero(), bool(x[0])
     assert len(found) >= 4
 
 
-def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape(target_dir: Path) -> None:
+def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape() -> None:
     """A drafter that declares any shape harms nothing: the tokens are those of plain decoding."""
     from forerun.draft.base import Budget, Committed, Draft
     from forerun.draft.ngram import NgramDrafter
@@ -188,15 +181,15 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape(target_d
             counts = [dice.randrange(-1, 6) for _ in range(batch)]
             return Draft(DraftTree(tokens, parents, depth=3, known=HostView.chains(counts)))
 
-    plain = make(target_dir, None, CPU)
-    liar = LLM(str(target_dir), Liar(), dtype="float32", device=FIXED, max_model_len=256)
+    plain = make(TARGET, None, CPU)
+    liar = LLM(str(TARGET), Liar(), dtype="float32", device=FIXED, max_model_len=256)
     assert tokens_of(liar.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))
 
 
 @pytest.mark.full
-def test_answers_of_other_lengths_capture_nothing_new(target_dir: Path, draft_dir: Path) -> None:
+def test_answers_of_other_lengths_capture_nothing_new() -> None:
     """Near its end an answer is drafted ever less far, and a batch empties: what was captured serves those rounds."""
-    llm = make(target_dir, f"model:{draft_dir}", speculation=8)
+    llm = make(TARGET, f"model:{SMALL}", speculation=8)
     assert isinstance(llm.drafter, ModelDrafter)
     runners = [llm.engine.runner, llm.drafter.runner]
     for runner in runners:

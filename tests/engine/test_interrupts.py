@@ -4,8 +4,6 @@ Interrupts are injected where Python delivers them, at the entry of functions an
 whole rounds; and they are real signals at random times. Beside the stream that is interrupted, others are under way.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import sys
@@ -18,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from engine.oracles import seen
 from forerun import llm as llm_module
 from forerun.accept.delta import Delta
 from forerun.engine.sequence import ActiveSequences
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.assertions import assert_empty
+from kit.checkpoints import SMALL, TARGET
+from kit.oracles import seen
+from kit.texts import PROMPTS
+from kit.unchecked import unchecked
 
-DATA = Path(__file__).resolve().parents[1] / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 SOURCE = str(Path(llm_module.__file__).parent)
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
 DRAFTS = (None, "ngram", f"model:{SMALL}", "early-exit:2", "mix[suffix,early-exit:1]")
 
 
@@ -109,16 +107,6 @@ def beside(llm: LLM, interrupt: Callable[[Callable[[], object]], object], num_be
     for i, own in enumerate(heard):
         assert joined(own) == alone(i)
     assert_empty(llm)
-
-
-def assert_empty(llm: LLM) -> None:
-    assert not llm.engine.has_work
-    assert not llm.engine.recovery.unfinished
-    assert not llm.turns.jobs
-    assert not llm.turns.seat
-    assert not llm.engine.active.readers
-    assert llm.engine.runner.cache.num_rows == 0
-    llm.engine.runner.cache.check()
 
 
 def interrupted(draft: str | None, seed: int, num_trials: int) -> None:

@@ -1,7 +1,5 @@
 """What an engine asks the memory plan for: room for guesses, tables for the context, and a word where there is none."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -22,6 +20,7 @@ from forerun.drafters import plan_drafter
 from forerun.engine.memory import plan_engine, tail_tokens
 from forerun.models.loading import Blueprint
 from forerun.shape import StaticTree
+from kit.checkpoints import SMALL, TARGET
 
 WISHES = st.one_of(
     st.builds(Speculation, st.integers(0, 60), st.integers(1, 3), st.none() | st.integers(1, 40)),
@@ -53,12 +52,12 @@ def none_drafts() -> DraftPlan:
     return DraftPlan({}, lambda _tokens, _progress, _target: None)
 
 
-def test_deep_chains_take_no_more_memory_than_the_context(target_dir: Path, draft_dir: Path) -> None:
-    for draft in (None, f"model:{draft_dir}"):
-        plans = [planned(target_dir, draft, Speculation(depth)) for depth in (0, 4, 256)]
+def test_deep_chains_take_no_more_memory_than_the_context() -> None:
+    for draft in (None, f"model:{SMALL}"):
+        plans = [planned(TARGET, draft, Speculation(depth)) for depth in (0, 4, 256)]
         assert plans[0] == plans[1] == plans[2]
         assert plans[0].cache_tokens == 16 * 512
-    deep = planned(target_dir, None, Speculation(256, 2))
+    deep = planned(TARGET, None, Speculation(256, 2))
     assert 16 * 512 < deep.cache_tokens <= 16 * (512 + 512)
 
 
@@ -72,14 +71,12 @@ def test_a_draft_model_has_its_part_of_a_small_budget() -> None:
     assert llm.stats.num_drafted > 0
 
 
-def test_a_drafter_that_can_never_draft_is_a_warning(
-    target_dir: Path, draft_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = f"model:{draft_dir}"
+def test_a_drafter_that_can_never_draft_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    name = f"model:{SMALL}"
     with caplog.at_level(logging.WARNING, "forerun"):
-        assert planned(target_dir, name).silent_drafters == []
+        assert planned(TARGET, name).silent_drafters == []
         assert not caplog.records
-        short = planned(target_dir, name, memory_bytes=4_000_000, max_model_len=512)
+        short = planned(TARGET, name, memory_bytes=4_000_000, max_model_len=512)
     assert short.silent_drafters == [name]
     assert f"{name} cache: no memory left, will not draft" in short.lines()
     (record,) = caplog.records
@@ -88,10 +85,10 @@ def test_a_drafter_that_can_never_draft_is_a_warning(
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of ten million positions, whose tables alone would take 640 MB."""
     folder = tmp_path_factory.mktemp("far") / "model"
-    shutil.copytree(target_dir, folder)
+    shutil.copytree(TARGET, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**7}))
     return folder

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +16,10 @@ from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
 from law.fuzz import Bench
-from unchecked import unchecked
 
-STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260k"
 TAPS = (0, 2, 4, 5, -1)  # of five layers: what enters the first, leaves the second and the fourth, and both ends
 FORMATS = ("float32", "bfloat16", "int8", "int4", "float32 by torch", "bfloat16 by torch")
 SHAPES = (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2))
@@ -28,7 +27,7 @@ SHAPES = (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2
 
 @pytest.fixture(scope="module")
 def bench_of() -> Callable[[str], Bench]:
-    return cache(lambda name: Bench.of(STORIES, STORIES, name))
+    return cache(lambda name: Bench.of(TARGET, TARGET, name))
 
 
 @dataclass(slots=True)

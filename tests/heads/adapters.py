@@ -1,18 +1,17 @@
 """Adapter folders made for tests: some of a target's own layers, layers that say nothing, layers of another family."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.fields import read_fields
 from forerun.models.config import config_of
 from forerun.models.projections import tensor_shapes
+from kit.checkpoints import written
 
 STRANGE = {  # another family, and other heads, widths and positions than any target of the tests
     "architectures": ["Qwen3ForCausalLM"],
@@ -64,11 +63,3 @@ def random_tensors(config: Mapping[str, object], folder: Path) -> dict[str, Tens
     shapes = tensor_shapes(config_of(read_fields(folder / "config.json")))
     tensors = {n: torch.randn(s, generator=dice) * 0.1 + ("norm" in n) for n, s in shapes.items()}
     return {n: t for n, t in tensors.items() if n not in ("model.embed_tokens.weight", "lm_head.weight")}
-
-
-def written(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Path:
-    """The folder with both files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(config)))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.trained import states, texts
+from kit.checkpoints import rewritten
 
 NAMES: Mapping[str, Mapping[str, str]] = {  # written out from the published checkpoints; {} is a module's number
     "deepseek": {
@@ -101,14 +102,3 @@ def apart(source: Path, folder: Path, num_modules: int, naming: str, **keys: obj
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return rewritten(folder, module_tensors(source, num_modules, naming), {COUNT[naming]: num_modules} | keys)
-
-
-def rewritten(folder: Path, tensors: Mapping[str, Tensor | None], keys: Mapping[str, object]) -> Path:
-    """The folder with other tensors and keys; None takes a tensor out."""
-    path = folder / "model.safetensors"
-    stored = load_file(path) if path.exists() else {}
-    kept = {name: tensor for name, tensor in (stored | dict(tensors)).items() if tensor is not None}
-    save_file({name: tensor.contiguous() for name, tensor in kept.items()}, path)
-    config = json.loads((folder / "config.json").read_text()) | dict(keys)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder

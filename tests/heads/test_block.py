@@ -1,7 +1,5 @@
 """Block drafters: against a reference written out from the papers, at the places where the engine's rounds begin."""
 
-import itertools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draft.rounds import Beside, Row, committed, draws_of
-from forerun.config import Speculation
+from forerun.config import Speculation, Verification
 from forerun.draft.base import Budget
 from forerun.draft.model.expand import with_first
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
-from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape, WrongTarget
-from forerun.heads.block.drafter import BlockBlueprint, BlockDrafter
+from forerun.errors import MissingWeights, ModelError, UnsupportedModel, WrongShape
+from forerun.heads.block.drafter import BlockBlueprint
 from forerun.heads.block.network import MASKED, BlockDecoder
 from forerun.heads.folder import HeadFolder, LoadedHeads
 from forerun.llm import LLM
@@ -27,9 +25,12 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
-from heads.trained import PROMPTS, block_of
+from heads.trained import block_of
+from kit.assertions import accepted_by_shape, assert_acceptance
+from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten
+from kit.references import normed, turned
+from kit.texts import STARTS
 
-TARGET = Path(__file__).parents[1] / "data" / "stories260k"
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 2
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 KINDS: dict[str, dict[str, object]] = {
@@ -51,19 +52,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return known[kind]
 
     return make
-
-
-def normed(x: Tensor, gain: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
-
-
-def turned(x: Tensor, first: int) -> Tensor:
-    """Rotated by position, from this one on: [places, heads, head_dim]."""
-    positions = first + torch.arange(len(x))
-    angles = positions[:, None] / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    cos, sin = (torch.cat([f(angles)] * 2, dim=-1)[:, None] for f in (torch.cos, torch.sin))
-    first_half, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first_half], dim=-1) * sin
 
 
 def reference_states(w: dict[str, Tensor], places: Tensor, taps: Tensor, causal: bool) -> Tensor:
@@ -132,28 +120,13 @@ def reference_guesses(
 def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, made: Callable[[str], Path]) -> None:
     folder, depth = made(kind), 4
     llm = LLM(str(TARGET), f"block:{folder}", dtype="float32", speculation=Speculation(depth), chunk_tokens=3)
-    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    runner = Blueprint.of(str(TARGET), dtype="float32").load(1024)
-    offered, right = [0] * depth, [0] * depth
-    assert isinstance(llm.drafter, BlockDrafter)
-    for seq_id, prompt in enumerate(PROMPTS):
-        result = llm.generate(prompt, GREEDY)[0]
-        text, root = [*result.prompt_token_ids, *result.outputs[0].token_ids], len(result.prompt_token_ids)
-        taps = runner.read([Read(seq_id, text)], taps=llm.drafter.taps).taps
-        assert taps is not None
-        while root < len(text) - 1:
-            own = text[: root + 1]
-            guesses = reference_guesses(weights, config, runner.decoder.embedding, own, taps[:root])[0]
-            guesses = guesses[: min(depth, len(text) - root - 2)]
-            pairs = zip(guesses, text[root + 1 :], strict=False)
-            accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            for place in range(min(len(guesses), accepted + 1)):
-                offered[place] += 1
-                right[place] += place < accepted
-            root += 1 + accepted
-    found = llm.stats.offered_at_depth, llm.stats.accepted_at_depth
-    assert found == (offered[: len(found[0])], right[: len(found[1])])
-    assert sum(right) == sum(found[1]) > 25
+    weights, config = load_file(folder / "model.safetensors"), read_json(folder / "config.json")
+    table = load_file(TARGET / "model.safetensors")[EMBEDDING]
+
+    def guesses(text: list[int], taps: Tensor) -> list[int]:
+        return reference_guesses(weights, config, table, text, taps)[0]
+
+    assert assert_acceptance(TARGET, llm, depth, GREEDY, guesses) > 25
 
 
 @pytest.mark.full
@@ -161,25 +134,15 @@ def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 def test_trees_of_any_form_are_plain_and_accepted_more_often_and_nothing_is_left(
-    kind: str, verification: str, made: Callable[[str], Path]
+    kind: str, verification: Verification, made: Callable[[str], Path]
 ) -> None:
-    plain = [r.outputs[0].token_ids for r in LLM(str(TARGET), dtype="float32").generate(list(PROMPTS), GREEDY)]
-    accepted = {}
-    for name, shape in {
+    shapes = {
         "chain": Speculation(4),
         "tree": Speculation(4, 3, 12),
         "deeper than blocks": Speculation(9, 2, 20),
         "static": Speculation(tree=StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])),
-    }.items():
-        llm = LLM(str(TARGET), f"block:{made(kind)}", dtype="float32", speculation=shape, verification=verification)
-        assert [r.outputs[0].token_ids for r in llm.generate(list(PROMPTS), GREEDY)] == plain
-        accepted[name] = llm.stats.num_accepted
-        assert llm.stats.num_drafted <= llm.stats.num_rounds * 20
-        assert isinstance(llm.drafter, BlockDrafter)
-        assert not llm.drafter.sequences
-        assert not llm.drafter.blocks
-        assert llm.drafter.runner.cache.num_rows == 0
-        llm.drafter.runner.cache.check()
+    }
+    accepted = accepted_by_shape(TARGET, f"block:{made(kind)}", shapes, GREEDY, verification)
     if verification == "coupled":
         assert accepted["tree"] > 1.1 * accepted["chain"] > 0
 
@@ -195,7 +158,7 @@ def test_survival_of_first_guesses_is_the_product_of_confidences(made: Callable[
     draft = drafter.propose(draws_of([Row(0, text)], 512), [Budget(4, price=1e-9)])
     taps = runner.read([Read(1, text[:-1])], taps=built.taps).taps
     assert taps is not None
-    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    weights, config = load_file(folder / "model.safetensors"), read_json(folder / "config.json")
     guesses, chances = reference_guesses(weights, config, runner.decoder.embedding, text, taps)
     assert draft.tree.tokens[0, 1:].tolist() == guesses[:4]
     assert draft.survival is not None
@@ -276,16 +239,6 @@ def test_drafts_end_where_positions_do(made: Callable[[str], Path]) -> None:
         assert llm.stats.num_drafted > 0
 
 
-def changed(folder: Path, new: Path, keys: dict[str, object], tensors: dict[str, Tensor | None]) -> Path:
-    """A copy with other fields and tensors."""
-    new.mkdir(exist_ok=True)
-    config, found = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    (new / "config.json").write_text(json.dumps(config | keys))
-    kept = {name: tensor for name, tensor in (found | tensors).items() if tensor is not None}
-    save_file(kept, new / "model.safetensors")
-    return new
-
-
 @pytest.mark.parametrize(
     ("keys", "tensors", "error", "told"),
     [
@@ -337,24 +290,15 @@ def test_what_does_not_fit_is_refused(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(error, match=told):
-        LLM(str(TARGET), f"block:{changed(made('dspark'), tmp_path, keys, tensors)}", dtype="float32")
+        LLM(str(TARGET), f"block:{rewritten(made('dspark'), tensors, keys, tmp_path)}", dtype="float32")
 
 
 def test_an_embedding_and_a_head_of_its_own_are_read(made: Callable[[str], Path], tmp_path: Path) -> None:
-    table = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
-    other = changed(made("dspark"), tmp_path, {}, {"embed_tokens.weight": table, "lm_head.weight": table.clone()})
+    table = load_file(TARGET / "model.safetensors")[EMBEDDING]
+    other = rewritten(made("dspark"), {"embed_tokens.weight": table, "lm_head.weight": table.clone()}, {}, tmp_path)
     found = []
     for each in (made("dspark"), other):
         llm = LLM(str(TARGET), f"block:{each}", dtype="float32", speculation=Speculation(4))
-        llm.generate(list(PROMPTS), GREEDY)
+        llm.generate(list(STARTS), GREEDY)
         found.append((llm.stats.num_drafted, llm.stats.num_accepted))
     assert found[0] == found[1]
-
-
-def test_a_folder_must_be_named_and_text_must_come_with_states(made: Callable[[str], Path]) -> None:
-    with pytest.raises(UnknownDrafter, match="block:DIR"):
-        LLM(str(TARGET), "block")
-    llm = LLM(str(TARGET), f"block:{made('dspark')}", dtype="float32", speculation=Speculation(2))
-    assert llm.drafter is not None
-    with pytest.raises(WrongTarget, match="told text without them"):
-        llm.drafter.observe(committed([Row(0, [1, 5, 9])]))

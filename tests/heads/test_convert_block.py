@@ -19,7 +19,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from heads.package_block import ANCHORS, CHECKPOINTS, FOLDER, TAPS, TARGET, load, said
 from heads.trained import BLOCK_CONFIG, written_block
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 NAMES = list(CHECKPOINTS)

@@ -21,11 +21,12 @@ from forerun.heads.kinds import head_folders
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
-from heads.trained import PROMPTS, eagle_of, first_eagle_of, heads_of
-from unchecked import unchecked
+from heads.trained import eagle_of, first_eagle_of, heads_of
+from kit.checkpoints import TARGET
+from kit.texts import STARTS
+from kit.unchecked import unchecked
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-TARGET = Path(__file__).parents[1] / "data" / "stories260k"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def same_tensors(one: Path, other: Path) -> bool:
 def counts(draft: str) -> tuple[int, int]:
     """(drafted, accepted) guesses of some answers."""
     llm = LLM(str(TARGET), draft, dtype="float32", speculation=Speculation(3))
-    llm.generate(list(PROMPTS[:3]), SamplingParams(temperature=0, max_tokens=20))
+    llm.generate(list(STARTS[:3]), SamplingParams(temperature=0, max_tokens=20))
     return llm.stats.num_drafted, llm.stats.num_accepted
 
 

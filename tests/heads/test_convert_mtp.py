@@ -18,7 +18,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from heads.modules import apart
 from heads.package_mtp import FOLDER, NAME, PLACES, TARGET, load, logits_of
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 THEIRS = FOLDER / NAME

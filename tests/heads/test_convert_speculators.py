@@ -20,7 +20,7 @@ from forerun.models.runner import Read
 from forerun.train.kinds import make_student
 from heads.package import ANCHORS, CHECKPOINTS, DEPTHS, FOLDER, TAPS, TARGET, guesses_of, load, logits_of
 from heads.trained import eagle_of
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 NAMES = list(CHECKPOINTS)

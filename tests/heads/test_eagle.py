@@ -1,31 +1,28 @@
 """EAGLE drafters: against a reference written out from the paper, at the places where the engine's rounds begin."""
 
-import itertools
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 
-from draft.rounds import Row, committed
 from forerun.config import Speculation
-from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongTarget
-from forerun.heads.eagle.drafter import EagleBlueprint, EagleDrafter
+from forerun.errors import MissingWeights, ModelError, UnsupportedModel
+from forerun.heads.eagle.drafter import EagleBlueprint
 from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
-from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
-from heads.trained import PROMPTS, eagle_of, first_eagle_of
+from heads.trained import eagle_of, first_eagle_of
+from kit.assertions import accepted_by_shape, assert_acceptance
+from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten
+from kit.references import attention, normed, with_mlp
+from kit.texts import STARTS
 
-TARGET = Path(__file__).parents[1] / "data" / "stories260k"
-HEADS, KV_HEADS, HEAD_DIM, DEPTH = 4, 2, 16, 4
+HEADS, KV_HEADS, DEPTH = 4, 2, 4
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
@@ -40,41 +37,12 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return first_eagle_of(TARGET, tmp_path_factory.mktemp("eagle") / "first")
 
 
-def normed(x: Tensor, gain: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
-
-
-def turned(x: Tensor) -> Tensor:
-    """Rotated by position: [places, heads, head_dim]."""
-    angles = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    cos, sin = (torch.cat([f(angles)] * 2, dim=-1)[:, None] for f in (torch.cos, torch.sin))
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def mixed(w: dict[str, Tensor], place: str, x: Tensor) -> Tensor:
-    """What attention adds, over a whole text, with a causal mask."""
-    q, k, v = (x @ w[f"{place}.self_attn.{name}_proj.weight"].T for name in "qkv")
-    q, k = turned(q.view(-1, HEADS, HEAD_DIM)), turned(k.view(-1, KV_HEADS, HEAD_DIM))
-    v = v.view(-1, KV_HEADS, HEAD_DIM)
-    k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (k, v))
-    found = functional.scaled_dot_product_attention(*(each.transpose(0, 1) for each in (q, k, v)), is_causal=True)
-    return found.transpose(0, 1).flatten(1) @ w[f"{place}.self_attn.o_proj.weight"].T
-
-
-def with_mlp(w: dict[str, Tensor], place: str, x: Tensor) -> Tensor:
-    """The stream with what the MLP adds."""
-    inner = normed(x, w[f"{place}.post_attention_layernorm.weight"])
-    gate, up = (inner @ w[f"{place}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x + (functional.silu(gate) * up) @ w[f"{place}.mlp.down_proj.weight"].T
-
-
 class Reference:
     """EAGLE-3 over a whole text, as the paper and the options of `speculators` define it."""
 
-    def __init__(self, folder: Path, target: Decoder) -> None:
-        self.w, self.embedding = load_file(folder / "model.safetensors"), target.embedding
-        config = json.loads((folder / "config.json").read_text())
+    def __init__(self, folder: Path) -> None:
+        self.w, self.table = load_file(folder / "model.safetensors"), load_file(TARGET / "model.safetensors")[EMBEDDING]
+        config = read_json(folder / "config.json")
         self.options = {name for name in OPTIONS if config.get(name)}
 
     def fused(self, taps: Tensor) -> Tensor:
@@ -91,7 +59,7 @@ class Reference:
         own = normed(states, self.w["midlayer.hidden_norm.weight"])
         read = torch.cat([normed(embedded, self.w["midlayer.input_layernorm.weight"]), own], -1)
         residual = own if "norm_before_residual" in self.options else states
-        x = with_mlp(self.w, "midlayer", residual + mixed(self.w, "midlayer", read))
+        x = with_mlp(self.w, "midlayer.", residual + attention(self.w, "midlayer.", read, HEADS, KV_HEADS))
         return normed(x, self.w["norm.weight"]) if "norm_output" in self.options else x
 
     def token(self, output: Tensor) -> int:
@@ -100,11 +68,11 @@ class Reference:
         best = int((self.w["lm_head.weight"] @ x).argmax())
         return best + int(self.w["d2t"][best])
 
-    def guesses(self, text: list[int], taps: Tensor, depth: int) -> list[int]:
+    def guesses(self, text: list[int], taps: Tensor) -> list[int]:
         """The likeliest chain behind `text`, whose last token the target has not read; `taps` are behind the others."""
         states, tokens, found = self.fused(taps), text[1:], list[int]()
-        for _ in range(depth):
-            out = self.output(self.embedding[torch.tensor(tokens)], states)[-1]
+        for _ in range(DEPTH):
+            out = self.output(self.table[torch.tensor(tokens)], states)[-1]
             found.append(self.token(out))
             tokens, states = [*tokens, found[-1]], torch.cat([states, out[None]])
         return found
@@ -113,20 +81,15 @@ class Reference:
 class FirstReference(Reference):
     """EAGLE-1 and EAGLE-2: embedding and state through one map, no norm before attention, the target's head."""
 
-    def __init__(self, folder: Path, target: Decoder) -> None:
-        super().__init__(folder, target)
-        head = load_file(TARGET / "model.safetensors")
-        self.head = head.get("lm_head.weight", head["model.embed_tokens.weight"])
-
     def fused(self, taps: Tensor) -> Tensor:
         return taps[:, 0]
 
     def output(self, embedded: Tensor, states: Tensor) -> Tensor:
         x = torch.cat([embedded, states], -1) @ self.w["fc.weight"].T + self.w.get("fc.bias", torch.zeros(1))
-        return with_mlp(self.w, "layers.0", x + mixed(self.w, "layers.0", x))
+        return with_mlp(self.w, "layers.0.", x + attention(self.w, "layers.0.", x, HEADS, KV_HEADS))
 
     def token(self, output: Tensor) -> int:
-        return int((self.head @ output).argmax())
+        return int((self.table @ output).argmax())
 
 
 FORMS: dict[str, tuple[Callable[[Path], Path], type[Reference], int]] = {  # and the least that is accepted
@@ -145,82 +108,42 @@ def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(
     form: str, chunk_tokens: int, tmp_path: Path
 ) -> None:
     make, reference_of, least = FORMS[form]
-    folder = make(tmp_path / "layer")
-    options = {"dtype": "float32", "speculation": Speculation(DEPTH), "chunk_tokens": chunk_tokens}
-    llm = LLM(str(TARGET), f"eagle:{folder}", **options)  # type: ignore[arg-type]
-    target = Blueprint.of(str(TARGET), dtype="float32")
-    runner, offered, right = target.load(1024), [0] * DEPTH, [0] * DEPTH
-    reference = reference_of(folder, runner.decoder)
-    assert isinstance(llm.drafter, EagleDrafter)
-    for seq_id, prompt in enumerate(PROMPTS):
-        result = llm.generate(prompt, GREEDY)[0]
-        text, root = [*result.prompt_token_ids, *result.outputs[0].token_ids], len(result.prompt_token_ids)
-        taps = runner.read([Read(seq_id, text)], taps=llm.drafter.taps).taps
-        assert taps is not None
-        while root < len(text) - 1:
-            depth = min(DEPTH, len(text) - root - 2)
-            guesses = reference.guesses(text[: root + 1], taps[:root], depth)
-            pairs = zip(guesses, text[root + 1 :], strict=False)
-            accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            for place in range(min(len(guesses), accepted + 1)):
-                offered[place] += 1
-                right[place] += place < accepted
-            root += 1 + accepted
-    found = llm.stats.offered_at_depth, llm.stats.accepted_at_depth
-    assert found == (offered[: len(found[0])], right[: len(found[1])])
-    assert sum(right) == sum(found[1]) > least
+    folder, shape = make(tmp_path / "layer"), Speculation(DEPTH)
+    llm = LLM(str(TARGET), f"eagle:{folder}", dtype="float32", speculation=shape, chunk_tokens=chunk_tokens)
+    assert assert_acceptance(TARGET, llm, DEPTH, GREEDY, reference_of(folder).guesses) > least
 
 
 def test_trees_are_plain_and_accepted_more_often_and_nothing_is_left(folder: Path) -> None:
-    plain = [r.outputs[0].token_ids for r in LLM(str(TARGET), dtype="float32").generate(list(PROMPTS), GREEDY)]
-    accepted = []
-    for shape in (Speculation(DEPTH), Speculation(DEPTH, 3, 12)):
-        llm = LLM(str(TARGET), f"eagle:{folder}", dtype="float32", speculation=shape)
-        assert [r.outputs[0].token_ids for r in llm.generate(list(PROMPTS), GREEDY)] == plain
-        accepted.append(llm.stats.num_accepted)
-        assert isinstance(llm.drafter, EagleDrafter)
-        assert not llm.drafter.sequences
-        assert not llm.drafter.outputs
-        assert llm.drafter.runner.cache.num_rows == 0
-        llm.drafter.runner.cache.check()
-    assert accepted[1] > 1.1 * accepted[0] > 0
-
-
-def changed(folder: Path, new: Path, keys: dict[str, object], tensors: dict[str, Tensor | None]) -> Path:
-    """A copy with other fields and tensors."""
-    new.mkdir(exist_ok=True)
-    config, found = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    (new / "config.json").write_text(json.dumps(config | keys))
-    kept = {name: tensor for name, tensor in (found | tensors).items() if tensor is not None}
-    save_file(kept, new / "model.safetensors")
-    return new
+    shapes = {"chain": Speculation(DEPTH), "tree": Speculation(DEPTH, 3, 12)}
+    accepted = accepted_by_shape(TARGET, f"eagle:{folder}", shapes, GREEDY)
+    assert accepted["tree"] > 1.1 * accepted["chain"] > 0
 
 
 def test_embeddings_of_its_own_and_another_name_of_the_layer_are_read(folder: Path, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    embedding = load_file(TARGET / "model.safetensors")[EMBEDDING]
     renamed = {name.replace("midlayer.", "layers.0."): t for name, t in weights.items() if name.startswith("mid")}
     gone: dict[str, Tensor | None] = {name: None for name in weights if name.startswith("mid")}
     ids = torch.arange(400) + weights["d2t"]
     mask = torch.zeros(512, dtype=torch.bool).index_fill_(0, ids, True)
-    other = changed(folder, tmp_path, {}, gone | renamed | {"embed_tokens.weight": embedding, "t2d": mask})
+    other = rewritten(folder, gone | renamed | {"embed_tokens.weight": embedding, "t2d": mask}, {}, tmp_path)
     found = []
     for each in (folder, other):
         llm = LLM(str(TARGET), f"eagle:{each}", dtype="float32", speculation=Speculation(DEPTH))
-        llm.generate(list(PROMPTS), GREEDY)
+        llm.generate(list(STARTS), GREEDY)
         found.append((llm.stats.num_drafted, llm.stats.num_accepted))
     assert found[0] == found[1]
 
 
 def test_a_folder_without_a_head_uses_the_targets(folder: Path, tmp_path: Path) -> None:
-    head = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    head = load_file(TARGET / "model.safetensors")[EMBEDDING]
     whole: dict[str, object] = {"draft_vocab_size": 512}
-    copied = changed(folder, tmp_path / "copied", whole, {"lm_head.weight": head, "d2t": torch.zeros(512).long()})
-    shared = changed(copied, tmp_path / "shared", whole, {"lm_head.weight": None, "d2t": None})
+    copied = rewritten(folder, {"lm_head.weight": head, "d2t": torch.zeros(512).long()}, whole, tmp_path / "copied")
+    shared = rewritten(copied, {"lm_head.weight": None, "d2t": None}, whole, tmp_path / "shared")
     found = []
     for each in (copied, shared):
         llm = LLM(str(TARGET), f"eagle:{each}", dtype="float32", speculation=Speculation(DEPTH))
-        llm.generate(list(PROMPTS), GREEDY)
+        llm.generate(list(STARTS), GREEDY)
         found.append((llm.stats.num_drafted, llm.stats.num_accepted))
     assert found[0] == found[1]
 
@@ -264,7 +187,7 @@ def test_what_does_not_fit_is_refused(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(error, match=told):
-        LLM(str(TARGET), f"eagle:{changed(folder, tmp_path, keys, tensors)}", dtype="float32")
+        LLM(str(TARGET), f"eagle:{rewritten(folder, tensors, keys, tmp_path)}", dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -288,14 +211,5 @@ def test_what_does_not_fit_eagle_1_is_refused(
 ) -> None:
     with pytest.raises(error, match=told):
         EagleBlueprint.of(
-            HeadFolder.of(str(changed(first, tmp_path, keys, tensors)), Blueprint.of(str(TARGET), dtype="float32"))
+            HeadFolder.of(str(rewritten(first, tensors, keys, tmp_path)), Blueprint.of(str(TARGET), dtype="float32"))
         )
-
-
-def test_a_folder_must_be_named_and_text_must_come_with_states(folder: Path) -> None:
-    with pytest.raises(UnknownDrafter, match="eagle:DIR"):
-        LLM(str(TARGET), "eagle")
-    llm = LLM(str(TARGET), f"eagle:{folder}", dtype="float32", speculation=Speculation(2))
-    assert llm.drafter is not None
-    with pytest.raises(WrongTarget, match="told text without them"):
-        llm.drafter.observe(committed([Row(0, [1, 5, 9])]))

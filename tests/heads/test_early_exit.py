@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compiled import require_compiler
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import FixedDepth, Load
@@ -33,11 +32,13 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
+from kit.assertions import assert_same
+from kit.checkpoints import TARGET
+from kit.compiled import require_compiler
+from kit.texts import random_text
+from kit.unchecked import unchecked
 from law.fuzz import Bench, number_format, read_anew, rows_of
-from unchecked import unchecked
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-STORIES = DATA / "stories260k"
 VOCAB, LAYERS = 512, 5
 LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float16", "float32 by torch")]
 FORMATS = ("float32", "bfloat16", "int4", "bfloat16 by torch", *LONG_ONLY)
@@ -68,30 +69,12 @@ def edited(source: Path, folder: Path, layers: int, quiet: int = LAYERS) -> Path
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose first layers know what it will say, as those of one that was trained for early exit do."""
-    return edited(STORIES, tmp_path_factory.mktemp("early") / "target", LAYERS, quiet=2)
+    return edited(TARGET, tmp_path_factory.mktemp("early") / "target", LAYERS, quiet=2)
 
 
 @pytest.fixture(scope="module")
 def bench_of(target: Path) -> Callable[[str], Bench]:
     return cache(lambda name: Bench.of(target, target, name))
-
-
-def story(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [1, *(rng.randrange(3, VOCAB) for _ in range(length - 1))]
-
-
-def assert_same(found: Draft, expected: Draft) -> None:
-    """The same guesses, laws and confidence."""
-    assert torch.equal(found.tree.tokens, expected.tree.tokens)
-    assert torch.equal(found.tree.parents, expected.tree.parents)
-    assert (found.survival is None) == (expected.survival is None)
-    if found.survival is not None and expected.survival is not None:
-        assert torch.equal(found.survival, expected.survival)
-    assert (found.tree.q is None) == (expected.tree.q is None)
-    if found.tree.q is not None and expected.tree.q is not None:
-        assert torch.equal(found.tree.q.row, expected.tree.q.row)
-        assert torch.equal(found.tree.q.dense(VOCAB), expected.tree.q.dense(VOCAB))
 
 
 @pytest.mark.sampled(9)
@@ -106,7 +89,7 @@ def test_it_guesses_what_a_checkpoint_cut_off_there_guesses(
     runner = bench.with_cache(bench.runner, 2048)
     ours = Beside(runner, EarlyExitDrafter(runner, layer))
     theirs = ModelDrafter(short.load(2048), VOCAB)
-    texts = {seq_id: story(3 + 20 * seq_id, seq_id) for seq_id in range(4)}
+    texts = {seq_id: random_text(3 + 20 * seq_id, seq_id) for seq_id in range(4)}
     news = committed([Row(s, t) for s, t in texts.items()])
     num_guesses = 0
     for number in range(12):
@@ -141,7 +124,7 @@ def texts_of(bench: Bench, engine: Engine, count: int, shapes: str, drafted: boo
         more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and shapes == "mixed" else {}
         params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True, **more)
         wish = SHAPES[shapes][i % len(SHAPES[shapes])] if drafted else Speculation(0)
-        texts += requests.sequences(Request.of(story(rng.choice([1, 2, 30, 70]), i), params, wish))
+        texts += requests.sequences(Request.of(random_text(rng.choice([1, 2, 30, 70]), i), params, wish))
         engine.submit(texts[-1])
     return texts
 
@@ -184,7 +167,7 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
 
 def test_one_layer_less_is_right_half_the_time() -> None:
     """Of a real model that nobody trained for it, on its own kind of text."""
-    llm = LLM(str(STORIES), "early-exit:4", dtype="float32", speculation=Speculation(4))
+    llm = LLM(str(TARGET), "early-exit:4", dtype="float32", speculation=Speculation(4))
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=60, ignore_eos=True)
     llm.generate(["Once upon a time", "Lily had a red ball", "One day, a big dog"], params)
     assert sum(llm.stats.accepted_at_depth) > 0.45 * sum(llm.stats.offered_at_depth) > 0
@@ -277,7 +260,7 @@ def test_what_the_drafter_has_read_is_not_read_again(
     requests = bench.requests()
     for i, depth in enumerate((4, 2)):
         params = SamplingParams(temperature=0.0, seed=i, max_tokens=30, ignore_eos=True)
-        (text,) = requests.sequences(Request.of(story(20, i), params, Speculation(depth)))
+        (text,) = requests.sequences(Request.of(random_text(20, i), params, Speculation(depth)))
         engine.submit(text)
     engine.step()
     with watched(monkeypatch) as work:
@@ -325,7 +308,7 @@ def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkey
 
 def test_want_of_room_makes_drafts_shallower(bench_of: Benches) -> None:
     """Of a cache with room for so many tokens more, alone and beside another sequence."""
-    bench, text = bench_of("float32"), story(60, 0)
+    bench, text = bench_of("float32"), random_text(60, 0)
     for left in range(0, 7):
         target = Runner.of(bench.runner.decoder, len(text) - 1 + left, block_size=1)
         drafter = EarlyExitDrafter(target, 2)
@@ -359,7 +342,7 @@ def test_a_request_whose_code_fails_while_it_is_drafted_hurts_nobody(bench_of: B
     requests = bench.requests()
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=20, ignore_eos=True)
     each = [params, changed(params, logits_processors=(fails,)), params]
-    texts = [requests.sequences(Request.of(story(20, 0), p, Speculation(4)))[0] for p in each]
+    texts = [requests.sequences(Request.of(random_text(20, 0), p, Speculation(4)))[0] for p in each]
     for text in texts:
         engine.submit(text)
     assert len({tuple(tokens) for tokens in run(bench, engine, texts)}) == 1

@@ -1,6 +1,5 @@
 """Medusa heads: what they compute, that the engine asks them at the right places, and what is refused."""
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from draft.rounds import Row, committed
 from forerun.config import VERIFICATIONS, Speculation, Verification
-from forerun.errors import MissingWeights, ModelError, ModelNotFound, UnknownDrafter, UnsupportedModel, WrongTarget
+from forerun.errors import MissingWeights, ModelError, ModelNotFound, UnknownDrafter, UnsupportedModel
 from forerun.heads.folder import HeadFolder
-from forerun.heads.medusa.drafter import MedusaBlueprint, MedusaDrafter
+from forerun.heads.medusa.drafter import MedusaBlueprint
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
-from heads.trained import PROMPTS, heads_of, states, texts, written_heads
+from heads.trained import heads_of, states, texts, written_heads
+from kit.assertions import accepted_by_shape, assert_acceptance
+from kit.checkpoints import EMBEDDING, TARGET, rewritten
 
-TARGET = Path(__file__).parents[1] / "data" / "stories260k"
 HIDDEN, VOCAB, NUM_HEADS = 64, 512, 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 
@@ -66,29 +66,19 @@ def test_a_row_does_not_depend_on_the_others(folder: Path, rows: int) -> None:
 def test_an_engines_acceptance_is_that_of_the_heads_at_its_roots(folder: Path) -> None:
     """Guess by guess: the heads' first choices, computed anew from whole texts, at the places where rounds began."""
     llm = LLM(str(TARGET), f"medusa:{folder}", dtype="float32", speculation=Speculation(NUM_HEADS))
-    weights, target = load_file(folder / "model.safetensors"), Blueprint.of(str(TARGET), dtype="float32")
-    runner, offered, right = target.load(1024), [0] * NUM_HEADS, [0] * NUM_HEADS
-    for seq_id, prompt in enumerate(PROMPTS):
-        result = llm.generate(prompt, GREEDY)[0]
-        text, root = [*result.prompt_token_ids, *result.outputs[0].token_ids], len(result.prompt_token_ids)
-        taps = runner.read([Read(seq_id, text)], taps=(-1,)).taps
-        assert taps is not None
-        while root < len(text) - 1:  # the first token of an answer comes with the prompt, and is the first root
-            guesses: list[int] = []
-            for head in range(min(NUM_HEADS, len(text) - root - 2)):
-                x = taps[root - 1, 0]
-                if f"{head}.in.weight" in weights:
-                    seen = runner.decoder.embedding[torch.tensor([text[root], *guesses])].flatten()
-                    x = weights[f"{head}.in.weight"] @ torch.cat([x, seen])
-                guesses.append(int((weights[f"{head}.1.weight"] @ x).argmax()))
-            pairs = zip(guesses, text[root + 1 :], strict=False)
-            accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            for depth in range(min(len(guesses), accepted + 1)):
-                offered[depth] += 1
-                right[depth] += depth < accepted
-            root += 1 + accepted
-    assert sum(right) > 20
-    assert (llm.stats.offered_at_depth, llm.stats.accepted_at_depth) == (offered, right)
+    weights, table = load_file(folder / "model.safetensors"), load_file(TARGET / "model.safetensors")[EMBEDDING]
+
+    def guesses(text: list[int], taps: Tensor) -> list[int]:
+        drafted: list[int] = []
+        for head in range(NUM_HEADS):
+            x = taps[-1, 0]
+            if f"{head}.in.weight" in weights:
+                seen = table[torch.tensor([text[-1], *drafted])].flatten()
+                x = weights[f"{head}.in.weight"] @ torch.cat([x, seen])
+            drafted.append(int((weights[f"{head}.1.weight"] @ x).argmax()))
+        return drafted
+
+    assert assert_acceptance(TARGET, llm, NUM_HEADS, GREEDY, guesses) > 20
 
 
 @pytest.mark.sampled(2)
@@ -96,21 +86,13 @@ def test_an_engines_acceptance_is_that_of_the_heads_at_its_roots(folder: Path) -
     "verification", ["coupled", *(pytest.param(rule, marks=pytest.mark.full) for rule in VERIFICATIONS[1:])]
 )
 def test_trees_of_any_form_are_plain_and_accepted_more_often(folder: Path, verification: Verification) -> None:
-    plain = [r.outputs[0].token_ids for r in LLM(str(TARGET), dtype="float32").generate(list(PROMPTS), GREEDY)]
-    accepted = {}
     shapes = {
         "chain": Speculation(NUM_HEADS),
         "tree": Speculation(NUM_HEADS, 3, 12),
         "deeper than heads": Speculation(9, 2, 20),
         "static": Speculation(tree=StaticTree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])),
     }
-    for name, shape in shapes.items():
-        llm = LLM(str(TARGET), f"medusa:{folder}", dtype="float32", speculation=shape, verification=verification)
-        assert [r.outputs[0].token_ids for r in llm.generate(list(PROMPTS), GREEDY)] == plain
-        accepted[name] = llm.stats.num_accepted
-        assert llm.stats.num_drafted <= llm.stats.num_rounds * 20
-        assert isinstance(llm.drafter, MedusaDrafter)
-        assert not llm.drafter.states
+    accepted = accepted_by_shape(TARGET, f"medusa:{folder}", shapes, GREEDY, verification)
     if verification == "coupled":
         assert accepted["tree"] > 1.2 * accepted["chain"] > 0
 
@@ -129,18 +111,11 @@ def test_trees_of_any_form_are_plain_and_accepted_more_often(folder: Path, verif
 def test_heads_that_do_not_fit_are_refused(
     keys: dict[str, object], error: type[ModelError], told: str, tmp_path: Path
 ) -> None:
-    silent(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    written_heads(tmp_path, tensors, 2)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | keys))
     with pytest.raises(error, match=told):
-        LLM(str(TARGET), f"medusa:{tmp_path}", dtype="float32")
+        LLM(str(TARGET), f"medusa:{rewritten(silent(tmp_path), {}, keys)}", dtype="float32")
 
 
 def test_what_is_spelt_wrong_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnknownDrafter, match="medusa:DIR"):
-        LLM(str(TARGET), "medusa")
     with pytest.raises(ModelNotFound):
         LLM(str(TARGET), f"medusa:{tmp_path / 'nothing'}")
     with pytest.raises(UnknownDrafter, match="cannot judge"):
@@ -167,10 +142,3 @@ def test_heads_have_no_cache_in_the_plan_and_may_lie_in_several_files(folder: Pa
     assert not llm.plan.drafter_cache_tokens
     assert not any("medusa" in line for line in llm.plan.lines())
     assert llm.fingerprint
-
-
-def test_text_without_states_is_refused(folder: Path) -> None:
-    target = Blueprint.of(str(TARGET), dtype="float32")
-    drafter = MedusaDrafter(MedusaBlueprint.of(HeadFolder.of(str(folder), target)).load(target.load(64).decoder))
-    with pytest.raises(WrongTarget, match="told text without them"):
-        drafter.observe(committed([Row(0, [1, 5, 9])]))

@@ -10,15 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from draft.rounds import Row, committed
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape, WrongTarget
+from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape
 from forerun.heads.mtp.drafter import MtpDrafter
 from forerun.heads.mtp.network import MtpDecoder
 from forerun.llm import LLM
@@ -26,40 +24,22 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
-from heads.modules import NAMES, apart, rewritten, shipped_with
-from heads.trained import PROMPTS
-from sparse import write_sparse
+from heads.modules import NAMES, apart, shipped_with
+from kit.assertions import accepted_by_shape, tokens_of
+from kit.checkpoints import TARGET, rewritten
+from kit.references import attention, normed, with_mlp
+from kit.sparse import write_sparse
+from kit.texts import STARTS
 
-TARGET = Path(__file__).parents[1] / "data" / "stories260k"
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, DEPTH = 5, 8, 4, 8, 5
+LAYERS, HEADS, KV_HEADS, DEPTH = 5, 8, 4, 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 Proposals = list[tuple[list[int], list[int]]]  # a text up to its root, and the chain that was guessed behind it
 
 
-def normed(x: Tensor, gain: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
-
-
-def turned(x: Tensor) -> Tensor:
-    """Rotated by position: [places, heads, head_dim]."""
-    angles = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    cos, sin = (torch.cat([f(angles)] * 2, dim=-1)[:, None] for f in (torch.cos, torch.sin))
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
 def layer_output(w: dict[str, Tensor], place: str, x: Tensor) -> Tensor:
     """A decoder layer over a whole text."""
-    y = normed(x, w[f"{place}input_layernorm.weight"])
-    q, k, v = (y @ w[f"{place}self_attn.{n}_proj.weight"].T for n in "qkv")
-    q, k = turned(q.view(-1, HEADS, HEAD_DIM)), turned(k.view(-1, KV_HEADS, HEAD_DIM))
-    v = v.view(-1, KV_HEADS, HEAD_DIM)
-    k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
-    mixed = functional.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True)
-    x = x + mixed.transpose(0, 1).flatten(1) @ w[f"{place}self_attn.o_proj.weight"].T
-    y = normed(x, w[f"{place}post_attention_layernorm.weight"])
-    gate, up = (y @ w[f"{place}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-    return x + (functional.silu(gate) * up) @ w[f"{place}mlp.down_proj.weight"].T
+    inner = normed(x, w[f"{place}input_layernorm.weight"])
+    return with_mlp(w, place, x + attention(w, place, inner, HEADS, KV_HEADS))
 
 
 def reference_guesses(
@@ -123,7 +103,7 @@ def test_every_guess_is_that_of_the_reference(
     options: dict[str, Any] = {"dtype": "float32", "kernels": kernels, "speculation": Speculation(DEPTH)}
     llm = LLM(str(folder), "mtp", chunk_tokens=5, **options)
     found, weights, guessed = watched(llm, monkeypatch), load_file(folder / "model.safetensors"), 0
-    answers = llm.generate([*PROMPTS[:3], [1]], GREEDY)
+    answers = llm.generate([*STARTS[:3], [1]], GREEDY)
     runner, states = Blueprint.of(str(TARGET), dtype="float32").load(1024), {}
     for number, answer in enumerate(answers):
         text = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
@@ -242,19 +222,9 @@ def test_guesses_and_logits_are_those_of_transformers_own_modules(
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_trees_are_plain_and_accepted_more_often_and_nothing_is_left(count: int, tmp_path: Path) -> None:
     folder = shipped_with(TARGET, tmp_path / "target", count, "mimo")
-    plain = [r.outputs[0].token_ids for r in LLM(str(folder), dtype="float32").generate(list(PROMPTS), GREEDY)]
-    accepted = []
-    for shape in (Speculation(DEPTH), Speculation(DEPTH, 3, 12)):
-        llm = LLM(str(folder), "mtp", dtype="float32", speculation=shape)
-        assert [r.outputs[0].token_ids for r in llm.generate(list(PROMPTS), GREEDY)] == plain
-        accepted.append(llm.stats.num_accepted)
-        drafter = llm.drafter
-        assert isinstance(drafter, MtpDrafter)
-        for state in (drafter.sequences, drafter.outputs):
-            assert not state
-        assert drafter.runner.cache.num_rows == 0
-        drafter.runner.cache.check()
-    assert accepted[1] > 1.1 * accepted[0] > 0
+    shapes = {"chain": Speculation(DEPTH), "tree": Speculation(DEPTH, 3, 12)}
+    accepted = accepted_by_shape(folder, "mtp", shapes, GREEDY)
+    assert accepted["tree"] > 1.1 * accepted["chain"] > 0
 
 
 @pytest.mark.parametrize("naming", NAMES)
@@ -355,7 +325,7 @@ def test_a_folder_of_modules_drafts_as_those_that_ship_and_must_be_for_the_targe
         alone = apart(TARGET, tmp_path / f"{number} alone", 2, naming)
         for model, draft in ((inside, "mtp"), (TARGET, f"mtp:{alone}")):
             llm = LLM(str(model), draft, dtype="float32", speculation=Speculation(3))
-            llm.generate(list(PROMPTS[:2]), GREEDY)
+            llm.generate(list(STARTS[:2]), GREEDY)
             counts.append((llm.stats.num_drafted, llm.stats.num_accepted))
     assert len(set(counts)) == 1, "the layouts hold the same modules"
     rewritten(alone, {}, {"hidden_size": 128, "intermediate_size": 172, "num_attention_heads": 8})
@@ -371,17 +341,9 @@ def test_a_folder_of_modules_drafts_as_those_that_ship_and_must_be_for_the_targe
 def test_modules_of_a_sparse_target_have_experts(tmp_path: Path) -> None:
     sparse = write_sparse(tmp_path / "sparse", "qwen2_moe")
     folder = shipped_with(sparse, tmp_path / "target", 1, "qwen")
-    plain = LLM(str(folder), dtype="float32").generate(list(PROMPTS), GREEDY)
+    plain = LLM(str(folder), dtype="float32").generate(list(STARTS), GREEDY)
     llm = LLM(str(folder), "mtp", dtype="float32", speculation=Speculation(2))
-    found = llm.generate(list(PROMPTS), GREEDY)
-    assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+    found = llm.generate(list(STARTS), GREEDY)
+    assert tokens_of(found) == tokens_of(plain)
     assert isinstance(llm.drafter, MtpDrafter)
     assert llm.drafter.runner.decoder.layers[0].mlp.experts
-
-
-def test_text_must_come_with_states(tmp_path: Path) -> None:
-    folder = shipped_with(TARGET, tmp_path / "target", 1, "mimo")
-    llm = LLM(str(folder), "mtp", dtype="float32", speculation=Speculation(2))
-    assert llm.drafter is not None
-    with pytest.raises(WrongTarget, match="told text without them"):
-        llm.drafter.observe(committed([Row(0, [1, 5, 9])]))

@@ -22,9 +22,10 @@ from forerun.models.widen import Plan, Wider, widen
 from forerun.sampling.params import SamplingParams
 from heads.adapters import adapter_of, strange_adapter
 from heads.modules import apart
-from heads.trained import PROMPTS, block_of, eagle_of, heads_of
+from heads.trained import block_of, eagle_of, heads_of
+from kit.checkpoints import TARGET
+from kit.texts import STARTS
 
-STORIES = Path(__file__).parents[1] / "data" / "stories260k"  # 64 wide, 5 layers
 WAYS = {
     "exact": Wider(256, 7),
     "at the end": Wider(256, 7, spread=False),
@@ -32,13 +33,13 @@ WAYS = {
 }
 BLOCK = {"markov_rank": 32, "enable_confidence_head": True, "sample_from_anchor": True}
 MAKERS: dict[str, Callable[[Path], str]] = {
-    "medusa": lambda folder: f"medusa:{heads_of(STORIES, folder, 3)}",
-    "hydra": lambda folder: f"medusa:{heads_of(STORIES, folder, 3, hydra=True)}",
-    "eagle": lambda folder: f"eagle:{eagle_of(STORIES, folder)}",
-    "p-eagle": lambda folder: f"eagle:{eagle_of(STORIES, folder, num_hidden_layers=2, mask_token_id=0)}",
-    "mtp": lambda folder: f"mtp:{apart(STORIES, folder, 1, 'mimo')}",
-    "block": lambda folder: f"block:{block_of(STORIES, folder, **BLOCK)}",  # type: ignore[arg-type]
-    "early-exit": lambda folder: f"early-exit:2:{adapter_of(STORIES, folder, 2, range(3, 5))}",
+    "medusa": lambda folder: f"medusa:{heads_of(TARGET, folder, 3)}",
+    "hydra": lambda folder: f"medusa:{heads_of(TARGET, folder, 3, hydra=True)}",
+    "eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder)}",
+    "p-eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder, num_hidden_layers=2, mask_token_id=0)}",
+    "mtp": lambda folder: f"mtp:{apart(TARGET, folder, 1, 'mimo')}",
+    "block": lambda folder: f"block:{block_of(TARGET, folder, **BLOCK)}",  # type: ignore[arg-type]
+    "early-exit": lambda folder: f"early-exit:2:{adapter_of(TARGET, folder, 2, range(3, 5))}",
     "early-exit, another family": lambda folder: f"early-exit:3:{strange_adapter(folder, 3)}",
 }
 SHORT = {
@@ -56,7 +57,7 @@ PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=40, ignore_eos=True) 
 def counts(model: Path, draft: str, shape: Speculation) -> tuple[list[list[int]], int, list[int]]:
     """Answers, how much was drafted, and how much of it was accepted at each depth."""
     llm = LLM(str(model), draft, dtype="float32", speculation=shape)
-    answers = [r.outputs[0].token_ids for params in PARAMS for r in llm.generate(list(PROMPTS[:3]), params)]
+    answers = [r.outputs[0].token_ids for params in PARAMS for r in llm.generate(list(STARTS[:3]), params)]
     return answers, llm.stats.num_drafted, list(llm.stats.accepted_at_depth)
 
 
@@ -65,7 +66,7 @@ def wide_targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     place = tmp_path_factory.mktemp("wide")
 
     def make(way: str) -> Path:
-        return widen(str(STORIES), place / way.replace(" ", "-"), WAYS[way])
+        return widen(str(TARGET), place / way.replace(" ", "-"), WAYS[way])
 
     return make
 
@@ -81,10 +82,10 @@ def test_the_guesses_are_those_of_the_source(
     kind: str, way: str, wide_targets: Callable[[str], Path], tmp_path: Path
 ) -> None:
     draft, wide = MAKERS[kind](tmp_path / "narrow"), wide_targets(way)
-    spec = widen_drafter(draft, str(STORIES), wide, WAYS[way])
-    assert widen_drafter(draft, str(STORIES), wide, WAYS[way]) == spec
+    spec = widen_drafter(draft, str(TARGET), wide, WAYS[way])
+    assert widen_drafter(draft, str(TARGET), wide, WAYS[way]) == spec
     shape = Speculation(3, 2, 6)
-    narrow_counts, wide_counts = counts(STORIES, draft, shape), counts(wide, str(spec), shape)
+    narrow_counts, wide_counts = counts(TARGET, draft, shape), counts(wide, str(spec), shape)
     assert wide_counts == narrow_counts
     assert sum(wide_counts[2]) > 0
     made = Blueprint.of(str(wide)).config.hidden
@@ -107,9 +108,9 @@ def test_a_wrong_widening_guesses_otherwise(
         return replace(plain.widen(argument, plan, open_folder), writers=())
 
     monkeypatch.setattr(module, "HEADS", {**HEADS, spec_name(draft): replace(plain, widen=leaking)})
-    spec = widen_drafter(draft, str(STORIES), wide, WAYS["exact"])
+    spec = widen_drafter(draft, str(TARGET), wide, WAYS["exact"])
     shape = Speculation(3)
-    assert counts(wide, str(spec), shape)[1:] != counts(STORIES, draft, shape)[1:]
+    assert counts(wide, str(spec), shape)[1:] != counts(TARGET, draft, shape)[1:]
     shutil.rmtree(wide / spec.name)
 
 
@@ -117,12 +118,12 @@ def test_a_record_goes_along_without_times_and_auto_finds_it(
     wide_targets: Callable[[str], Path], tmp_path: Path
 ) -> None:
     draft, wide = MAKERS["early-exit"](tmp_path / "narrow"), wide_targets("exact")
-    own = Blueprint.of(str(STORIES)).weights_digest()
+    own = Blueprint.of(str(TARGET)).weights_digest()
     record = DrafterRecord("early-exit", "2:", own, 1.0, (0.6,), (1.6, 1.9), 1.3)
     (tmp_path / "narrow" / RECORD).write_text(record.text())
-    spec = widen_drafter(draft, str(STORIES), wide, WAYS["exact"])
+    spec = widen_drafter(draft, str(TARGET), wide, WAYS["exact"])
     target = Blueprint.of(str(wide))
-    real = widened_tap(Plan.of(str(STORIES), WAYS["exact"], 0), 2)
+    real = widened_tap(Plan.of(str(TARGET), WAYS["exact"], 0), 2)
     assert str(spec) == f"early-exit:{real}:{wide / 'early-exit'}"
     expected = replace(record, argument=f"{real}:", target=target.weights_digest(), speed_up=None)
     assert DrafterRecord.read(wide / "early-exit") == expected
@@ -132,17 +133,17 @@ def test_a_record_goes_along_without_times_and_auto_finds_it(
 
 def test_what_cannot_be_widened_is_refused(wide_targets: Callable[[str], Path], tmp_path: Path) -> None:
     wide, way = wide_targets("exact"), WAYS["exact"]
-    for draft in ("suffix", f"model:{STORIES}", "medusa"):
+    for draft in ("suffix", f"model:{TARGET}", "medusa"):
         with pytest.raises(InvalidRequest, match="reads no states of the target: widen one of block, eagle"):
-            widen_drafter(draft, str(STORIES), wide, way)
+            widen_drafter(draft, str(TARGET), wide, way)
     with pytest.raises(InvalidRequest, match="no weights of its own"):
-        widen_drafter("early-exit:2", str(STORIES), wide, way)
+        widen_drafter("early-exit:2", str(TARGET), wide, way)
     draft = MAKERS["medusa"](tmp_path / "narrow")
     with pytest.raises(InvalidRequest, match="leave it as it is"):
-        widen_drafter(draft, str(STORIES), wide, replace(way, vocab_size=600))
+        widen_drafter(draft, str(TARGET), wide, replace(way, vocab_size=600))
     (wide / "medusa").mkdir()
     with pytest.raises(InvalidRequest, match="exists and is not this drafter"):
-        widen_drafter(draft, str(STORIES), wide, way)
+        widen_drafter(draft, str(TARGET), wide, way)
     (wide / "medusa").rmdir()
 
 

@@ -1,11 +1,9 @@
 """Trained drafters for tests, with no training: output matrices fitted by least squares to what the target says."""
 
-import json
 from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.fields import Fields
@@ -19,15 +17,15 @@ from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
-
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park", "The", "One day, a big dog", "She said", "They")
+from kit.checkpoints import written
+from kit.texts import STARTS
 
 
 @cache
 def texts(source: Path) -> list[list[int]]:
     """What the target writes."""
-    params = [SamplingParams(temperature=t, seed=t, max_tokens=150, ignore_eos=True) for t in (0, 1) for _ in PROMPTS]
-    found = LLM(str(source), dtype="float32").generate([*PROMPTS, *PROMPTS], params)
+    params = [SamplingParams(temperature=t, seed=t, max_tokens=150, ignore_eos=True) for t in (0, 1) for _ in STARTS]
+    found = LLM(str(source), dtype="float32").generate([*STARTS, *STARTS], params)
     return [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in found]
 
 
@@ -46,10 +44,7 @@ def states(source: Path) -> list[Tensor]:
 
 def written_heads(folder: Path, tensors: dict[str, Tensor], num_heads: int, **keys: object) -> Path:
     """A folder of heads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": num_heads, **keys}))
-    return folder
+    return written(folder, {"medusa_num_heads": num_heads, **keys}, tensors)
 
 
 def heads_of(source: Path, folder: Path, num_heads: int, hydra: bool = False) -> Path:
@@ -118,11 +113,8 @@ def first_eagle_of(source: Path, folder: Path, bias: bool = True, **keys: object
     tensors |= {"layers.0.post_attention_layernorm.weight": torch.ones(hidden), "embed_tokens.weight": embedding}
     tensors["fc.weight"] = fitted[:, : 2 * hidden].contiguous()
     tensors |= {"fc.bias": fitted[:, -1].contiguous()} if bias else {}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
     config = EAGLE_CONFIG | {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "bias": bias}
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": target.config.vocab_size} | keys))
-    return folder
+    return written(folder, config | {"vocab_size": target.config.vocab_size} | keys, tensors)
 
 
 def block_of(source: Path, folder: Path, num_ids: int = 0, **keys: object) -> Path:
@@ -207,11 +199,8 @@ def written_block(
     for name, shape in own.shapes().items():
         noise = torch.randn(shape, generator=dice)
         drawn[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else noise / shape[-1] ** 0.5
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {name: tensor.contiguous() for name, tensor in (drawn | tensors).items()}
-    save_file(found, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return found
+    written(folder, config, drawn | tensors)
+    return drawn | tensors
 
 
 EAGLE_CONFIG = {
@@ -248,8 +237,4 @@ def written_eagle(
     drawn |= {f"{name}.weight": 0.5 + torch.rand(size, generator=generator) for name, size in gains.items()}
     if config.get("mask_token_id") is not None:
         drawn["mask_hidden"] = torch.randn(1, 1, 3 * hidden, generator=generator)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {name: tensor.contiguous() for name, tensor in (drawn | tensors).items()}
-    save_file(found, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return written(folder, config, drawn | tensors)

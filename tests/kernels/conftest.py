@@ -1,18 +1,16 @@
 """What tests of the library share: a machine of their own, on which nothing was compiled yet."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from compiled import require_compiler
-from computer import Computer, forget, restart, script, shared_library
 from forerun.kernels import library
 from forerun.kernels.build import compiler
 from forerun.kernels.variants import SETTING
+from kit.compiled import require_compiler
+from kit.computer import Computer, forget, restart, script, shared_library
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,15 @@
 QEMU knows Arm and AVX2, but neither AVX-512 nor AMX: libraries for these are tested where a processor has them.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from compiled import FLAGS_OF, NAMES, compiler_for, library_for
 from forerun.kernels.build import FLAGS, SOURCES
 from forerun.kernels.variants import VARIANTS, architecture, runnable
+from kit.compiled import FLAGS_OF, NAMES, compiler_for, library_for
 
 SOURCE = Path(__file__).with_name("alone.cpp")
 PORTABLE = "x86-64"  # before all variants: what the compiler makes of code without instructions for it

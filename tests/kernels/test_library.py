@@ -1,7 +1,5 @@
 """The kernels' library: compiled once, kept where nobody else can write, never loaded unchecked, never in the way."""
 
-from __future__ import annotations
-
 import _ctypes
 import logging
 import os
@@ -16,7 +14,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from computer import Computer, forget, restart, script, shared_library, warnings_of, works
 from forerun.cli import app
 from forerun.errors import UnsupportedModel
 from forerun.folders import cache_folder
@@ -27,6 +24,8 @@ from forerun.models.backends.native import find_kernels
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.choice import cpu_backend
 from forerun.models.loading import Blueprint
+from kit.checkpoints import TARGET
+from kit.computer import Computer, forget, restart, script, shared_library, warnings_of, works
 
 NOBODY = 65534
 
@@ -255,7 +254,7 @@ BROKEN: dict[str, tuple[Callable[[Path], str | Path], str]] = {
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_without_a_compiler_that_works_torch_computes_and_says_so_once(
-    computer: Computer, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target_dir: Path
+    computer: Computer, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "VERSION_TIMEOUT_S", 0.3)
     make, said = BROKEN[how]
@@ -264,7 +263,7 @@ def test_without_a_compiler_that_works_torch_computes_and_says_so_once(
         assert find_kernels("auto", torch.float32) is None
         assert cpu_backend("auto", torch.float32).name.startswith("torch, ")
         assert find_sampling_kernels() is None
-    assert isinstance(Blueprint.of(str(target_dir)).load(64).decoder.executor, TorchExecutor)
+    assert isinstance(Blueprint.of(str(TARGET)).load(64).decoder.executor, TorchExecutor)
     (warning,) = warnings_of(caplog)
     for part in (
         "No compiled kernels: ",
@@ -297,11 +296,11 @@ def test_where_torch_is_asked_for_nothing_is_said(computer: Computer, caplog: py
 
 
 def test_the_command_answers_without_home_cache_or_compiler(
-    computer: Computer, target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    computer: Computer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, value in (("CXX", "/etc/passwd"), ("HOME", "/dev/null"), ("XDG_CACHE_HOME", "/dev/null")):
         monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(app, ["generate", "-m", str(target_dir), "Once", "-n", "4", "--seed", "1"])
+    done = CliRunner().invoke(app, ["generate", "-m", str(TARGET), "Once", "-n", "4", "--seed", "1"])
     assert done.exit_code == 0, done.stderr
     assert done.stdout
     assert "computed by       torch, " in done.stderr

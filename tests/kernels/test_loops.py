@@ -3,8 +3,6 @@
 A sum that lives on the stack costs a load and a store for every line of weights, and no test of results would notice.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -14,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled import HERE, LEVELS_HERE, NAMES, library_for
 from forerun.kernels.variants import VARIANTS
+from kit.compiled import HERE, LEVELS_HERE, NAMES, library_for
 
 PRODUCTS = ("multiply_block<",)
 NUM_FORMATS = 4

@@ -1,7 +1,5 @@
 """Which library a machine gets: the wheel's for its processor and never another's, or one that it compiles itself."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
@@ -14,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from computer import Computer, forget, restart, script, warnings_of, works
 from forerun.errors import DeviceUnavailable
 from forerun.kernels import build, library, variants
 from forerun.kernels.build import NoKernels
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.kernels.variants import VARIANTS, Variant, runnable
 from forerun.models.backends.native import find_kernels
+from kit.computer import Computer, forget, restart, script, warnings_of, works
 
 SRC = Path(library.__file__).resolve().parents[2]
 OLD = "fpu sse sse2 pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm"

@@ -1,7 +1,5 @@
 """A wheel carries the kernels for every processor of its architecture, and works where there is no compiler."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,13 +12,13 @@ from zipfile import ZipFile
 
 import pytest
 
-from compiled import require_compiler
-from computer import Computer, script
 from forerun.kernels.build import NoKernels
 from forerun.kernels.variants import VARIANTS, architecture, runnable
 from forerun.kernels.wheel import compile_all, platform_tag, target
+from kit.checkpoints import ROOT
+from kit.compiled import require_compiler
+from kit.computer import Computer, script
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["src", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
 OLDEST_SETUPTOOLS = (70, 1)
 X86_64 = [variant.name for variant in VARIANTS if variant.machine == "x86_64"]

@@ -5,11 +5,11 @@ The first Python block of the page, and the first one of its section about state
 
 import re
 from functools import cache
-from pathlib import Path
 
 from forerun.draft.base import Drafter
+from kit.checkpoints import ROOT
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "write-a-drafter.md"
+PAGE = ROOT / "docs" / "write-a-drafter.md"
 PHRASES = (
     "Once upon a time, there was a little girl named Lily. She loved to play with her toys.",
     "Once upon a time, in a big forest, there lived a group of",

@@ -3,9 +3,6 @@
 This file decides which drafters these are and how each is built for a target.
 """
 
-from __future__ import annotations
-
-import random
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -25,11 +22,10 @@ from forerun.models.runner import Runner
 from heads.adapters import adapter_of
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
-from sparse import write_sparse
+from kit.checkpoints import SMALL, TARGET
+from kit.sparse import write_sparse
+from kit.texts import story
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-VOCAB = 512
 DTYPES = ("float32", "bfloat16", "float16")
 EVERY_DTYPE = [*DTYPES[:2], pytest.param("float16", marks=pytest.mark.full)]
 COPIES = TemporaryDirectory()
@@ -75,16 +71,6 @@ def context(dtype: str = "float32") -> DraftContext:
     """What drafters are fitted to."""
     target = Blueprint.of(str(TARGET), dtype=dtype)
     return DraftContext(target, target.tokenizer())
-
-
-def story(length: int, seed: int) -> list[int]:
-    """Text that repeats itself now and then, so that every kind of drafter finds something to say."""
-    rng = random.Random(seed)
-    text = [1]
-    while len(text) < length:
-        start = rng.randrange(len(text))
-        text += text[start : start + rng.randint(1, 6)] if rng.random() < 0.6 else [rng.randrange(3, VOCAB)]
-    return text[:length]
 
 
 def phrases() -> Drafter:

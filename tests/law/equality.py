@@ -5,8 +5,6 @@ long as no near tie is among them; log-probabilities show them at once. Which mo
 proofs' business.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 What it is told, and its own work, go on undisturbed, so that its state has to bear drafts that it did not make.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace

@@ -23,7 +23,8 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
 
 @dataclass(slots=True)
@@ -121,8 +122,8 @@ class Bench:
     reader: Runner
 
     @classmethod
-    def of(cls, target_dir: Path, draft_dir: Path, dtype: str = "float32") -> Bench:
-        target, draft = (Blueprint.of(str(folder), **number_format(dtype)) for folder in (target_dir, draft_dir))
+    def of(cls, target: Path = TARGET, small: Path = SMALL, dtype: str = "float32") -> Bench:
+        target, draft = (Blueprint.of(str(folder), **number_format(dtype)) for folder in (target, small))
         return cls(target, draft, target.load(1 << 14), draft.load(1 << 14))
 
     def with_cache(self, runner: Runner, num_tokens: int) -> Runner:

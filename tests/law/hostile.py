@@ -4,8 +4,6 @@ Each is a function from a round to a tree; `Hostile` makes a drafter of it. Tree
 DraftTree, whose fields would be checked. The oracle is among them: it breaks no rule, but knows the answer.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

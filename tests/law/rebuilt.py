@@ -1,30 +1,13 @@
 """Whether a drafter's drafts and state equal those that it has after observing the committed tokens at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 
-import torch
-from drafters import VOCAB
 from torch import Tensor
 
 from forerun.cache.prefix import PrefixStore
-from forerun.draft.base import Draft, Drafter
+from forerun.draft.base import Drafter
 from forerun.draft.suffix_past import Past
-
-
-def assert_same(found: Draft, expected: Draft) -> None:
-    """The same guesses, the same laws, the same confidence."""
-    for name in ("tokens", "parents"):
-        assert torch.equal(getattr(found.tree, name), getattr(expected.tree, name)), name
-    assert (found.survival is None) == (expected.survival is None)
-    if found.survival is not None and expected.survival is not None:
-        assert torch.equal(found.survival, expected.survival)
-    assert (found.tree.q is None) == (expected.tree.q is None)
-    if found.tree.q is not None and expected.tree.q is not None:
-        assert torch.equal(found.tree.q.row, expected.tree.q.row)
-        assert torch.equal(found.tree.q.dense(VOCAB), expected.tree.q.dense(VOCAB))
 
 
 def reachable(value: object, seen: set[int] | None = None) -> Iterator[object]:

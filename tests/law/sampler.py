@@ -4,8 +4,6 @@ A model is a table of logits: row t says what may follow token t. All sequences 
 their seed alone, so that what they emit can be counted.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

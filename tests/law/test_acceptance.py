@@ -5,10 +5,7 @@ depth 1 is lower, and falls with the depth drafted, because rounds start behind 
 An engine that shows 0.665 there, or the same at every depth, is not exact.
 """
 
-from __future__ import annotations
-
 from functools import cache
-from pathlib import Path
 
 import pytest
 from fuzz import Bench, run
@@ -23,9 +20,9 @@ NUM_TEXTS, NUM_TOKENS, TOLERANCE = 160, 200, 0.01
 
 
 @cache
-def texts(target_dir: Path, draft_dir: Path, depth: int) -> tuple[list[list[int]], Engine]:
+def texts(depth: int) -> tuple[list[list[int]], Engine]:
     """All texts, drafted to `depth` under `token` verification."""
-    bench = Bench.of(target_dir, draft_dir)
+    bench = Bench.of()
     requests = bench.requests()
     params = [SamplingParams(seed=i, max_tokens=NUM_TOKENS, ignore_eos=True) for i in range(NUM_TEXTS)]
     engine = bench.engine(
@@ -37,15 +34,15 @@ def texts(target_dir: Path, draft_dir: Path, depth: int) -> tuple[list[list[int]
 
 @pytest.mark.full
 @pytest.mark.parametrize(("depth", "expected"), [(1, 0.648), (3, 0.633), (5, 0.623)])
-def test_acceptance_at_depth_one(target_dir: Path, draft_dir: Path, depth: int, expected: float) -> None:
-    _, engine = texts(target_dir, draft_dir, depth)
+def test_acceptance_at_depth_one(depth: int, expected: float) -> None:
+    _, engine = texts(depth)
     assert engine.stats.acceptance_at_depth[0] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.full
-def test_overlap_of_the_laws(target_dir: Path, draft_dir: Path) -> None:
+def test_overlap_of_the_laws() -> None:
     """Σ min(p, q) over all emitted positions."""
-    bench, (written, _) = Bench.of(target_dir, draft_dir), texts(target_dir, draft_dir, 1)
+    bench, (written, _) = Bench.of(), texts(1)
     total = sum(overlap(bench, text) for text in written)
     assert total / NUM_TEXTS == pytest.approx(0.665, abs=TOLERANCE)
 

@@ -12,7 +12,7 @@ from forerun.config import Verification
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 VOCAB, COUNT, ROOT = 50, 10_000, 3
 PARAMS = SamplingParams(top_p=0.9)

@@ -2,7 +2,6 @@
 
 import random
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,14 +10,14 @@ from forerun.config import Speculation
 from forerun.llm import LLM
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import SMALL, TARGET
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 WISHES = [False, False, 1, 3, Speculation(3, 2), Speculation(2, 3, 4)]
 
 
 @cache
 def loaded(verification: str) -> LLM:
-    target, draft = str(DATA / "stories260k"), f"model:{DATA / 'stories280k'}"
+    target, draft = str(TARGET), f"model:{SMALL}"
     mode = cast(Any, verification)
     return LLM(target, draft, dtype="float32", max_model_len=96, verification=mode)
 

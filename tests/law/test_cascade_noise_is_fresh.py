@@ -4,8 +4,6 @@ An inner round may begin behind a root at which an earlier inner round began too
 since. Its noise must be another's all the same; mutants that do not see to it must fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,7 +21,7 @@ from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 VOCAB, COUNT, ROUNDS = 3, 3_000, 2
 P = [0.16, 0.44, 0.40]

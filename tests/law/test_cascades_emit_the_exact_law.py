@@ -5,8 +5,6 @@ way counts with its exact probability. What comes out are all chains that a casc
 declared laws; those go through the target's rules as in `test_rules_emit_the_exact_law.py`. Mutants must fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify import verify as verifying
 from forerun.verify.rules import AcceptLaw, Walk, walk
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 FAMILIES = [family for family in families(12) if family.vocab == 3]
 WRONG = 1e-3

@@ -11,14 +11,17 @@ from functools import cache
 
 import pytest
 import torch
-from drafters import DOCUMENTED, DRAFTERS, DTYPES, EVERY_DTYPE, VOCAB, built, context, story
-from rebuilt import assert_same, size_of, without_past
+from drafters import DOCUMENTED, DRAFTERS, DTYPES, EVERY_DTYPE, built, context
+from rebuilt import size_of, without_past
 
 from draft.rounds import Beside, Row, chunked, committed, draws_of
 from forerun.draft.base import Budget, Committed, Draft, Drafter
+from forerun.errors import WrongTarget
 from forerun.models.decoder import Decoder
-from forerun.models.runner import Runner
+from forerun.models.runner import Read, Runner
 from forerun.verify.sanitize import sanitize
+from kit.assertions import assert_same
+from kit.texts import VOCAB, story
 
 CACHE_TOKENS = 2048
 LONGEST = 1024  # more than any text here: a target has read all of a text that it drafts for
@@ -189,3 +192,13 @@ def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Draft
         assert found <= limit
     behind = any(arm.startswith(("model", "cascade")) for arm in drafter.arms)  # readers of text may be
     assert behind or not any(drafter.outlook([row.seq_id for row in told]).unread[1:])
+
+
+@pytest.mark.parametrize("name", ["early-exit:adapted", "medusa", "eagle", "block", "mtp"])
+def test_text_without_the_states_that_a_drafter_reads_is_refused(name: str) -> None:
+    target, text = Runner.of(decoder("float32"), 64), [1, 5, 9]
+    drafter = built(name, target, num_tokens=64)
+    target.read([Read(0, text[:-1])])
+    target.keep([0], [range(2)])
+    with pytest.raises(WrongTarget, match="told text without them"):
+        drafter.observe(committed([Row(0, text)]))

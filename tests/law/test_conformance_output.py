@@ -11,7 +11,7 @@ from functools import cache
 from itertools import cycle, islice
 
 import pytest
-from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, SMALL, TARGET, VOCAB, as_draft, built, context, story
+from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, as_draft, built, context
 from equality import Answer, Asked, decode, decode_plain
 from faulty import Faulty
 from fuzz import Bench
@@ -25,9 +25,10 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.texts import PROMPTS, VOCAB, story
+from kit.unchecked import unchecked
 
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
 CHAIN, TREE, WIDE = Speculation(3), Speculation(3, 2, 8), Speculation(5, 3, 15)
 STATIC = Speculation(tree=StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0]]))
 BATCHES = (
@@ -101,7 +102,7 @@ def test_the_output_is_that_of_plain_decoding(name: str, dtype: str) -> None:
 
 @cache
 def bench_of(dtype: str) -> Bench:
-    return Bench.of(TARGET, SMALL, dtype)
+    return Bench.of(dtype=dtype)
 
 
 CROWD = [

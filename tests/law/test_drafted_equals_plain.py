@@ -5,8 +5,6 @@ preemption. Prompts near the end of the target's context lie beyond the draft mo
 sample runs always, all of it as a long proof.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,8 @@ from forerun.models.runner import Runner
 from forerun.models.weights import HELD
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
-from sparse import FAMILIES, write_sparse
+from kit.checkpoints import TARGET
+from kit.sparse import FAMILIES, write_sparse
 
 NUM_PROMPTS, NUM_SAMPLED = 200, 10  # the tenth is a long one
 # What torch's operators compute is sampled on the bundled models alone; int4 is sampled for int8, with its head, and
@@ -36,14 +35,14 @@ SAMPLED = [pytest.param(f, marks=pytest.mark.full) if f in LONG_ONLY else f for 
 
 
 @pytest.fixture(scope="module", params=SAMPLED)
-def bench(request: pytest.FixtureRequest, target_dir: Path, draft_dir: Path) -> Bench:
-    return Bench.of(target_dir, draft_dir, request.param)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench.of(dtype=request.param)
 
 
 @pytest.fixture(scope="module")
-def texts(target_dir: Path, draft_dir: Path) -> list[list[int]]:
+def texts() -> list[list[int]]:
     """Texts of the target's own: prompts of 1 to 100 tokens are their beginnings, long ones nearly all of them."""
-    bench = Bench.of(target_dir, draft_dir)
+    bench = Bench.of()
     requests, engine = bench.requests(), bench.engine(options=EngineOptions(max_num_seqs=8))
     params = [SamplingParams(seed=i, max_tokens=520, ignore_eos=True) for i in range(8)]
     return run(engine, [requests.sequences(Request.of([1], p))[0] for p in params])
@@ -116,10 +115,10 @@ def test_every_batch_size(bench: Bench, texts: list[list[int]], plain_all: list[
     assert max_num_seqs < 4 or got.num_preempted > 0
 
 
-def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
+def random_pair(numbers: str) -> Bench:
     """The target's shape with 1,200 positions and a window, random weights, logits as spread as a real model's."""
-    bench = Bench.of(target_dir, draft_dir, numbers)
-    config = replace(read_config(target_dir), max_positions=1200, windows=(None, 600, None, 40, None))
+    bench = Bench.of(dtype=numbers)
+    config = replace(read_config(TARGET), max_positions=1200, windows=(None, 600, None, 40, None))
     generator = torch.Generator().manual_seed(9)
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -137,9 +136,9 @@ def random_pair(numbers: str, target_dir: Path, draft_dir: Path) -> Bench:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("edge", [pytest.param(512), pytest.param(1024, marks=pytest.mark.full)])
 @pytest.mark.parametrize("numbers", SAMPLED)
-def test_across_key_blocks(numbers: str, edge: int, target_dir: Path, draft_dir: Path) -> None:
+def test_across_key_blocks(numbers: str, edge: int) -> None:
     """Prompts that end just before the cache's key blocks do, drafted across the edge."""
-    bench, rng = random_pair(numbers, target_dir, draft_dir), random.Random(edge)
+    bench, rng = random_pair(numbers), random.Random(edge)
     chosen = asked([[rng.randrange(3, 512) for _ in range(edge - rng.randrange(1, 40))] for _ in range(6)])
     plain = decode_plain(bench, chosen)
     for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 400), (Speculation(8), 61)):

@@ -5,8 +5,6 @@ tenth of them ends just before each border of the attention's key blocks, at 512
 across it. They come in parts of 20, each a proof of its own. A sample runs always, all of it as long proofs.
 """
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

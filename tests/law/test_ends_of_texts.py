@@ -18,16 +18,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.oracles import Oracle, never, seen
 from forerun.accept.commit import Origin
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.llm import LLM
 from forerun.output import RequestOutput
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import SMALL, TARGET
+from kit.oracles import Oracle, never, seen
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 DEPTH = 4
 SHAPES = (Speculation(DEPTH), Speculation(DEPTH, 3, 10))
 EOS, CONTEXT = 2, 512

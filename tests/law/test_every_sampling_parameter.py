@@ -16,11 +16,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from drafters import DRAFTERS, DTYPES, SMALL, TARGET, as_draft
+from drafters import DRAFTERS, DTYPES, as_draft
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.oracles import Oracle, seen
 from forerun.config import Speculation, Verification
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
@@ -28,7 +27,10 @@ from forerun.models.runner import Read
 from forerun.output import RequestOutput
 from forerun.sampling.noise import gumbel, mix, signed
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.assertions import tokens_of
+from kit.checkpoints import SMALL, TARGET
+from kit.oracles import Oracle, seen
+from kit.unchecked import unchecked
 
 VOCAB, EOS = 512, 2
 BATCH = 9
@@ -206,10 +208,6 @@ def reference(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
             if ended or len(text) - num_prompt == asked.max_tokens:
                 going.discard(row)
     return [tuple(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
-
-
-def tokens_of(results: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
-    return [result.outputs[0].token_ids for result in results]
 
 
 def referred(params: Sequence[SamplingParams], dtype: str = "float32") -> list[RequestOutput]:

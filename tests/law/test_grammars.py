@@ -15,7 +15,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from drafters import DRAFTERS, SMALL, TARGET, as_draft, built, story
+from drafters import DRAFTERS, as_draft, built
 from equality import Asked, decode, decode_plain
 from fuzz import Bench
 from hostile import HOSTILE, Hostile
@@ -32,7 +32,9 @@ from forerun.sampling.constraint import Allowed, Constraint
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.texts import PROMPTS, story
+from kit.unchecked import unchecked
 
 SCHEMA = {
     "type": "object",
@@ -52,7 +54,6 @@ GRAMMARS = (
     Grammar.choice(["Lily", "Lily and Tom", "Tom", "the dog said yes"]),
     Grammar.json(SCHEMA),
 )
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
 TEMPERATURES = (1.0, 0.0, 1.0, 0.8)
 BATCHES = ((Speculation(3), 1), (Speculation(4, 2, 9), 1), (Speculation(4), 8), (Speculation(4, 3, 9), 8), (True, 8))
 LENGTH = 40
@@ -143,7 +144,7 @@ CROWD = [
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["suffix", "model:stories280k"])
 def test_chunks_and_preemption_change_nothing(name: str) -> None:
-    bench = Bench.of(TARGET, SMALL)
+    bench = Bench.of()
     expected = decode_plain(bench, CROWD)
     for wish in (Speculation(3), Speculation(3, 2, 8)):
         got = decode(

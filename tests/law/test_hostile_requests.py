@@ -8,8 +8,6 @@ The short form takes FORERUN_FUZZ_S seconds (6 by default) for one drafter; ten 
     FORERUN_FUZZ_S=600 .venv/bin/python -m pytest tests/law/test_hostile_requests.py -k short
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -20,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,17 +25,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.oracles import seen
 from forerun.async_llm import AsyncLLM
 from forerun.config import Speculation
 from forerun.errors import ForerunError, RoundFailed
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.oracles import seen
+from kit.texts import PROMPTS
+from kit.unchecked import unchecked
 
-DATA = Path(__file__).resolve().parents[1] / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
-PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "She said")
 NUM_HONEST, NUM_HOSTILE, NUM_KNOWN = 8, 4, 24
 SECONDS = float(os.environ.get("FORERUN_FUZZ_S", "3"))
 PATIENCE_S = 300.0  # for one honest answer

@@ -3,8 +3,6 @@
 An arm that is chosen by what it has drawn is the mutant, and must fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,7 +17,7 @@ from forerun.draft.mix import MixDrafter
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.verify.verify import verify
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 VOCAB, COUNT, ROUNDS, MERGED = 3, 3_000, 2, 2
 P = [0.16, 0.44, 0.40]

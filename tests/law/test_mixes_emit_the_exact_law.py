@@ -5,8 +5,6 @@ through the target's rules as in `test_rules_emit_the_exact_law.py`. A merged tr
 drawn, which no law survives: the mutant that declares one all the same must fail.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +19,7 @@ from forerun.draft.mix import MemberDraft, MixDrafter, MixedRow
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 FAMILIES = [family for family in families(16) if family.vocab == 3]
 WRONG = 1e-3

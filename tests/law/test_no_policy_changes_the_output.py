@@ -5,14 +5,11 @@ takes a tree that a controller has changed as one without a law; an engine that 
 any drafter change it that is drafted as far as was wished.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -82,8 +79,8 @@ POLICIES = [Whimsical, Cherrypicking, Forgetful]
 
 
 @pytest.fixture(scope="module")
-def bench(target_dir: Path, draft_dir: Path) -> Bench:
-    return Bench.of(target_dir, draft_dir)
+def bench() -> Bench:
+    return Bench.of()
 
 
 def texts(

@@ -4,8 +4,6 @@ The target says a, b, ab and ba, the drafter a, b, ab and aab: a text is cut dif
 drafter reads is its own cut of what the target said, guesses behind it.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from functools import cache
 

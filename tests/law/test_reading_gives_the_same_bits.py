@@ -1,10 +1,7 @@
 """Reading in any company gives the same bits: chunks, batches, trees, moves. And the right ones."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,8 @@ from forerun.models.families import BY_NUMBER
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
 
@@ -39,8 +37,8 @@ def random_decoder(config: ModelConfig, dtype: torch.dtype, scale: float = 4.0) 
 
 
 @pytest.fixture(scope="module")
-def stories(target_dir: Path) -> ModelConfig:
-    return read_config(target_dir)
+def stories() -> ModelConfig:
+    return read_config(TARGET)
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16", "fp16"])
@@ -49,12 +47,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture(scope="module")
-def decoders(dtype: torch.dtype, target_dir: Path, stories: ModelConfig) -> list[Decoder]:
+def decoders(dtype: torch.dtype, stories: ModelConfig) -> list[Decoder]:
     """A real model, a windowed one of random weights whose head_dim, width and context are awkward, one with experts.
 
     The last has all that there is of these: an expert that all tokens share, biases, sinks, dense layers.
     """
-    real = Decoder(stories, Checkpoint(target_dir, dtype).take, dtype, TorchBackend())
+    real = Decoder(stories, Checkpoint(TARGET, dtype).take, dtype, TorchBackend())
     odd = replace(
         stories, max_positions=2048, intermediate=83, windows=(None, 700, 37, None, 512), qkv_bias=True, qk_norm=True
     )
@@ -74,10 +72,10 @@ def decoders(dtype: torch.dtype, target_dir: Path, stories: ModelConfig) -> list
 
 
 @pytest.fixture(scope="module")
-def drafting(dtype: torch.dtype, target_dir: Path, draft_dir: Path) -> list[Decoder]:
+def drafting(dtype: torch.dtype) -> list[Decoder]:
     """What drafters read with, as it is served: a draft model, and a target's lower layers beside the target."""
     name = str(dtype).removeprefix("torch.")
-    target, small = (Blueprint.of(str(folder), dtype=name).load(64).decoder for folder in (target_dir, draft_dir))
+    target, small = (Blueprint.of(str(folder), dtype=name).load(64).decoder for folder in (TARGET, SMALL))
     return [small, target, target.lower(1), target.lower(4)]
 
 

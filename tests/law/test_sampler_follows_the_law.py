@@ -22,7 +22,7 @@ from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 from forerun.verify.rules import block_law, token_law
 from forerun.verify.verify import verify
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 VOCAB, COUNT, ROOT, DEPTH = 50, 100_000, 3, 2
 BATCH = 250  # sequences whose trees are grown together

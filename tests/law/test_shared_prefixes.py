@@ -4,16 +4,13 @@ Conversations, equal prompts and several samples come, go on, are cancelled and 
 answer is compared with that of plain decoding, alone, where nothing is kept.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
-from drafters import DRAFTERS, TARGET, built, story
+from drafters import DRAFTERS, built
 from equality import FORMATS
 from fuzz import Bench
 
@@ -26,9 +23,9 @@ from forerun.request import Request
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
-from unchecked import unchecked
+from kit.texts import story
+from kit.unchecked import unchecked
 
-SMALL = Path(__file__).resolve().parent.parent / "data" / "stories280k"
 SYSTEM = story(150, 1)
 WISHES = [Speculation(3), Speculation(3, 2, 5), Speculation(tree=StaticTree([[0], [1], [0, 0]])), Speculation(0)]
 NO_SHARING = ("documented:taps", "mtp-of-3")  # they are shown the states of all tokens
@@ -36,7 +33,7 @@ NO_SHARING = ("documented:taps", "mtp-of-3")  # they are shown the states of all
 
 @pytest.fixture(scope="module")
 def bench_of() -> Callable[[str], Bench]:
-    return cache(lambda name: Bench.of(TARGET, SMALL, name))
+    return cache(lambda name: Bench.of(dtype=name))
 
 
 @dataclass(slots=True)

@@ -4,23 +4,19 @@ Sequences join, finish, are cancelled and preempted; guesses are right at random
 are compared with ones rebuilt, bit for bit, and memory stays what it was.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import random
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from drafters import DRAFTERS, DTYPES, SMALL, TARGET, built, story
+from drafters import DRAFTERS, DTYPES, built
 from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
 from hostile import HOSTILE, Situation, drafted
-from rebuilt import assert_same as assert_same_draft
 from rebuilt import reachable, size_of, without_past
 
 from draft.rounds import Beside, Row, committed, draws_of
@@ -38,7 +34,9 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from unchecked import unchecked
+from kit.assertions import assert_same
+from kit.texts import story
+from kit.unchecked import unchecked
 
 ROOM = 4096  # tokens in a drafter's cache that never want for room
 CROWDS = (12, 5, 12, 2)  # sequences that are there at a time: room for guesses, or for nobody
@@ -47,8 +45,8 @@ CROWDS = (12, 5, 12, 2)  # sequences that are there at a time: room for guesses,
 @pytest.fixture(
     scope="module", params=[DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.full) for dtype in DTYPES[1:])]
 )
-def bench(request: pytest.FixtureRequest, target_dir: Path, draft_dir: Path) -> Bench:
-    return Bench.of(target_dir, draft_dir, request.param)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench.of(dtype=request.param)
 
 
 class Traffic:
@@ -154,14 +152,14 @@ def check_caches(traffic: Traffic) -> None:
     bench, engine, (_, model) = traffic.bench, traffic.engine, traffic.members
     for text, _ in traffic.live.values():
         if text.id in engine.runner.cache:
-            assert_same(rows_of(engine.runner, text.id), read_anew(bench, engine.runner, text.tokens[: text.num_read]))
+            assert_equal(rows_of(engine.runner, text.id), read_anew(bench, engine.runner, text.tokens[: text.num_read]))
         known = model.sequences.get(text.id)
         if known is not None:
             assert known.text == text.tokens[: text.num_read]
             num_kept = model.runner.length(text.id)
             if num_kept:
                 kept = rows_of(model.runner, text.id)
-                assert_same(kept, read_anew(bench, model.runner, text.tokens[:num_kept]))
+                assert_equal(kept, read_anew(bench, model.runner, text.tokens[:num_kept]))
     assert set(model.sequences) <= set(traffic.live)
     model.runner.cache.check()
 
@@ -178,7 +176,7 @@ def assert_kept_blocks_are_right(traffic: Traffic) -> None:
             tokens = [token for each in chain for token in array("i", each.key)]
             slots = slice(kept.block * size, kept.block * size + size)
             anew = read_anew(bench, runner, tokens)
-            assert_same((cache.keys[:, :, slots], cache.values[:, :, slots]), [part[:, :, -size:] for part in anew])
+            assert_equal((cache.keys[:, :, slots], cache.values[:, :, slots]), [part[:, :, -size:] for part in anew])
 
 
 def check_index(traffic: Traffic) -> None:
@@ -205,10 +203,10 @@ def check_drafters(traffic: Traffic) -> None:
         fresh = Beside(target, built(name, target, traffic.dtype, ROOM))
         fresh.observe(committed(rows))
         draws = draws_of(rows, 512, temperature=1.0)
-        assert_same_draft(without_past(drafter).propose(draws, budgets), fresh.propose(draws, budgets))
+        assert_same(without_past(drafter).propose(draws, budgets), fresh.propose(draws, budgets))
 
 
-def assert_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+def assert_equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
@@ -288,7 +286,7 @@ def assert_empty(traffic: Traffic) -> None:
 
 def test_a_proposal_that_raises_leaves_nothing_behind_in_the_drafters_cache() -> None:
     """The request's own code raises on a guess: its text is then read as if the block had not been."""
-    bench = Bench.of(TARGET, SMALL, "float32")
+    bench = Bench.of(dtype="float32")
     found = []
     for raises in (True, False):
         raised: list[int] = []

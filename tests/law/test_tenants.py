@@ -4,13 +4,10 @@ What a request is drafted, round for round, must be what it would have been had 
 what is kept of an answer is all of it, once, however the sequence ended and whatever became of it on the way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import astuple
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,9 +20,10 @@ from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.engines import plain
+from kit.unchecked import unchecked
 
-TARGET = Path(__file__).resolve().parent.parent / "data" / "stories260k"
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park.", "One day, a big dog")
 DEEP = Speculation(6)
 
@@ -36,11 +34,6 @@ def asking(seed: int = 0, **others: object) -> SamplingParams:
 
 def suffix(draft: str = "suffix", **options: object) -> LLM:
     return LLM(str(TARGET), draft, dtype="float32", **options)
-
-
-@cache
-def plain() -> LLM:
-    return LLM(str(TARGET), dtype="float32")
 
 
 def ask(llm: LLM, prompt: str, params: SamplingParams, tenant: str = "", wish: object = DEEP) -> tuple[int, ...]:
@@ -116,8 +109,8 @@ def test_a_cancelled_answer_is_kept_as_far_as_it_went() -> None:
 
 
 @pytest.fixture(scope="module")
-def bench(target_dir: Path, draft_dir: Path) -> Bench:
-    return Bench.of(target_dir, draft_dir)
+def bench() -> Bench:
+    return Bench.of()
 
 
 def test_preempted_answers_are_kept_once_and_whole(bench: Bench) -> None:

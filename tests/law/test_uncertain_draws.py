@@ -6,21 +6,20 @@ in some fifteen, in the target's draws and in those of every drafter: chains end
 tokens must stay those of plain decoding.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
 import pytest
-from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, TARGET, as_draft
+from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, as_draft
 
-from compiled import require_compiler
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.sampling.draws import Draws, RowSampling
+from kit.checkpoints import TARGET
+from kit.compiled import require_compiler
+from kit.unchecked import unchecked
 from sampling.logits import logits_of
-from unchecked import unchecked
 
 COMMON = 2.0**-4
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day")

@@ -1,7 +1,5 @@
 """Damage to the files of a checkpoint: any key of any type, files cut short, folders in their place, strange bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

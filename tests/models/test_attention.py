@@ -1,7 +1,5 @@
 """Attention: right, and a query's bits are its own; where a padding does not achieve that, another is chosen."""
 
-from __future__ import annotations
-
 import math
 import random
 

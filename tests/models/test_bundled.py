@@ -10,6 +10,7 @@ from forerun.models import source
 from forerun.models.bundled import BUNDLED, FOLDER
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
+from kit.checkpoints import TARGET
 
 
 @pytest.fixture
@@ -37,12 +38,12 @@ def test_the_family_shrinks_from_target_to_draft(elsewhere: Path) -> None:
     assert sizes[3] == pytest.approx(sizes[2], rel=1e-4)
 
 
-def test_a_folder_in_the_working_directory_wins(elsewhere: Path, target_dir: Path) -> None:
+def test_a_folder_in_the_working_directory_wins(elsewhere: Path) -> None:
     assert find_checkpoint("stdlib") == BUNDLED["stdlib"]
     (elsewhere / "stdlib").mkdir()
     with pytest.raises(ModelNotFound, match=r"stdlib has no config\.json"):
         find_checkpoint("stdlib")
-    shutil.copy(target_dir / "config.json", elsewhere / "stdlib")
+    shutil.copy(TARGET / "config.json", elsewhere / "stdlib")
     assert find_checkpoint("stdlib").resolve() == elsewhere / "stdlib"
 
 

@@ -1,7 +1,5 @@
 """What computes a model is chosen by the times of its layers: the fastest that can be trusted, and the same again."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -18,6 +16,7 @@ from forerun.models.config import ModelConfig, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.projections import products
 from forerun.models.weights import number_formats
+from kit.checkpoints import TARGET
 
 NATIVE = pytest.mark.skipif(find_kernels("auto", torch.float32) is None, reason="there are no compiled kernels here")
 BACKENDS = [BackendKind(by, dtype) for by in ("native", "torch") for dtype in (torch.bfloat16, torch.float32)]
@@ -33,8 +32,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def config(target_dir: Path) -> ModelConfig:
-    return replace(read_config(target_dir), dtype=torch.bfloat16)
+def config() -> ModelConfig:
+    return replace(read_config(TARGET), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("trusted", [True, False])
@@ -79,13 +78,13 @@ def test_times_are_measured_once_for_every_layer(
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("by", ["native", "torch"])
 def test_a_faster_backend_is_what_loads(
-    by: str, quantize: str | None, cache: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    by: str, quantize: str | None, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever that is: the blueprint, the decoder and the fingerprint are of it, and drafts may differ from it."""
     monkeypatch.setattr(choice, "measured", lambda found, *_: {b: [0.1 if b.kernels == by else 1.0] * 4 for b in found})
     monkeypatch.setattr(choice, "is_packed", lambda *_: True)
-    blueprint = Blueprint.of(str(target_dir), quantize=quantize)
-    forced = Blueprint.of(str(target_dir), quantize=quantize, kernels=by)
+    blueprint = Blueprint.of(str(TARGET), quantize=quantize)
+    forced = Blueprint.of(str(TARGET), quantize=quantize, kernels=by)
     assert blueprint.kernels == forced.kernels == by
     assert isinstance(blueprint.load(64).decoder.executor, NativeExecutor) == (by == "native")
     assert blueprint.fingerprint() == forced.fingerprint()

@@ -1,7 +1,5 @@
 """A damaged checkpoint loads or raises a ModelError that names the file and the key; it never hangs or raises raw."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct
@@ -26,6 +24,7 @@ from forerun.models.generation import KEYS, GenerationDefaults
 from forerun.models.loading import Blueprint
 from forerun.models.rope import rope_tables
 from forerun.models.weights import Checkpoint, check_weights
+from kit.checkpoints import TARGET
 from models.damage import TEXTS, VALUES, copied, places, write
 
 INDEX = "model.safetensors.index.json"
@@ -94,9 +93,9 @@ def changes(document: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, target_dir: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A copy of a checkpoint, to be damaged."""
-    return copied(target_dir, tmp_path / "model")
+    return copied(TARGET, tmp_path / "model")
 
 
 @pytest.mark.sampled(4)
@@ -267,7 +266,7 @@ def test_a_file_that_is_cut_short_anywhere_is_named(folder: Path, name: str) -> 
 @given(position=st.integers(0, 2500), byte=st.integers(0, 255))
 @settings(max_examples=200, deadline=None)
 def test_a_byte_that_flipped_in_a_header_does_not_raise_raw(position: int, byte: int) -> None:
-    source = Path(__file__).parents[1] / "data" / "stories260k"
+    source = TARGET
     with tempfile.TemporaryDirectory() as name:
         folder = copied(source, Path(name) / "model")
         data = bytearray((folder / "model.safetensors").read_bytes())

@@ -1,7 +1,5 @@
 """Experts: a token's bits are its own whatever others choose; routes, names of tensors, damage, memory, counts."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -14,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiled import LEVELS, compiled_for, require_compiler
 from forerun.config import KernelChoice, Quantization
 from forerun.device import Placement
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
@@ -30,9 +27,11 @@ from forerun.models.loading import Blueprint
 from forerun.models.projections import LayerTable, tensor_shapes
 from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import TARGET
+from kit.compiled import LEVELS, compiled_for, require_compiler
+from kit.sparse import FAMILIES, write_sparse
+from kit.unchecked import unchecked
 from models.damage import ABSENT, VALUES, write
-from sparse import FAMILIES, write_sparse
-from unchecked import unchecked
 
 FORMATS: list[tuple[str, Quantization | None]] = [
     ("float32", None),
@@ -337,8 +336,8 @@ def test_experts_that_are_read_are_counted(folders: dict[str, Path], choice: Ker
     assert num_tokens > 1 or set(counts) == {k}
 
 
-def test_dense_layers_read_no_experts(folders: dict[str, Path], target_dir: Path) -> None:
-    dense, mixed = load(target_dir, "torch"), load(folders["qwen2_moe"], "torch")
+def test_dense_layers_read_no_experts(folders: dict[str, Path]) -> None:
+    dense, mixed = load(TARGET, "torch"), load(folders["qwen2_moe"], "torch")
     assert distinct(dense, 4, 0) == 0
     assert distinct(mixed, 1, 0) == 3 * 3  # three of four layers, three experts each
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from compiled import require_compiler
 from forerun.config import KernelChoice
 from forerun.models.config import ModelConfig, RopeConfig, read_config
 from forerun.models.experts import Clamp
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
+from kit.compiled import require_compiler
 
 VOCAB, LENGTH, WINDOW, ORIGINAL = 199, 80, 11, 32
 SIZES = {

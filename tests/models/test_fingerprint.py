@@ -1,20 +1,18 @@
 """The fingerprint: everything that the last bits of an answer depend on, and nothing else."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compiled import require_compiler
 from forerun import machine
 from forerun.config import KernelChoice
 from forerun.models import choice, loading
 from forerun.models.loading import Blueprint
+from kit.checkpoints import TARGET
+from kit.compiled import require_compiler
 
 Change = Callable[[pytest.MonkeyPatch], None]
 
@@ -61,9 +59,9 @@ NEVER: dict[str, Change] = {
 }
 
 
-def changes(target_dir: Path, kernels: KernelChoice, change: Change, monkeypatch: pytest.MonkeyPatch) -> bool:
+def changes(kernels: KernelChoice, change: Change, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the fingerprint is another one afterwards; without the change it is the same again."""
-    blueprint = Blueprint.of(str(target_dir), dtype="float32", kernels=kernels)
+    blueprint = Blueprint.of(str(TARGET), dtype="float32", kernels=kernels)
     before = blueprint.fingerprint()
     with monkeypatch.context() as patch:
         change(patch)
@@ -71,27 +69,23 @@ def changes(target_dir: Path, kernels: KernelChoice, change: Change, monkeypatch
 
 
 @pytest.mark.parametrize("what", [*ALWAYS, *LIBRARIES, *NEVER])
-def test_torchs_operators_are_known_by_all_that_libraries_look_at(
-    what: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_operators_are_known_by_all_that_libraries_look_at(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change = (ALWAYS | LIBRARIES | NEVER)[what]
-    assert changes(target_dir, "torch", change, monkeypatch) == (what not in NEVER)
+    assert changes("torch", change, monkeypatch) == (what not in NEVER)
 
 
 @pytest.mark.parametrize("what", ["the kernels' instructions", *ALWAYS, *LIBRARIES, *NEVER])
-def test_compiled_kernels_are_known_by_their_instructions(
-    what: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_kernels_are_known_by_their_instructions(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sums have one order, for any number of threads and whatever the processor is called."""
     require_compiler()
     always = ALWAYS | {"the kernels' instructions": instructions}
     change = (always | LIBRARIES | NEVER)[what]
-    assert changes(target_dir, "native", change, monkeypatch) == (what in always)
+    assert changes("native", change, monkeypatch) == (what in always)
 
 
-def test_options_that_change_the_numbers_change_it_and_others_do_not(target_dir: Path) -> None:
+def test_options_that_change_the_numbers_change_it_and_others_do_not() -> None:
     def of(**options: Any) -> str:
-        return Blueprint.of(str(target_dir), **options).fingerprint()
+        return Blueprint.of(str(TARGET), **options).fingerprint()
 
     require_compiler()
     quantized = [{"dtype": "float32", "quantize": quantize} for quantize in ("int8", "int4")]

@@ -13,6 +13,7 @@ from forerun.models.config import read_config
 from forerun.models.fit import check_fit, ends_of
 from forerun.models.loading import Blueprint
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 
 
 def with_ids(num_ordinary: int, num_added: int = 0) -> Tokenizer:
@@ -35,35 +36,35 @@ def with_ids(num_ordinary: int, num_added: int = 0) -> Tokenizer:
     ],
 )
 def test_what_real_checkpoints_do_is_fine(
-    ordinary: int, added: int, rows: int, target_dir: Path, caplog: pytest.LogCaptureFixture
+    ordinary: int, added: int, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = replace(read_config(target_dir), vocab_size=rows)
-    check_fit(with_ids(ordinary, added), target_dir, config, "the model")
+    config = replace(read_config(TARGET), vocab_size=rows)
+    check_fit(with_ids(ordinary, added), TARGET, config, "the model")
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("ordinary", "added", "rows"), [(513, 0, 512), (4096, 0, 512), (512, 200, 512), (512, 2, 400)])
-def test_ids_that_the_model_cannot_have_are_refused(ordinary: int, added: int, rows: int, target_dir: Path) -> None:
-    config = replace(read_config(target_dir), vocab_size=rows)
+def test_ids_that_the_model_cannot_have_are_refused(ordinary: int, added: int, rows: int) -> None:
+    config = replace(read_config(TARGET), vocab_size=rows)
     with pytest.raises(TokenizerError, match=rf"tokenizer\.json has {ordinary + added} ids, and M has rows for {rows}"):
-        check_fit(with_ids(ordinary, added), target_dir, config, "M")
+        check_fit(with_ids(ordinary, added), TARGET, config, "M")
 
 
-def test_far_fewer_ids_than_rows_are_warned_of(target_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(read_config(target_dir), vocab_size=4096)
-    check_fit(with_ids(512), target_dir, config, "M")
+def test_far_fewer_ids_than_rows_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(read_config(TARGET), vocab_size=4096)
+    check_fit(with_ids(512), TARGET, config, "M")
     assert "has 512 ids for the 4096 rows of M" in caplog.text
 
 
-def test_a_blueprint_checks_its_tokenizer(tmp_path: Path, target_dir: Path) -> None:
-    folder = shutil.copytree(target_dir, tmp_path / "model")
+def test_a_blueprint_checks_its_tokenizer(tmp_path: Path) -> None:
+    folder = shutil.copytree(TARGET, tmp_path / "model")
     data = json.loads((folder / "tokenizer.json").read_text())
     data["model"]["vocab"]["strange"] = 512
     (folder / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(TokenizerError, match="has 513 ids"):
         Blueprint.of(str(folder)).tokenizer()
     with pytest.raises(TokenizerError, match="has 4096 ids"):
-        Blueprint.of(str(target_dir), tokenizer="stdlib").tokenizer()
+        Blueprint.of(str(TARGET), tokenizer="stdlib").tokenizer()
 
 
 def chat_model(folder: Path, source: Path, model_ends: object, where: str, tokenizer_end: str | None) -> Blueprint:
@@ -80,10 +81,10 @@ def chat_model(folder: Path, source: Path, model_ends: object, where: str, token
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_the_tokenizers_own_end_ends_answers_too_and_is_told_of_once(
-    where: str, tmp_path: Path, target_dir: Path, caplog: pytest.LogCaptureFixture
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As vLLM has it: of many chat models the tokenizer alone names the token that ends a turn."""
-    model = chat_model(tmp_path / "model", target_dir, 1, where, "</s>")
+    model = chat_model(tmp_path / "model", TARGET, 1, where, "</s>")
     assert model.ends(model.tokenizer()) == (1, 2)
     (record,) = caplog.records
     sentence = record.getMessage()
@@ -92,10 +93,8 @@ def test_the_tokenizers_own_end_ends_answers_too_and_is_told_of_once(
 
 
 @pytest.mark.parametrize("ends", [2, [2], [1, 2], [2, 511]])
-def test_ends_that_agree_are_not_told_of(
-    ends: object, tmp_path: Path, target_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = chat_model(tmp_path / "model", target_dir, ends, "config.json", "</s>")
+def test_ends_that_agree_are_not_told_of(ends: object, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = chat_model(tmp_path / "model", TARGET, ends, "config.json", "</s>")
     assert model.ends(model.tokenizer()) == tuple(ends if isinstance(ends, list) else [ends])
     assert not caplog.records
 
@@ -117,16 +116,15 @@ def test_what_ends_no_answer_is_told_of(
     found: tuple[int, ...],
     told: str,
     tmp_path: Path,
-    target_dir: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = chat_model(tmp_path / "model", target_dir, ends, "config.json", tokenizer_end)
+    model = chat_model(tmp_path / "model", TARGET, ends, "config.json", tokenizer_end)
     assert model.ends(model.tokenizer()) == found
     assert len(caplog.records) == bool(told)
     assert told in caplog.text
 
 
-def test_ends_that_the_tokenizer_does_not_have_are_told_of(target_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(read_config(target_dir), vocab_size=4096, eos_ids=(2, 4000))
-    assert ends_of(with_ids(512), target_dir, config, target_dir) == (2, 4000)
+def test_ends_that_the_tokenizer_does_not_have_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(read_config(TARGET), vocab_size=4096, eos_ids=(2, 4000))
+    assert ends_of(with_ids(512), TARGET, config, TARGET) == (2, 4000)
     assert "names the end-of-sequence ids 4000, which" in caplog.text

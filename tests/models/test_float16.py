@@ -1,7 +1,5 @@
 """float16: weights, keys and values are held in it, and everything is computed in float32, as with wider weights."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -15,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiled import ENDS, HERE, LEVELS, compiled_for, require_compiler
 from forerun import LLM, SamplingParams
 from forerun.device import Placement
 from forerun.models.backends.invariance import cancelling_product
@@ -26,8 +23,9 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from forerun.output import RequestOutput
+from kit.checkpoints import TARGET
+from kit.compiled import ENDS, HERE, LEVELS, compiled_for, require_compiler
 
-TARGET = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 PROMPTS = ["Once upon a time", "The dog ran and ran and", "Lily", "One day a big cat sat on the mat. The cat"]
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, logprobs=3, ignore_eos=True)
 LARGEST = 65504.0

@@ -16,14 +16,15 @@ from forerun.models.foreign import TENSORS, foreign_tensors
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 
 TEXT = [1, 9, 30, 8]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, target_dir: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A copy of a checkpoint, to be changed."""
-    return shutil.copytree(target_dir, tmp_path / "model")
+    return shutil.copytree(TARGET, tmp_path / "model")
 
 
 def logits(folder: Path) -> torch.Tensor:

@@ -10,6 +10,7 @@ from forerun.errors import ModelError
 from forerun.models.generation import HARMLESS, KEYS, ONLY_SAMPLED, SERVED, UNSERVED, GenerationDefaults
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import TARGET
 
 
 def read(folder: Path, **values: Any) -> GenerationDefaults:
@@ -36,9 +37,9 @@ def test_what_a_chat_model_ships_is_read(tmp_path: Path) -> None:
     assert found.params() == SamplingParams(**wanted)  # type: ignore[arg-type]
 
 
-def test_a_model_without_defaults_leaves_those_of_requests(tmp_path: Path, target_dir: Path) -> None:
+def test_a_model_without_defaults_leaves_those_of_requests(tmp_path: Path) -> None:
     assert GenerationDefaults.read(tmp_path) == read(tmp_path) == GenerationDefaults()
-    assert Blueprint.of(str(target_dir)).generation_defaults() == GenerationDefaults()
+    assert Blueprint.of(str(TARGET)).generation_defaults() == GenerationDefaults()
     assert GenerationDefaults().params() == SamplingParams()
 
 

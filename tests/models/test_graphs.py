@@ -15,6 +15,7 @@ from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.layer import Layer
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner
+from kit.checkpoints import TARGET
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 VOCAB = 512
@@ -22,9 +23,9 @@ TOLERANCE = 1e-4  # logits are of size 10: sums in another order
 
 
 @pytest.fixture(scope="module")
-def pair(target_dir: Path) -> tuple[Runner, GraphRunner]:
+def pair() -> tuple[Runner, GraphRunner]:
     # By torch: compiled kernels are told of a layer when it is loaded, and one test here changes layers later.
-    blueprints = [Blueprint.of(str(target_dir), dtype="float32", kernels="torch", device=p) for p in (CPU, FIXED)]
+    blueprints = [Blueprint.of(str(TARGET), dtype="float32", kernels="torch", device=p) for p in (CPU, FIXED)]
     plain, fixed = (blueprint.load(64) for blueprint in blueprints)
     return plain, fixed  # type: ignore[return-value]
 

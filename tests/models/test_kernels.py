@@ -1,7 +1,5 @@
 """The compiled kernels: right, each row and query with bits of its own, for lesser processors too, or not there."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -12,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled import LEVELS, compiled_for, require_compiler
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.variants import VARIANTS
@@ -22,6 +19,8 @@ from forerun.models.backends.native import NativeBackend, checked, find_kernels
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, QuantizedLinear
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
+from kit.checkpoints import TARGET
+from kit.compiled import LEVELS, compiled_for, require_compiler
 
 SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
 COUNTS = [*range(1, 40), 47, 48, 49, 64, 65, 100, 129, 320]
@@ -126,22 +125,22 @@ def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.usefixtures("threads")
-def test_a_text_in_any_pieces_by_any_threads(target_dir: Path, numbers: str) -> None:
+def test_a_text_in_any_pieces_by_any_threads(numbers: str) -> None:
     """The decoder's logits, too, are a token's own, and near those of torch's operators."""
-    native = load(target_dir, numbers, "native")
+    native = load(TARGET, numbers, "native")
     rng = random.Random(numbers)
     tokens = [rng.randrange(3, 512) for _ in range(400)]
     alone = read_all(native, tokens, [1] * 400)
     for num_threads, sizes in ((1, [400]), (2, [17, 3, 380]), (3, [33] * 12 + [4]), (2, [5] * 80)):
         torch.set_num_threads(num_threads)
         assert torch.equal(read_all(native, tokens, sizes), alone), sizes
-    by_torch = read_all(load(target_dir, numbers, "torch"), tokens, [400])
+    by_torch = read_all(load(TARGET, numbers, "torch"), tokens, [400])
     bound = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}.get(numbers, 0.1)
     assert (alone - by_torch).abs().max() < bound * by_torch.abs().max()
 
 
-def test_taps_and_parts_of_the_layers_are_those_of_a_whole_pass(target_dir: Path) -> None:
-    runner = load(target_dir, "float32", "native")
+def test_taps_and_parts_of_the_layers_are_those_of_a_whole_pass() -> None:
+    runner = load(TARGET, "float32", "native")
     decoder, tokens = runner.decoder, [5, 9, 300, 7, 8]
     num_layers = decoder.config.layers
     states = runner.read([Read(0, tokens, judged=range(5))], taps=(0, 2, num_layers, -1))
@@ -159,7 +158,7 @@ def test_taps_and_parts_of_the_layers_are_those_of_a_whole_pass(target_dir: Path
     assert torch.equal(decoder.logits(upper), states.logits)
 
 
-def test_formats_that_they_do_not_know(target_dir: Path) -> None:
+def test_formats_that_they_do_not_know() -> None:
     assert find_kernels("auto", torch.float64) is None
     with pytest.raises(UnsupportedModel, match=r"know float32, bfloat16 and float16, not torch\.float64"):
         find_kernels("native", torch.float64)
@@ -180,7 +179,7 @@ def test_bits_do_not_depend_on_what_a_compiler_makes_of_the_code() -> None:
     check_same_bits(*(NativeBackend(compiled_for("native", level)) for level in ("-O3", "-O1")))
 
 
-def test_a_wheels_library_has_the_bits_of_one_compiled_here(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheels_library_has_the_bits_of_one_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why the fingerprint names instructions: what else the processor has changes no bit."""
     require_compiler()
     own = find_kernels("native", torch.float32)
@@ -191,14 +190,14 @@ def test_a_wheels_library_has_the_bits_of_one_compiled_here(target_dir: Path, mo
     check_same_bits(own, wheels)
     tokens, sizes = list(range(3, 200)), [150, 1, 1, 5, 40]
     for numbers in FORMATS:
-        by_own = read_all(load(target_dir, numbers, "native"), tokens, sizes)
+        by_own = read_all(load(TARGET, numbers, "native"), tokens, sizes)
         with monkeypatch.context() as patch:
             patch.setattr(choosing, "find_kernels", lambda *_: wheels)
-            assert torch.equal(read_all(load(target_dir, numbers, "native"), tokens, sizes), by_own), numbers
+            assert torch.equal(read_all(load(TARGET, numbers, "native"), tokens, sizes), by_own), numbers
 
 
-def test_kernels_and_torch_have_different_fingerprints(target_dir: Path) -> None:
+def test_kernels_and_torch_have_different_fingerprints() -> None:
     """Their bits differ, so an answer must say which of them it is from."""
     require_compiler()
-    native, by_torch = (Blueprint.of(str(target_dir), kernels=choice) for choice in ("native", "torch"))
+    native, by_torch = (Blueprint.of(str(TARGET), kernels=choice) for choice in ("native", "torch"))
     assert native.fingerprint() != by_torch.fingerprint()

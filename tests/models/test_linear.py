@@ -1,7 +1,5 @@
 """Linear layers: right, and every row on its own; a layer that is not is refused, or taken in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from forerun.errors import ModelError, ModelNotFound, UnsupportedModel
 from forerun.models.config import ModelConfig, RopeConfig, read_config
 from forerun.models.families import FAMILIES
+from kit.checkpoints import SMALL, TARGET
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -317,8 +318,8 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
             read_config(tmp_path)
 
 
-def test_the_models_in_the_repository(target_dir: Path, draft_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    target, draft = read_config(target_dir), read_config(draft_dir)
+def test_the_models_in_the_repository(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = read_config(TARGET), read_config(SMALL)
     assert not caplog.records
     assert (target.heads, target.kv_heads, target.group, target.head_dim) == (8, 4, 2, 8)
     assert (target.max_positions, draft.max_positions) == (512, 256)

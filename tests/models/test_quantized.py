@@ -1,7 +1,5 @@
 """8-bit linears: the very numbers of their definition, and a target that says nearly what the one in 16 bits says."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -25,7 +23,7 @@ from forerun.models.backends.torch_cpu.quantized import (
 from forerun.models.choice import cpu_backend
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(3, 5), (48, 83), (384, 1024), (96, 4096), (1, 1)]

@@ -1,7 +1,5 @@
 """4-bit linears: the very numbers of their definition for any shape, size and company, and well chosen scales."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np
@@ -9,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled import require_compiler
 from forerun.models.backends.native import find_kernels
 from forerun.models.backends.torch_cpu.quantized import (
+from kit.compiled import require_compiler
     GROUP,
     LEAST_SCALE,
     MOST_SCALE,
@@ -21,6 +19,7 @@ from forerun.models.backends.torch_cpu.quantized import (
     quantize_rows,
     round_groups,
 )
+from kit.compiled import require_compiler
 
 SHAPES = [(1, 1), (3, 5), (17, 31), (48, 83), (130, 97), (64, 64), (96, 2050), (80, 1056)]
 COUNTS = [*range(1, 26), 31, 33, 48, 70]

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from forerun.models.config import ModelConfig, RopeConfig, read_config
 from forerun.models.rope import RopeTables, rope_tables
+from kit.checkpoints import TARGET
 
 POSITIONS = 192
 
@@ -132,9 +133,9 @@ def test_a_position_has_the_same_bits_in_a_table_of_any_length_and_number_of_thr
         torch.set_num_threads(threads)
 
 
-def test_rotation_depends_on_the_distance_alone(target_dir: Path) -> None:
+def test_rotation_depends_on_the_distance_alone() -> None:
     """The law that makes relative positions: <R(m) q, R(n) k> is a function of m - n."""
-    config: ModelConfig = read_config(target_dir)
+    config: ModelConfig = read_config(TARGET)
     assert config.rope == RopeConfig(10_000.0)
     table = rope_tables(config)
     generator = torch.Generator().manual_seed(0)

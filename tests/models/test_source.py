@@ -26,10 +26,11 @@ from forerun.heads.kinds import find_of_kind
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint, find_tokenizer
+from kit.checkpoints import TARGET
 
 
-def test_a_folder_is_taken_as_it_is(target_dir: Path) -> None:
-    assert find_checkpoint(str(target_dir)) == target_dir
+def test_a_folder_is_taken_as_it_is() -> None:
+    assert find_checkpoint(str(TARGET)) == TARGET
 
 
 def test_paths_that_hold_no_model_are_named(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_misspelt_name_is_told_what_is_near_it_and_nothing_of_the_network(
 
 @pytest.mark.usefixtures("unreached")
 def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
-    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="there is no folder nowhere: name the folder that forerun train wrote"):
@@ -159,7 +160,7 @@ def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
     with pytest.raises(ModelNotFound, match="there is no folder stdlb: name the folder"):
         find_heads("stdlb")
     with pytest.raises(ModelNotFound, match=r"is not what this drafter reads: its config.json has no medusa_num_heads"):
-        find_of_kind(str(target_dir), "medusa")
+        find_of_kind(str(TARGET), "medusa")
     (tmp_path / "my-heads").mkdir()
     (tmp_path / "my-heads" / "config.json").write_text('{"medusa_num_heads": 2}')
     assert find_of_kind("my-heads", "medusa") == Path("my-heads")
@@ -216,27 +217,25 @@ def test_a_path_that_cannot_be_looked_up_is_named(name: str) -> None:
         find_checkpoint(name)
 
 
-def test_a_revision_is_fetched_and_is_for_hub_ids_alone(
-    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revision_is_fetched_and_is_for_hub_ids_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(_model: str, revision: str | None, **_: Any) -> str:
         if revision not in (None, "v2"):
             raise RevisionNotFoundError.__new__(RevisionNotFoundError)
-        return str(target_dir if revision else tmp_path)
+        return str(TARGET if revision else tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    assert find_checkpoint("owner/name", "v2") == target_dir
+    assert find_checkpoint("owner/name", "v2") == TARGET
     with pytest.raises(ModelNotFound, match="owner/name has no revision 'v3' on the hub: name a branch, tag or commit"):
         find_checkpoint("owner/name", "v3")
-    for folder in (str(target_dir), "stdlib"):
+    for folder in (str(TARGET), "stdlib"):
         with pytest.raises(InvalidRequest, match=r"revision: 'v2' is for hub ids"):
             find_checkpoint(folder, "v2")
 
 
-def test_a_tokenizer_is_found_like_a_checkpoint_and_needs_no_weights(tmp_path: Path, target_dir: Path) -> None:
+def test_a_tokenizer_is_found_like_a_checkpoint_and_needs_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"has no tokenizer\.json: name the folder that holds tokenizer\.json"):
         find_tokenizer(str(tmp_path))
-    shutil.copy(target_dir / "tokenizer.json", tmp_path)
+    shutil.copy(TARGET / "tokenizer.json", tmp_path)
     assert find_tokenizer(str(tmp_path)) == tmp_path
     assert find_tokenizer("stdlib") == BUNDLED["stdlib"]
 

@@ -15,6 +15,7 @@ from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
+from kit.checkpoints import TARGET
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 
@@ -35,9 +36,9 @@ def test_a_number_format_is_kept_by_one_name(given: Any, kept: str) -> None:
     assert ModelSpec("stdlib", dtype=given).dtype == kept
 
 
-def test_a_path_is_kept_as_text(target_dir: Path) -> None:
+def test_a_path_is_kept_as_text() -> None:
     spec: Any = ModelSpec
-    assert spec(target_dir, tokenizer=target_dir) == ModelSpec(str(target_dir), tokenizer=str(target_dir))
+    assert spec(TARGET, tokenizer=TARGET) == ModelSpec(str(TARGET), tokenizer=str(TARGET))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,8 @@ def test_what_cannot_be_asked_for_is_named(field: str, value: Any) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_a_blueprint_is_made_of_it(target_dir: Path, draft_dir: Path) -> None:
-    spec = ModelSpec(str(target_dir), dtype="half", kernels="torch", device=FIXED)
+def test_a_blueprint_is_made_of_it() -> None:
+    spec = ModelSpec(str(TARGET), dtype="half", kernels="torch", device=FIXED)
     blueprint = Blueprint.of(spec)
     assert (blueprint.spec, blueprint.dtype, blueprint.kernels, blueprint.placement) == (
         spec,
@@ -69,10 +70,10 @@ def test_a_blueprint_is_made_of_it(target_dir: Path, draft_dir: Path) -> None:
         "torch",
         FIXED,
     )
-    assert Blueprint.of(str(target_dir), dtype=torch.float16, kernels="torch", device=FIXED) == blueprint
+    assert Blueprint.of(str(TARGET), dtype=torch.float16, kernels="torch", device=FIXED) == blueprint
     assert Blueprint.of(spec, device=CPU) == Blueprint.of(replace(spec, device=CPU))
     with pytest.raises(TypeError, match="dtpye"):
-        Blueprint.of(str(target_dir), dtpye="half")
+        Blueprint.of(str(TARGET), dtpye="half")
 
 
 def test_a_draft_model_takes_all_but_tokenizer_and_revision_from_its_target() -> None:
@@ -82,7 +83,7 @@ def test_a_draft_model_takes_all_but_tokenizer_and_revision_from_its_target() ->
     assert target.beside("e/f") == replace(target, model="e/f", tokenizer=None, revision=None)
 
 
-def test_the_tokenizer_may_be_anothers(target_dir: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_may_be_anothers(tmp_path: Path) -> None:
     own = Blueprint.of("stdlib-draft").tokenizer().fingerprint()
     other = Blueprint.of("stdlib-draft", tokenizer="stdlib-draft-1024").tokenizer().fingerprint()
     assert own != other == Blueprint.of("stdlib-draft-1024").tokenizer().fingerprint()

@@ -2,10 +2,11 @@
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
+
+from kit.checkpoints import TARGET
 
 if find_spec("triton") is None:
     pytest.skip("the kernels need triton, which is not installed", allow_module_level=True)
@@ -146,10 +147,10 @@ def test_tiles_grow_with_the_rows_as_long_as_there_are_enough() -> None:
             assert tile is FEW_ROWS or (rows > 16 and num_programs(tile, rows, outputs) >= 64)
 
 
-def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, target_dir: Path) -> None:
+def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps) -> None:
     """A text token by token, at once, and as a path of a tree beside other sequences: with one product, one result."""
     placement = Placement(torch.device("cpu"), fixed=True, one_gemm=True)
-    decoder = Blueprint.of(str(target_dir), dtype="float32", device=placement).load(64).decoder
+    decoder = Blueprint.of(str(TARGET), dtype="float32", device=placement).load(64).decoder
     decoder.layers = decoder.layers[:2]
     text = [403, 407, 261, 378]
 

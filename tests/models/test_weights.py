@@ -20,6 +20,7 @@ from forerun.models import weights
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.projections import tensor_shapes
 from forerun.models.weights import Checkpoint, check_weights, number_formats
+from kit.checkpoints import SMALL, TARGET
 
 SRC = Path(weights.__file__).parents[2]
 
@@ -189,10 +190,8 @@ def save_model(folder: Path, config: ModelConfig, seed: int = 0) -> dict[str, Te
     return tensors
 
 
-def test_the_models_in_the_repository_hold_exactly_what_is_promised(
-    target_dir: Path, draft_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for folder in (target_dir, draft_dir):
+def test_the_models_in_the_repository_hold_exactly_what_is_promised(caplog: pytest.LogCaptureFixture) -> None:
+    for folder in (TARGET, SMALL):
         config = read_config(folder)
         stored = load_file(folder / "model.safetensors")
         assert tensor_shapes(config) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
@@ -200,8 +199,8 @@ def test_the_models_in_the_repository_hold_exactly_what_is_promised(
     assert not caplog.records
 
 
-def test_every_promised_tensor_is_checked(tmp_path: Path, target_dir: Path) -> None:
-    config = replace(read_config(target_dir), tied=False, qkv_bias=True, layers=2)
+def test_every_promised_tensor_is_checked(tmp_path: Path) -> None:
+    config = replace(read_config(TARGET), tied=False, qkv_bias=True, layers=2)
     tensors = save_model(tmp_path, config)
     assert "lm_head.weight" in tensors
     assert check_weights(config, Checkpoint(tmp_path, torch.float32)) == config
@@ -214,8 +213,8 @@ def test_every_promised_tensor_is_checked(tmp_path: Path, target_dir: Path) -> N
             check_weights(config, Checkpoint(tmp_path, torch.float32))
 
 
-def test_tensors_of_no_account_are_logged(tmp_path: Path, target_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = read_config(target_dir)
+def test_tensors_of_no_account_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = read_config(TARGET)
     tensors = save_model(tmp_path, config)
     tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(tensors | tables, tmp_path / "model.safetensors")
@@ -238,8 +237,8 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_tensor_that_would_change_the_logits_is_refused_by_name(tmp_path: Path, target_dir: Path, name: str) -> None:
-    config = read_config(target_dir)
+def test_a_tensor_that_would_change_the_logits_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    config = read_config(TARGET)
     tensors = save_model(tmp_path, config)
     save_file(tensors | {name: torch.full((8,), 1e-30)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=f"model.safetensors: the tensor {re.escape(name)} would change"):
@@ -247,19 +246,17 @@ def test_a_tensor_that_would_change_the_logits_is_refused_by_name(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [name for name in STRANGE if name.endswith(".bias")])
-def test_a_bias_of_zeros_changes_nothing(
-    tmp_path: Path, target_dir: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = read_config(target_dir)
+def test_a_bias_of_zeros_changes_nothing(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = read_config(TARGET)
     save_file(save_model(tmp_path, config) | {name: torch.zeros(8)}, tmp_path / "model.safetensors")
     check_weights(config, Checkpoint(tmp_path, torch.float32))
     assert not caplog.records
 
 
 def test_a_stored_head_counts_where_it_differs_from_the_embedding(
-    tmp_path: Path, target_dir: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = read_config(target_dir)
+    config = read_config(TARGET)
     assert config.tied
     tensors = save_model(tmp_path, config)
     embedding = tensors["model.embed_tokens.weight"]
@@ -272,8 +269,8 @@ def test_a_stored_head_counts_where_it_differs_from_the_embedding(
     assert judged == replace(config, tied=False)
 
 
-def test_explicit_formats_are_taken_at_their_word(target_dir: Path) -> None:
-    config = read_config(target_dir)
+def test_explicit_formats_are_taken_at_their_word() -> None:
+    config = read_config(TARGET)
     spellings = {
         torch.float32: ("float32", "fp32", "float", "torch.float32"),
         torch.float16: ("float16", "fp16", "half"),
@@ -283,20 +280,20 @@ def test_explicit_formats_are_taken_at_their_word(target_dir: Path) -> None:
         assert [number_formats(name, config) for name in (*names, dtype)] == [(dtype,)] * (len(names) + 1)
 
 
-def test_auto_prefers_the_checkpoints_own_format(target_dir: Path) -> None:
+def test_auto_prefers_the_checkpoints_own_format() -> None:
     """Except where activations would be of float16 too, whose range they might leave."""
     narrow, wide = (torch.bfloat16, torch.float32), (torch.float32,)
     wanted = {torch.float32: wide, torch.float64: wide, torch.bfloat16: narrow}
     for stored, held in (wanted | {torch.float16: (torch.float16, torch.float32)}).items():
-        assert number_formats("auto", replace(read_config(target_dir), dtype=stored)) == held
+        assert number_formats("auto", replace(read_config(TARGET), dtype=stored)) == held
     for stored, held in (wanted | {torch.float16: narrow}).items():
-        assert number_formats("auto", replace(read_config(target_dir), dtype=stored), activations_too=True) == held
+        assert number_formats("auto", replace(read_config(TARGET), dtype=stored), activations_too=True) == held
 
 
 @pytest.mark.parametrize("name", ["int8", "", "Float32", "float64", torch.float64, torch.int8])
-def test_other_formats_are_refused(target_dir: Path, name: Any) -> None:
+def test_other_formats_are_refused(name: Any) -> None:
     with pytest.raises(
         InvalidRequest, match=r"dtype: .* is not known: use auto, float32, float16 or bfloat16"
     ) as caught:
-        number_formats(name, read_config(target_dir))
+        number_formats(name, read_config(TARGET))
     assert caught.value.field == "dtype"

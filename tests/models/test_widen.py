@@ -43,6 +43,7 @@ from forerun.models.runner import Read
 from forerun.models.widen import LayerOrigin, Wider, cached_widened, widen
 from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import DATA, SMALL, TARGET
 
 SRC = Path(module.__file__).parents[2]
 TOKENS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
@@ -224,10 +225,10 @@ def test_sources_that_cannot_be_given_experts_are_named(case: Case, message: str
         widen(str(source), tmp_path / "wide", Wider(128, 3, experts=4))
 
 
-def test_the_seed_decides_the_dead_weights(tmp_path: Path, draft_dir: Path) -> None:
+def test_the_seed_decides_the_dead_weights(tmp_path: Path) -> None:
     wider = Wider(128, 6)
     first, again, other = (
-        tensors(widen(str(draft_dir), tmp_path / name, wider, seed=seed))
+        tensors(widen(str(SMALL), tmp_path / name, wider, seed=seed))
         for name, seed in (("first", 0), ("again", 0), ("other", 1))
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -246,22 +247,22 @@ def answers(model: str, draft: str | None = None) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.full
-def test_texts_are_the_sources_even_with_a_padded_vocabulary(tmp_path: Path, target_dir: Path, draft_dir: Path) -> None:
+def test_texts_are_the_sources_even_with_a_padded_vocabulary(tmp_path: Path) -> None:
     """Padding ids would often win the draw, were they not kept from it."""
-    wide = widen(str(target_dir), tmp_path / "target", Wider(256, 7, vocab_size=4096))
-    draft = widen(str(draft_dir), tmp_path / "draft", Wider(read_config(draft_dir).hidden * 4, 7, vocab_size=600))
-    expected = answers(str(target_dir))
+    wide = widen(str(TARGET), tmp_path / "target", Wider(256, 7, vocab_size=4096))
+    draft = widen(str(SMALL), tmp_path / "draft", Wider(read_config(SMALL).hidden * 4, 7, vocab_size=600))
+    expected = answers(str(TARGET))
     assert answers(str(wide)) == expected
     assert answers(str(wide), f"model:{draft}") == expected
     logits = our_logits(Blueprint.of(str(wide)), TOKENS.tolist(), [LENGTH])
     assert (logits.argmax(dim=1) >= 512).any()
 
 
-def test_padding_needs_a_tokenizer_without_ids_to_spare(tmp_path: Path, target_dir: Path) -> None:
+def test_padding_needs_a_tokenizer_without_ids_to_spare(tmp_path: Path) -> None:
     source = source_of(tmp_path / "source", TIED)
     with pytest.raises(TokenizerError):
         widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
-    (source / "tokenizer.json").write_bytes((target_dir / "tokenizer.json").read_bytes())
+    (source / "tokenizer.json").write_bytes((TARGET / "tokenizer.json").read_bytes())
     with pytest.raises(TokenizerError, match=r"has 512 ids, and .* has rows for 199"):
         widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
     words = Backend(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
@@ -314,14 +315,14 @@ def test_a_wrong_recipe_is_caught_and_leaves_nothing(
     assert widen(str(source), tmp_path / "out" / "wide", Wider(256, 5)).is_dir()
 
 
-def test_nan_is_no_agreement(tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_no_agreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "agreement", lambda *_: Agreement(float("nan"), 1.0, 1.0))
     with pytest.raises(WidenedDiffers):
-        widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
+        widen(str(SMALL), tmp_path / "wide", Wider(128, 6))
     assert not made_in(tmp_path)
 
 
-def test_what_is_there_is_never_overwritten(tmp_path: Path, draft_dir: Path) -> None:
+def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
     wider = Wider(128, 6)
     for name in ("empty", "full", "file"):
         path = tmp_path / name
@@ -329,18 +330,18 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path, draft_dir: Path) -> 
         if name == "full":
             (path / "config.json").write_text("{}")
         with pytest.raises(InvalidRequest, match=f"{name} exists and is not this widening: choose another"):
-            widen(str(draft_dir), path, wider)
+            widen(str(SMALL), path, wider)
     assert (tmp_path / "file").read_text() == "mine"
     assert made_in(tmp_path / "full") == ["config.json"]
     assert not made_in(tmp_path / "empty")
     assert {path.suffix for path in tmp_path.glob(".*")} <= {".lock"}
 
 
-def test_the_same_widening_is_reused_and_another_is_not(tmp_path: Path, draft_dir: Path) -> None:
+def test_the_same_widening_is_reused_and_another_is_not(tmp_path: Path) -> None:
     seen: list[str] = []
-    folder = widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
+    folder = widen(str(SMALL), tmp_path / "wide", Wider(128, 6))
     stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert widen(str(draft_dir), folder, Wider(128, 6), lambda what, _: seen.append(what)) == folder
+    assert widen(str(SMALL), folder, Wider(128, 6), lambda what, _: seen.append(what)) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
     assert not seen
     others: list[tuple[Wider, int]] = [
@@ -352,7 +353,7 @@ def test_the_same_widening_is_reused_and_another_is_not(tmp_path: Path, draft_di
     ]
     for wider, seed in others:
         with pytest.raises(InvalidRequest, match=r"out: .* is not this widening"):
-            widen(str(draft_dir), folder, wider, seed=seed)
+            widen(str(SMALL), folder, wider, seed=seed)
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
 
 
@@ -374,11 +375,11 @@ def test_the_cache_knows_weights_and_shape(tmp_path: Path, monkeypatch: pytest.M
     assert cached_widened(str(source), Wider(64, 4)).is_relative_to(tmp_path / "home" / ".cache" / "forerun")
 
 
-def test_two_at_once_make_one(tmp_path: Path, draft_dir: Path) -> None:
+def test_two_at_once_make_one(tmp_path: Path) -> None:
     seen: dict[str, list[str]] = {"a": [], "b": []}
 
     def work(name: str) -> None:
-        widen(str(draft_dir), tmp_path / "wide", Wider(256, 8), lambda what, _: seen[name].append(what))
+        widen(str(SMALL), tmp_path / "wide", Wider(256, 8), lambda what, _: seen[name].append(what))
 
     threads = [threading.Thread(target=work, args=(name,)) for name in seen]
     for thread in threads:
@@ -389,18 +390,16 @@ def test_two_at_once_make_one(tmp_path: Path, draft_dir: Path) -> None:
     assert made_in(tmp_path) == ["wide"]
 
 
-def test_a_place_that_cannot_be_written_is_named(
-    tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidRequest, match=r"out: .*file/wide cannot be written .*choose another"):
-        widen(str(draft_dir), tmp_path / "file" / "wide", Wider(128, 6))
+        widen(str(SMALL), tmp_path / "file" / "wide", Wider(128, 6))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(InvalidRequest, match=r"out: .*file/forerun/widened/.* cannot be written"):
-        cached_widened(str(draft_dir), Wider(128, 6))
+        cached_widened(str(SMALL), Wider(128, 6))
     monkeypatch.setattr(module, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
     with pytest.raises(InvalidRequest, match="cache: no home: set HOME"):
-        cached_widened(str(draft_dir), Wider(128, 6))
+        cached_widened(str(SMALL), Wider(128, 6))
 
 
 KILLED = """
@@ -421,8 +420,8 @@ widen.widen(sys.argv[1], Path(sys.argv[2]), Wider(128, 6))
 @pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["write_config", "agreement"])
-def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, draft_dir: Path, moment: str) -> None:
-    command = [sys.executable, "-c", KILLED, str(draft_dir), str(tmp_path / "wide"), moment]
+def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, moment: str) -> None:
+    command = [sys.executable, "-c", KILLED, str(SMALL), str(tmp_path / "wide"), moment]
     env = os.environ | {"PYTHONPATH": str(SRC), "FORERUN_TYPECHECK": "0"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
@@ -431,17 +430,15 @@ def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, 
         process.send_signal(signal.SIGKILL)
     assert not (tmp_path / "wide").exists()
     started = time.monotonic()
-    widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
+    widen(str(SMALL), tmp_path / "wide", Wider(128, 6))
     assert time.monotonic() - started < 600, "the dead process still holds the lock"
     assert made_in(tmp_path) == ["wide"]
 
 
-def test_shards_are_as_small_as_asked_and_progress_is_told(
-    tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_as_small_as_asked_and_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, float]] = []
     monkeypatch.setattr(module, "SHARD_BYTES", 200_000)
-    folder = widen(str(draft_dir), tmp_path / "wide", Wider(128, 6), lambda *news: told.append(news))
+    folder = widen(str(SMALL), tmp_path / "wide", Wider(128, 6), lambda *news: told.append(news))
     assert len(list(folder.glob("*.safetensors"))) > 3
     assert Blueprint.of(str(folder)).load(64).decoder.config.hidden == 128
     for stage in {what for what, _ in told}:
@@ -451,15 +448,13 @@ def test_shards_are_as_small_as_asked_and_progress_is_told(
     assert len({what for what, _ in told}) == 3
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
-    tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 10**6
 
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage)
     with pytest.raises(InvalidRequest, match=r"out: .* are needed there, 0\.0 GB are free: choose another"):
-        widen(str(draft_dir), tmp_path / "wide", Wider(256, 6))
+        widen(str(SMALL), tmp_path / "wide", Wider(256, 6))
     assert not made_in(tmp_path)
 
 
@@ -467,10 +462,10 @@ def files_of(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_files_beside_the_weights_come_along(tmp_path: Path, target_dir: Path) -> None:
+def test_files_beside_the_weights_come_along(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for path in target_dir.iterdir():
+    for path in TARGET.iterdir():
         (source / path.name).write_bytes(path.read_bytes())
     extra = {
         "chat_template.jinja": "{{ messages }}",
@@ -505,14 +500,14 @@ def test_files_beside_the_weights_come_along(tmp_path: Path, target_dir: Path) -
         (Wider(64, 5, vocab_size=511), "vocab_size: 511 must be"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(wider: Wider, message: str, tmp_path: Path, target_dir: Path) -> None:
+def test_shapes_that_do_not_fit_are_named(wider: Wider, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        widen(str(target_dir), tmp_path / "wide", wider)
+        widen(str(TARGET), tmp_path / "wide", wider)
     assert not made_in(tmp_path)
 
 
-def test_a_widened_checkpoint_is_not_widened_again(tmp_path: Path, draft_dir: Path) -> None:
-    folder = widen(str(draft_dir), tmp_path / "wide", Wider(128, 6))
+def test_a_widened_checkpoint_is_not_widened_again(tmp_path: Path) -> None:
+    folder = widen(str(SMALL), tmp_path / "wide", Wider(128, 6))
     with pytest.raises(UnsupportedModel, match=r"widened from 0\.\d+ M to 1\.\d M parameters\) already: widen what"):
         widen(str(folder), tmp_path / "wider", Wider(256, 6))
 
@@ -521,8 +516,8 @@ def bundled_like(config: ModelConfig, **shape: Any) -> ModelConfig:
     return replace(config, vocab_size=4096, head_dim=64, tied=True, **shape)
 
 
-def test_about_half_a_billion_for_the_bundled_target(target_dir: Path) -> None:
-    small = read_config(target_dir)
+def test_about_half_a_billion_for_the_bundled_target() -> None:
+    small = read_config(TARGET)
     target = bundled_like(small, hidden=384, layers=6, heads=6, kv_heads=2, intermediate=1024, windows=(None,) * 6)
     assert count_parameters(target) == 11_015_040
     wide = (wider := Wider.of(target, 500_000_000)).shape(target)
@@ -537,8 +532,8 @@ def test_about_half_a_billion_for_the_bundled_target(target_dir: Path) -> None:
 
 @given(st.integers(0, 10**11))
 @settings(deadline=None)
-def test_a_size_is_met_within_half_a_layer_by_an_exact_ratio(target_dir: Path, asked: int) -> None:
-    config = read_config(target_dir)
+def test_a_size_is_met_within_half_a_layer_by_an_exact_ratio(asked: int) -> None:
+    config = read_config(TARGET)
     if asked < count_parameters(config):
         with pytest.raises(InvalidRequest, match=r"parameters: .* must be at least the model's own 0\.26 M"):
             Wider.of(config, asked)
@@ -552,7 +547,7 @@ def test_a_size_is_met_within_half_a_layer_by_an_exact_ratio(target_dir: Path, a
 
 @given(st.integers(1, 10), st.integers(0, 30), st.booleans())
 def test_real_layers_keep_their_order_and_come_once(count: int, more: int, spread: bool) -> None:
-    config = replace(read_config(Path(__file__).parents[1] / "data" / "stories260k"), layers=count)
+    config = replace(read_config(TARGET), layers=count)
     origins = Wider(64, count + more, spread=spread).origins(config)
     assert [origin.layer for origin in origins if origin.real] == list(range(count))
     assert len(origins) == count + more
@@ -596,7 +591,7 @@ def test_what_is_no_amount_is_named(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    data, out = Path(__file__).parents[1] / "data", tmp_path_factory.mktemp("wide")
+    data, out = DATA, tmp_path_factory.mktemp("wide")
     target = widen(str(data / "stories260k"), out / "target", Wider(128, 6))
     return target, widen(str(data / "stories280k"), out / "draft", Wider(256, 8))
 
@@ -624,7 +619,7 @@ def test_whatever_shows_a_number_says_widened(wide_pair: tuple[Path, Path]) -> N
     assert llm.draft_name == f"model:{config.widened}"
     assert llm.draft_name in label
     assert "widened" in llm.name
-    plain = Path(__file__).parents[1] / "data" / "stories260k"
+    plain = TARGET
     assert label_of_widened(LLM(str(plain), "ngram", max_model_len=64), ModelOptions(str(plain), "ngram")) == ""
 
 
@@ -635,27 +630,25 @@ def test_nested_drafters_are_named_too(wide_pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("made", [1, {}, {"from": "x"}, {"from": "x", "parameters_before": 0, "parameters": 5}])
-def test_a_damaged_label_is_refused(made: object, tmp_path: Path, target_dir: Path) -> None:
-    values = json.loads((target_dir / "config.json").read_text()) | {"forerun_widened": made}
+def test_a_damaged_label_is_refused(made: object, tmp_path: Path) -> None:
+    values = json.loads((TARGET / "config.json").read_text()) | {"forerun_widened": made}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UnsupportedModel, match="forerun_widened"):
         read_config(tmp_path)
 
 
-def test_the_command_writes_and_reports(tmp_path: Path, draft_dir: Path) -> None:
+def test_the_command_writes_and_reports(tmp_path: Path) -> None:
     out = tmp_path / "wide"
     for _ in range(2):
-        result = run("widen", "--model", str(draft_dir), "--out", str(out), "--parameters", "5M")
+        result = run("widen", "--model", str(SMALL), "--out", str(out), "--parameters", "5M")
         assert result.exit_code == 0, result.stderr
         for words in ("0.28 M parameters: ", "4.9 M parameters: ", "logits  differ by at most ", str(out)):
             assert words in result.stdout
-    explicit = run(
-        "widen", "-m", str(draft_dir), "--out", str(tmp_path / "b"), "--layers", "9", "--at-end", "--mlp", "512"
-    )
+    explicit = run("widen", "-m", str(SMALL), "--out", str(tmp_path / "b"), "--layers", "9", "--at-end", "--mlp", "512")
     assert explicit.exit_code == 0
     assert read_config(tmp_path / "b").layers == 9
     assert read_config(tmp_path / "b").intermediate == 512
-    sparse = run("widen", "-m", str(draft_dir), "--out", str(tmp_path / "c"), "--experts", "4", "--active", "3")
+    sparse = run("widen", "-m", str(SMALL), "--out", str(tmp_path / "c"), "--experts", "4", "--active", "3")
     assert sparse.exit_code == 0, sparse.stderr
     assert "4 experts of 192, 3 for a token" in sparse.stdout
 
@@ -670,8 +663,8 @@ def test_the_command_writes_and_reports(tmp_path: Path, draft_dir: Path) -> None
         (("--layers", "1"), "layers: 1 must be a whole number of at least"),
     ],
 )
-def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path, draft_dir: Path) -> None:
-    result = run("widen", "--model", str(draft_dir), "--out", str(tmp_path / "wide"), *arguments)
+def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = run("widen", "--model", str(SMALL), "--out", str(tmp_path / "wide"), *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

@@ -4,8 +4,6 @@ Each plants itself in the functions that serve, through pytest's MonkeyPatch, an
 changes the law that rejection verification emits, the second kind the tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

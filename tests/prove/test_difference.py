@@ -1,7 +1,6 @@
 """What is said of a difference: its place, the logits there, and whether rounding can be why."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +12,12 @@ from forerun.prove.difference import Divergence, ProofRequest, compare, find_dif
 from forerun.prove.equality import PLAIN, answers
 from forerun.prove.plain import last_logits, read_in_chunks, rounding_noise, row_of, scores_after
 from forerun.sampling.params import SamplingParams
+from kit.checkpoints import SMALL, TARGET
 
 
 @pytest.fixture(scope="module")
-def llm(target_dir: Path, draft_dir: Path) -> LLM:
-    return LLM(str(target_dir), f"model:{draft_dir}")
+def llm() -> LLM:
+    return LLM(str(TARGET), f"model:{SMALL}")
 
 
 def request(temperature: float) -> ProofRequest:

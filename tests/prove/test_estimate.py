@@ -9,7 +9,7 @@ from tiny import tiny_llm
 from forerun.config import Speculation
 from forerun.prove.estimate import ProofPace, spoken
 from forerun.prove.workload import ProofWorkload
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 
 def test_more_work_takes_longer_in_proportion() -> None:

@@ -19,7 +19,7 @@ from forerun.prove.equality import Equality, prove_equality
 from forerun.prove.law import TOP_K, prove_laws
 from forerun.prove.workload import ProofWorkload
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 NUM_TESTS = 3  # of a default workload: the level is shared among so many
 PARAMS = SamplingParams(top_k=TOP_K)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from forerun.models.decoder import Decoder
 from forerun.prove import ProofReport, ProofWorkload, law, prove
 from forerun.prove.show import verdict
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
 
 WORKLOAD = ProofWorkload(
     num_prompts=2, max_tokens=12, temperatures=(0.0, 1.0), shapes=(Speculation(3), Speculation(3, 2)), num_texts=250
@@ -107,9 +107,9 @@ def test_progress_is_told(llm: LLM) -> None:
         assert shares[-1] == 1
 
 
-def test_nothing_to_prove_is_a_mistake(llm: LLM, target_dir: Path) -> None:
+def test_nothing_to_prove_is_a_mistake(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="draft: there is none"):
-        prove(LLM(str(target_dir)), ["Once"])
+        prove(LLM(str(TARGET)), ["Once"])
     with pytest.raises(InvalidRequest, match="prompts: there are none"):
         prove(llm, [])
     with pytest.raises(InvalidRequest, match="draft: it guessed nothing"):

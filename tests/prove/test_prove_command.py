@@ -10,7 +10,8 @@ from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.text.tokenizer import Tokenizer
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
 PROMPTS = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
 QUICK = ["--num-prompts", "3", "--max-tokens", "12", "--num-texts", "100"]
@@ -29,8 +30,8 @@ def run(target: Path, draft: Path, prompts: Path, *more: str) -> Result:
         return CliRunner().invoke(cli.app, ["prove", *where, *QUICK, *more], env={"COLUMNS": "160"})
 
 
-def test_a_true_engine_holds(target_dir: Path, draft_dir: Path, prompts: Path) -> None:
-    result = run(target_dir, draft_dir, prompts)
+def test_a_true_engine_holds(prompts: Path) -> None:
+    result = run(TARGET, SMALL, prompts)
     assert result.exit_code == 0, result.output
     assert "12 runs × 3 prompts, 432 tokens: identical" in result.stdout
     assert "law of block  ✓ chain of 4: chi-square" in result.stdout
@@ -40,16 +41,14 @@ def test_a_true_engine_holds(target_dir: Path, draft_dir: Path, prompts: Path) -
     assert result.stderr == ""
 
 
-def test_a_planted_fault_is_found_at_its_place(
-    target_dir: Path, draft_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_fault_is_found_at_its_place(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Position 13 of every text: the new token 13 less the length of the prompt."""
     wrong_token_at(13)(monkeypatch)
-    result = run(target_dir, draft_dir, prompts, "--json")
+    result = run(TARGET, SMALL, prompts, "--json")
     assert result.exit_code == 1
     told = json.loads(result.stdout)
     assert told["holds"] is False
-    lengths = [len(Tokenizer.load(target_dir).encode(prompt)) for prompt in PROMPTS]
+    lengths = [len(Tokenizer.load(TARGET).encode(prompt)) for prompt in PROMPTS]
     differences = told["equality"]["differences"]
     assert len(differences) == 12 * 3
     for d in differences:
@@ -60,11 +59,9 @@ def test_a_planted_fault_is_found_at_its_place(
 
 
 @pytest.mark.full
-def test_the_card_says_what_kind_of_fault_it_is(
-    target_dir: Path, draft_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_says_what_kind_of_fault_it_is(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     TOKEN_MUTANTS["a stale cache row"](monkeypatch)
-    result = run(target_dir, draft_dir, prompts)
+    result = run(TARGET, SMALL, prompts)
     assert result.exit_code == 1
     assert re.search(r"✗ 12 runs × 3 prompts, \d+ tokens: \d+ answers differ", result.stdout)
     assert re.search(r"request \d \(seed \d, .* tree of depth 4, width 2\), position \d+ of the answer", result.stdout)
@@ -73,15 +70,15 @@ def test_the_card_says_what_kind_of_fault_it_is(
     assert "FAULT" in result.stdout
 
 
-def test_mistakes_are_one_line_and_status_2(target_dir: Path, draft_dir: Path, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_and_status_2(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "fine"}\n{"promt": "typo"}\n')
-    result = run(target_dir, draft_dir, file)
+    result = run(TARGET, SMALL, file)
     assert result.exit_code == 2
     assert f"{file}:2: no field prompt, text, turns (it has promt)" in result.stderr
     file = tmp_path / "long.txt"
     file.write_text("fine\n" + "word " * 600)
-    result = run(target_dir, draft_dir, file)
+    result = run(TARGET, SMALL, file)
     assert result.exit_code == 2
     assert f"{file}:2: " in result.stderr
     assert "shorten it" in result.stderr

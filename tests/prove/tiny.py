@@ -1,7 +1,5 @@
 """A pair of random Llamas over twelve tokens, as checkpoints: small enough to be asked thousands of times."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

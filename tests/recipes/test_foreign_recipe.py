@@ -1,7 +1,5 @@
 """The recipe for a draft of another vocabulary, on a made-up corpus: it runs, goes on after a kill, and drafts."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

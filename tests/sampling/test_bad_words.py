@@ -2,7 +2,6 @@
 
 import math
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import SMALL, TARGET
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 VOCAB = 6
 tokens = st.integers(0, VOCAB - 1)
 words = st.lists(st.lists(tokens, min_size=2, max_size=4), max_size=5)
@@ -52,7 +51,7 @@ def test_the_last_token_is_banned_where_the_text_ends_with_the_others(
 
 @cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(DATA / "stories260k")
+    return Tokenizer.load(TARGET)
 
 
 def test_words_of_one_token_are_banned_tokens_and_others_are_met_with_and_without_a_blank() -> None:
@@ -73,8 +72,8 @@ def test_words_of_one_token_are_banned_tokens_and_others_are_met_with_and_withou
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("verification", ["coupled", "token"])
 def test_no_bad_word_is_said_drafted_or_not(verification: str) -> None:
-    draft = f"model:{DATA / 'stories280k'}"
-    llm = LLM(str(DATA / "stories260k"), draft, dtype="float32", max_model_len=128, verification=verification)  # type: ignore[arg-type]
+    draft = f"model:{SMALL}"
+    llm = LLM(str(TARGET), draft, dtype="float32", max_model_len=128, verification=verification)  # type: ignore[arg-type]
     free = (
         llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60), speculation=False)[0]
         .outputs[0]

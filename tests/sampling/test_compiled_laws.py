@@ -1,7 +1,5 @@
 """Compiled kernels draw by every law that torch defines, to the bit, or leave the draw to torch; and they seldom do."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from logits import SHAPES, logits_of
 from test_sampling_kernels import trees
 from torch import Tensor
 
-from compiled import LEVELS, compiled_for
 from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.constraint import Allowed, Constraint, masks_of
 from forerun.sampling.draws import Draws, PathState, RowSampling
@@ -24,7 +21,8 @@ from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from forerun.verify.verify import verify
-from unchecked import unchecked
+from kit.compiled import LEVELS, compiled_for
+from kit.unchecked import unchecked
 
 FEW = 12  # ids that texts and lists are made of, so that they meet
 NUM_TEXTS = 3

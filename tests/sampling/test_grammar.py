@@ -4,7 +4,6 @@ import builtins
 import json
 import random
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,9 @@ from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
 from forerun.sampling.matcher import KEPT_GRAMMARS, Matcher, Matchers
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 
-STORIES = Tokenizer.load(Path(__file__).resolve().parents[1] / "data" / "stories260k")
+STORIES = Tokenizer.load(TARGET)
 VOCAB, EOS = 512, 2
 SPELLED = STORIES.byte_table().spelled  # type: ignore[union-attr]
 TEXTS = ["yes", "no", "yesterday", "a boy and a dog", "a boy\nand", 'say "hi"', "äöü", "no no"]

@@ -25,7 +25,7 @@ from forerun.limits import FLOAT32, FLOAT32_LEAST
 from forerun.request import Request
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.params import SamplingParams
-from unchecked import unchecked
+from kit.unchecked import unchecked
 
 VOCAB, NUM_IDS, EOS, CONTEXT = 40, 37, 2, 64
 TEXT = [1, 5, 5, 9, 5, 3]

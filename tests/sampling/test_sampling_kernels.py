@@ -1,7 +1,5 @@
 """The compiled parts of a round give what the tensor code gives that defines them, to the bit, or say they cannot."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from dataclasses import dataclass, replace
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from logits import SHAPES, logits_of
 from torch import Tensor
 
-from compiled import LEVELS, compiled_for
 from forerun.kernels.sampling import UNDECIDED, UNKNOWN, RowLaws, SamplingKernels
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.noise import Purpose, absorb, gumbel
@@ -23,6 +20,7 @@ from forerun.tree import DraftTree
 from forerun.verify.rules import follow
 from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
+from kit.compiled import LEVELS, compiled_for
 
 TEMPERATURES = [0.0, GREEDY_BELOW / 2, 1.0, 0.7, 1e-3, 50.0]
 VOCABS = [1, 2, 15, 16, 17, 100, 1024, 4099, 40_001]

@@ -6,7 +6,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,9 @@ from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar
 from forerun.sampling.matcher import Matcher, Matchers
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.trial import LIMIT_S, TOO_MUCH, UNTRIED_CHARACTERS, problem_of_trial
+from kit.checkpoints import TARGET
 from sampling.test_grammar import requests
 
-STORIES = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 CHAINS: dict[str, Callable[[int], Grammar]] = {  # grammars that are as deep, or as much work, as they are long
     "rules": lambda n: Grammar.lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'),
     "a circle of rules": lambda n: Grammar.lark(
@@ -128,7 +127,7 @@ def test_a_grammar_whose_masks_take_long_is_not_kept(pattern: str, monkeypatch: 
 
 def test_memory_of_failed_requests_is_given_back() -> None:
     """Though their errors, which hold the matchers, refer to themselves."""
-    llm, left = LLM(str(STORIES), dtype="float32"), list[weakref.ref[Matcher]]()
+    llm, left = LLM(str(TARGET), dtype="float32"), list[weakref.ref[Matcher]]()
     gc.disable()
     try:
         for number in range(3):

@@ -1,7 +1,5 @@
 """Chat templates of our own, each with calls as one family of models writes them, and what they are read with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

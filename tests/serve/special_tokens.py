@@ -1,13 +1,11 @@
 """A small model whose tokenizer has special tokens like those of models that reason and call by them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 
 from forerun.serve.spelled import TokenTexts
-from serve.servers import TARGET
+from kit.checkpoints import TARGET
 
 SPECIAL = (
     "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>",

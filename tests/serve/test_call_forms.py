@@ -1,7 +1,5 @@
 """Calls of every form are found wherever the text is cut, and everything else stays as the model wrote it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -19,9 +17,9 @@ from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningTags
 from forerun.serve.template_forms import call_form
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 from serve.call_templates import HERMES as HERMES_TEMPLATE
 from serve.call_templates import NAMED, TEMPLATES, answer, parts
-from serve.servers import TARGET
 
 TOKENIZER = Tokenizer.load(TARGET)
 SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "list": {"type": "array"}}}

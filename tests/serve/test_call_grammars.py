@@ -1,7 +1,5 @@
 """Grammars of calls in every form: what they accept is read as calls that match their schemas, and nothing else is."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import Any
@@ -16,8 +14,8 @@ from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.serve.problems import ApiError
 from forerun.serve.tools import ToolUse
+from kit.engines import plain
 from serve.call_templates import NAMED, TEMPLATES, answer, parts
-from serve.servers import plain
 
 WEATHER: dict[str, Any] = {
     "type": "object",

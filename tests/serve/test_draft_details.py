@@ -1,15 +1,14 @@
 """`draft_details`: what a stream tells of its rounds is what the engine counted, and the answer stays the same."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from forerun.sampling.params import SamplingParams
-from serve.servers import SMALL, TEMPLATE, Running, drafting, plain, running
+from kit.checkpoints import SMALL
+from kit.engines import plain
+from kit.servers import TEMPLATE, Running, drafting, serving
 
 PROMPT = "Once upon a time"
 BODIES: list[dict[str, Any]] = [
@@ -19,12 +18,7 @@ BODIES: list[dict[str, Any]] = [
     {"temperature": 0.7, "seed": 5, "max_tokens": 60, "stop": ["little girl", ". She"], "n": 3},
     {"temperature": 0.7, "seed": 6, "max_tokens": 20, "speculation": False},
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting(draft=f"mix[ngram,model:{SMALL}]") as llm, running(llm) as found:
-        yield found
+server = serving(lambda: drafting(f"mix[ngram,model:{SMALL}]"))
 
 
 def told(server: Running, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Literals: text that spells a special token in other tokens is told to the letter, and only such a token is a tag."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,8 +22,8 @@ from forerun.serve.spelled import TokenTexts
 from forerun.serve.template_forms import answer_form
 from forerun.serve.tools import tools_of
 from forerun.text.tokenizer import Tokenizer
+from kit.servers import Running, running
 from serve.call_templates import HARMONY, MISTRAL, NAMED, answer, joined, parts
-from serve.servers import Running, running
 from serve.special_tokens import SPECIAL, id_of, with_special_tokens
 from serve.test_serve_harmony import ASKED, TOOLS, streamed
 

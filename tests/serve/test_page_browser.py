@@ -1,7 +1,5 @@
 """The page in a browser: both answers, their equality, rounds, charts, keys, keyboard, narrow screens and mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,7 +10,9 @@ from typing import Any
 import pytest
 
 from forerun.sampling.params import SamplingParams
-from serve.servers import SMALL, Running, drafting, plain, running, until
+from kit.checkpoints import SMALL
+from kit.engines import plain
+from kit.servers import Running, drafting, running, serving, until
 
 PATIENCE_MS = 300_000  # only to end a hang
 BROWSER = next(
@@ -45,10 +45,7 @@ def absent(why: str) -> None:
     pytest.skip(why)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting(draft=f"mix[ngram,model:{SMALL}]") as llm, running(llm) as found:
-        yield found
+server = serving(lambda: drafting(f"mix[ngram,model:{SMALL}]"))
 
 
 @pytest.fixture

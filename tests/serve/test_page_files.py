@@ -1,7 +1,5 @@
 """The page's files: all of them ship, none loads anything from elsewhere, and every parameter is on the form."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator
@@ -11,7 +9,8 @@ import pytest
 
 from forerun.serve.page_routes import FILES, POLICY
 from forerun.serve.schema import SAMPLING
-from serve.servers import ROOT, Running, drafting, running
+from kit.checkpoints import ROOT
+from kit.servers import Running, drafting, running
 
 FOLDER = ROOT / "src" / "forerun" / "serve" / "page"
 OWN = [path for path in sorted(FOLDER.iterdir()) if not path.name.startswith("uplot")]

@@ -1,9 +1,6 @@
 """Answers of a real server to OpenAI's own client: whole, streamed, under load and by the library they are the same."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -16,7 +13,9 @@ from forerun.messages import ChatOptions
 from forerun.output import CompletionOutput, RequestOutput
 from forerun.request import Prompt
 from forerun.sampling.params import SamplingParams
-from serve.servers import TARGET, TEMPLATE, Running, assert_valid, drafting, plain, running
+from kit.checkpoints import TARGET
+from kit.engines import plain
+from kit.servers import TEMPLATE, Running, assert_valid, running, serving
 
 PROMPT = "Once upon a time"
 EXTRA = "extra_body"
@@ -36,12 +35,7 @@ BODIES: list[dict[str, Any]] = [  # of completions, with what is an extension in
     {"seed": 2**62, "max_tokens": 18, EXTRA: {"speculation": {"depth": 3, "width": 2}, "stop_token_ids": [410]}},
     {"seed": -5, "max_tokens": 12, EXTRA: {"banned_tokens": [261, 378], "skip_special_tokens": False}},
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm) as found:
-        yield found
+server = serving()
 
 
 @cache

@@ -1,16 +1,13 @@
 """Bodies: every field of the specification has its class, and whatever cannot be served is refused by name."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from forerun.serve.schema import FIELDS, KNOWN, BodyField
-from serve.servers import Running, drafting, running, specification
+from kit.servers import Running, drafting, running, serving, specification
 
 OK = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 2}
@@ -21,12 +18,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", RESPONSE),
 }
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm, max_body_bytes=100_000) as found:
-        yield found
+server = serving(max_body_bytes=100_000)
 
 
 def properties(name: str) -> set[str]:

@@ -1,7 +1,5 @@
 """Bodies are read in time that grows with their length and no faster, and what is said of them stays short."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -20,7 +18,7 @@ from forerun.serve.response_input import input_messages
 from forerun.serve.schema import KNOWN, Endpoint
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools import with_objects
-from serve.servers import plain
+from kit.engines import plain
 
 TRUSTING = ServeSettings(trust_request_templates=True)
 LENIENT = ServeSettings(lenient=True, trust_request_templates=True)

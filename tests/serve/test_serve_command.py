@@ -1,7 +1,5 @@
 """The command: mistakes are one line before anything is loaded, and without its packages it says how to get them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path
@@ -15,8 +13,9 @@ from forerun.serve import packages
 from forerun.serve.keys import ApiKeys, warn_of_readers
 from forerun.serve.packages import require_packages
 from forerun.serve.settings import ServeSettings
+from kit.checkpoints import TARGET
 
-MODEL = str(Path(__file__).resolve().parent.parent / "data" / "stories260k")
+MODEL = str(TARGET)
 
 
 def told(*arguments: str) -> str:

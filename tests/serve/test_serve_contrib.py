@@ -1,7 +1,5 @@
 """The files of contrib say what the command has: their options are its own, and times to stop leave room to drain."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -10,7 +8,7 @@ import pytest
 import typer.main
 
 from forerun.cli import app
-from serve.servers import ROOT
+from kit.checkpoints import ROOT
 
 CONTRIB = ROOT / "contrib"
 

@@ -1,7 +1,5 @@
 """The OpenAPI document: it names every field, and forbids no body that the server takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +11,8 @@ from forerun.serve.described import TYPES, described
 from forerun.serve.problems import ApiError
 from forerun.serve.schema import KNOWN, TEXT_ENDPOINTS, Endpoint
 from forerun.serve.settings import ServeSettings
-from serve.servers import needed, plain
+from kit.engines import plain
+from kit.servers import needed
 from serve.test_serve_tools import HERMES
 
 LEAST: dict[Endpoint, dict[str, Any]] = {

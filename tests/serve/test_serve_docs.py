@@ -1,28 +1,21 @@
 """docs/serving.md is true: what it asks a server for is asked and answered, and its tables are those of the code."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from forerun.llm import LLM
 from forerun.serve.schema import FIELDS, SAMPLING
-from serve.servers import ROOT, Running, running
+from kit.checkpoints import ROOT
+from kit.servers import Running, serving
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^<!-- needs a server -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with LLM("stdlib", "model:stdlib-draft", speculation=3) as llm, running(llm, model_name="stdlib") as found:
-        yield found
+server = serving(lambda: LLM("stdlib", "model:stdlib-draft", speculation=3), model_name="stdlib")
 
 
 @pytest.mark.parametrize(("language", "body"), BLOCK.findall(PAGE), ids=lambda value: value.split()[0])

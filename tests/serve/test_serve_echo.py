@@ -1,22 +1,15 @@
 """Echo: a completion that begins with its prompt, and how likely the tokens of the prompt are."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from forerun.sampling.params import SamplingParams
-from serve.servers import Running, assert_valid, drafting, plain, running
+from kit.engines import plain
+from kit.servers import Running, assert_valid, serving
 
 TEXTS = ["Once upon a time", "Él dijo: ¡hola! ☃ x", "a", " two  blanks"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm) as found:
-        yield found
+server = serving()
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])

@@ -1,7 +1,5 @@
 """How much a model is to reason: given to templates that read it, and refused where nothing would follow from it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,8 @@ import pytest
 from forerun.serve.asking import prepared
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
-from serve.servers import drafting, plain, running
+from kit.engines import plain
+from kit.servers import drafting, running
 
 TRUSTING = ServeSettings(trust_request_templates=True)
 

@@ -1,7 +1,5 @@
 """Full disks: answers go on whatever becomes of the log, of standard output, and of what is kept between starts."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -33,7 +31,9 @@ from forerun.engine import calibration
 from forerun.sampling.params import SamplingParams
 from forerun.serve import logs
 from forerun.streams import BackgroundStream, unfailing_stderr
-from serve.servers import PATIENCE_S, ROOT, SMALL, TARGET, drafting, httpx, plain, running, until
+from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.engines import PATIENCE_S, plain
+from kit.servers import drafting, httpx, running, until
 from serve.test_serve_load import expected
 
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}

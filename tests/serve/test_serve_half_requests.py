@@ -1,13 +1,11 @@
 """Half requests: heads and bodies without an end, and connections that say nothing, keep nobody from an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -18,17 +16,12 @@ from hypothesis import strategies as st
 from forerun.serve import connections, uploads
 from forerun.serve.problems import ApiError
 from forerun.serve.uploads import MOST_AT_ONCE, Upload, Uploads
-from serve.servers import Running, drafting, ended, head, posted, running, until
+from kit.servers import Running, drafting, ended, head, posted, running, serving, until
 from serve.test_serve_load import certificate_at, expected
 
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm, max_body_bytes=1000) as found:
-        yield found
+server = serving(max_body_bytes=1000)
 
 
 def text(server: Running) -> str:

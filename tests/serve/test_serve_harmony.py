@@ -1,7 +1,5 @@
 """Harmony: channels and calls by special tokens are told apart, and no special token is shown."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -16,8 +14,9 @@ from forerun.serve.harmony import history
 from forerun.serve.parts import AnswerForm, TokenCounter
 from forerun.serve.tools import tools_of
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
+from kit.servers import Running, assert_valid, running
 from serve.call_templates import HARMONY, MISTRAL, NAMED, answer, parts
-from serve.servers import TARGET, Running, assert_valid, running
 from serve.special_tokens import SPECIAL, Spelled, id_of, with_special_tokens
 from serve.test_serve_responses import schema_of
 

@@ -1,7 +1,5 @@
 """Bodies that are meant to hurt: none is answered by 5xx, and none takes the time or the memory of others."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import signal
@@ -25,7 +23,8 @@ from forerun.serve.settings import ServeSettings
 from forerun.text.chat import ChatTemplate
 from forerun.text.renderer import Renderer
 from forerun.text.tokenizer import Tokenizer
-from serve.servers import PATIENCE_S, TEMPLATE, drafting, httpx, plain, running, until
+from kit.engines import PATIENCE_S, plain
+from kit.servers import TEMPLATE, drafting, httpx, running, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": TEMPLATE}
 SETTINGS = ServeSettings(trust_request_templates=True)

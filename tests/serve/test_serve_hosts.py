@@ -1,10 +1,7 @@
 """Hosts and ids: pages of other sites cannot ask, the server's own can, and every answer has an id that the log has."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +16,7 @@ from forerun.serve.logs import REQUESTS
 from forerun.serve.problems import ApiError
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
-from serve.servers import Running, drafting, httpx, openai, running
+from kit.servers import Running, drafting, httpx, openai, running, serving
 from serve.test_serve_load import expected
 
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
@@ -43,12 +40,7 @@ ADDRESSES = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
     ("POST", "/tokenize"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm) as found:
-        yield found
+server = serving()
 
 
 def refused(hosts: Hosts, host: str | None, origin: str | None = None, scheme: str = "http") -> str:

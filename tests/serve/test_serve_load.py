@@ -1,7 +1,5 @@
 """Under load: who leaves is out within a round, who comes too late is told, who fails fails alone, and all end well."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -29,21 +27,9 @@ from forerun.serve.gate import Gate, Visit
 from forerun.serve.keys import ApiKeys
 from forerun.serve.problems import ApiError
 from forerun.serve.tls import require_certificate
-from serve.servers import (
-    PATIENCE_S,
-    ROOT,
-    SMALL,
-    TARGET,
-    Running,
-    drafting,
-    head,
-    httpx,
-    openai,
-    plain,
-    posted,
-    running,
-    until,
-)
+from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.engines import PATIENCE_S, plain
+from kit.servers import Running, drafting, head, httpx, openai, posted, running, serving, until
 
 HOUR_S = 3600.0
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
@@ -57,10 +43,7 @@ def expected() -> str:
     return plain().generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm) as found:
-        yield found
+server = serving()
 
 
 class Paced:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from forerun.serve import connections, one_by_one, service
 from forerun.serve.one_by_one import OneByOne
-from serve.servers import drafting, head, posted, running, until
+from kit.servers import drafting, head, posted, running, until
 from serve.test_serve_half_requests import OK, status_of, text
 from serve.test_serve_load import expected
 

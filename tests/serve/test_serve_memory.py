@@ -1,7 +1,5 @@
 """Where memory runs out the server goes on: what fits is answered as ever, and what does not fit is told so alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,8 @@ import torch
 from forerun.cache.blocks import OutOfBlocks
 from forerun.models.runner import Read, Runner, States
 from forerun.sampling.params import SamplingParams
-from serve.servers import Running, drafting, openai, plain, running
+from kit.engines import plain
+from kit.servers import Running, drafting, openai, running
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": prompt, "seed": seed, "max_tokens": 12, "temperature": seed % 2}

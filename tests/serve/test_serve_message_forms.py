@@ -1,7 +1,5 @@
 """Messages and chats: a conversation in Anthropic's words is the chat that it stands for, token for token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -14,7 +12,8 @@ from hypothesis import strategies as st
 
 from forerun.serve.asking import prepared
 from forerun.serve.settings import ServeSettings
-from serve.servers import drafting, plain, running
+from kit.engines import plain
+from kit.servers import drafting, running
 from serve.test_serve_messages import added_up, timeless
 
 PLAIN = (  # it shows all that a message may have

@@ -1,16 +1,13 @@
 """Anthropic's /v1/messages: the answers of chats in other words, whole and streamed, and errors as clients read it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forerun.serve.message_input import chat_fields
-from serve.servers import Running, drafting, running
+from kit.servers import Running, drafting, running, serving
 
 PLAIN = (
     "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -36,12 +33,7 @@ WEATHER = {
 }
 HI: list[Any] = [{"role": "user", "content": "Once upon a time"}]
 BODY: dict[str, Any] = {"messages": HI, "max_tokens": 12, "seed": 3, "chat_template": PLAIN}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm) as found:
-        yield found
+server = serving()
 
 
 def whole(server: Running, **fields: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """What an operator sees: metrics, their dashboard, lines of the log, and traces; none has text of a request."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -16,7 +14,8 @@ from forerun.errors import MissingPackage
 from forerun.llm import LLM
 from forerun.serve import logs
 from forerun.serve.logs import LogFormat, log_to_stderr
-from serve.servers import ROOT, SMALL, TARGET, Running, drafting, needed, running, until
+from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.servers import Running, drafting, needed, running, until
 
 OK = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 1}
 BOARD = json.loads((ROOT / "contrib" / "grafana.json").read_text(encoding="utf-8"))

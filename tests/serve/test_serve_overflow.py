@@ -1,7 +1,5 @@
 """Overflows: whatever a prompt and a limit are called, what exceeds the context is refused in the body's own words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.serve.schema import KNOWN, Endpoint
-from serve.servers import TEMPLATE, drafting, plain, running
+from kit.engines import plain
+from kit.servers import TEMPLATE, drafting, running
 
 ROOM = 512
 LIMITS = {

@@ -1,7 +1,5 @@
 """Places: whatever clients do and whenever they go, the gate counts who is there, and others are served."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
@@ -17,7 +15,8 @@ from forerun.serve.gate import Gate, Visit
 from forerun.serve.problems import ApiError
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
-from serve.servers import PATIENCE_S, drafting
+from kit.engines import PATIENCE_S
+from kit.servers import drafting
 
 TENANTS = ("busy", "busy", "shy")
 OPERATIONS = st.tuples(

@@ -1,7 +1,5 @@
 """Raw HTTP: whatever bytes a client sends, it gets answers in HTTP or none, and the server is as before."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -13,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from serve.servers import Running, drafting, ended, head, posted, running, until
+from kit.servers import Running, drafting, ended, head, posted, running, until
 from serve.test_serve_load import expected
 
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}

@@ -1,7 +1,5 @@
 """Reasoning is told apart from the answer, however the text is cut into pieces, and only where the template has it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
@@ -15,7 +13,8 @@ from forerun.serve.asking import prepared
 from forerun.serve.parts import AnswerForm, AnswerSplitter, TokenCounter
 from forerun.serve.reasoning import ReasoningTags, reasoning_tags
 from forerun.serve.settings import ServeSettings
-from serve.servers import Running, drafting, plain, running
+from kit.engines import plain
+from kit.servers import Running, drafting, running
 from serve.special_tokens import Spelled
 
 THINK = ReasoningTags("<think>", "</think>")

@@ -1,15 +1,12 @@
 """Tools in /v1/responses: the calls of a chat as items and events of OpenAI's specification, and back as input."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kit.servers import Running, assert_valid, serving
 from serve.call_templates import HERMES, LLAMA
-from serve.servers import Running, assert_valid, drafting, running
 from serve.test_serve_responses import schema_of
 from serve.test_serve_tools import CALL, TOOLS, check
 
@@ -23,12 +20,7 @@ BODIES: list[tuple[dict[str, Any], list[str]]] = [
     ({"structured_outputs": {"regex": rf"Well\. {FORM}\n{FORM} So\."}}, ["message", *["function_call"] * 2, "message"]),
     ({"max_output_tokens": 12}, ["message"]),
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm) as found:
-        yield found
+server = serving()
 
 
 def told(item: dict[str, Any]) -> Any:

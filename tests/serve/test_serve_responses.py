@@ -1,9 +1,6 @@
 """/v1/responses: whole and streamed by OpenAI's own client, valid by its specification, and the same as a chat."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pydantic
@@ -13,18 +10,13 @@ from forerun.serve import reasoning
 from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningTags
 from forerun.serve.response_input import input_messages
-from serve.servers import TEMPLATE, Running, assert_valid, drafting, running, specification
+from kit.servers import TEMPLATE, Running, assert_valid, serving, specification
 
 PLAIN = "{{ messages | map(attribute='content') | join(' ') }}"
 REASONS = PLAIN + "{# named #}"  # a template with the tag that ends reasoning, for `thinking`
 ASKED: dict[str, Any] = {"model": "stories", "input": "Once upon a time", "temperature": 0, "max_output_tokens": 40}
 EXTRA = "extra_body"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm) as found:
-        yield found
+server = serving()
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 `FORERUN_FUZZ_S=600 pytest -m full tests/serve/test_serve_schemathesis.py` does so for ten minutes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.servers import Running, drafting, needed, running, until
+from kit.servers import Running, drafting, needed, running, until
 
 SECONDS = float(os.environ.get("FORERUN_FUZZ_S", "10"))
 LEAST = 8  # answers that the short suite waits for, however long they take; it stops soon after

@@ -1,7 +1,5 @@
 """Slow readers: who does not read holds no place, is cut off in time, and keeps nobody from an answer or the end."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import socket
@@ -15,7 +13,7 @@ import pytest
 
 from forerun.serve import connections
 from forerun.serve.connections import Connection
-from serve.servers import Running, drafting, ended, httpx, posted, running, until
+from kit.servers import Running, drafting, ended, httpx, posted, running, until
 from serve.test_serve_load import certificate_at
 
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}

@@ -5,8 +5,6 @@ processes of their own that are killed at any moment, and started again.
 `FORERUN_SOAK_S=300 scripts/test -m full -s tests/serve/test_serve_soak.py` does so for five minutes and prints figures.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
@@ -20,7 +18,8 @@ from typing import Any
 import pytest
 
 from forerun.sampling.params import SamplingParams
-from serve.servers import PATIENCE_S, httpx, plain, until
+from kit.engines import PATIENCE_S, plain
+from kit.servers import httpx, until
 from serve.test_serve_load import started
 
 SECONDS = float(os.environ.get("FORERUN_SOAK_S", "20"))

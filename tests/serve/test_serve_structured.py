@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -16,7 +15,8 @@ from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import ApiError
 from forerun.serve.reasoning import ReasoningTags
 from forerun.serve.structured import constraining, form_of
-from serve.servers import Running, drafting, plain, running
+from kit.engines import plain
+from kit.servers import Running, serving
 
 SCHEMA = {
     "type": "object",
@@ -26,12 +26,7 @@ SCHEMA = {
 }
 TEMPLATE = "{{ messages[0].content }}"
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(drafting()) as found:
-        yield found
+server = serving()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -10,8 +9,8 @@ import pytest
 
 from forerun.serve.problems import ApiError
 from forerun.serve.tools import ToolUse, tools_of, with_objects
+from kit.servers import Running, serving
 from serve.call_templates import HERMES, LLAMA, NAMED
-from serve.servers import Running, drafting, running
 
 WEATHER = {
     "type": "object",
@@ -125,10 +124,7 @@ def test_a_message_without_calls_has_no_field_of_them(calls: Any) -> None:
     assert with_objects([{**message, **calls}]) == [message]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(drafting()) as found:
-        yield found
+server = serving()
 
 
 def check(name: str, arguments: str) -> None:

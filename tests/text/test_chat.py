@@ -1,7 +1,5 @@
 """Chat templates: options reach them as in transformers, and what fails blames whom it should."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import UserDict
@@ -16,8 +14,8 @@ from forerun.errors import InvalidRequest, TokenizerError
 from forerun.models.bundled import BUNDLED
 from forerun.text.chat import LONGEST_VALUES, MARK, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 
-STORIES = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 TALK = [
     {"role": "user", "content": " <hi> & é "},
     {"role": "assistant", "content": "yes "},
@@ -71,7 +69,7 @@ def test_one_text_as_long_as_any_context_is_rendered() -> None:
 def folder(where: Path, declared: object = None, file: bytes | None = None) -> Path:
     """A tokenizer's folder with chat templates of any kind."""
     where.mkdir(exist_ok=True)
-    shutil.copy(STORIES / "tokenizer.json", where)
+    shutil.copy(TARGET / "tokenizer.json", where)
     config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (where / "tokenizer_config.json").write_text(
         json.dumps(config | ({} if declared is None else {"chat_template": declared}))
@@ -280,7 +278,7 @@ def test_the_bundled_template_is_rendered_as_in_transformers() -> None:
 
 
 def test_what_scripts_do_with_a_tokenizer_works_as_in_transformers() -> None:
-    path = STORIES
+    path = TARGET
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
     texts = ["Once upon a time", "there was"]
     assert ours("Once upon").input_ids == ours("Once upon")["input_ids"] == theirs("Once upon").input_ids

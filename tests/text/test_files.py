@@ -1,7 +1,5 @@
 """A damaged tokenizer loads and works, or is a TokenizerError that names the file and the key."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -12,9 +10,9 @@ import pytest
 
 from forerun.errors import TokenizerError
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 from models.damage import TEXTS, VALUES, copied, places, write
 
-STORIES = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 TEXT = "Once upon a time é 你好 \n\0 </s> <|im_end|>"
 CONFIG: dict[str, Any] = {
     "bos_token": {"content": "<s>", "special": True},
@@ -51,7 +49,7 @@ def used(folder: Path) -> TokenizerError | None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of a tokenizer, to be damaged."""
-    return copied(STORIES, tmp_path / "model")
+    return copied(TARGET, tmp_path / "model")
 
 
 @pytest.mark.sampled(2)

@@ -1,7 +1,5 @@
 """Rendering in other processes: any template ends soon, nothing of one is left, and honest ones are not disturbed."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
 from forerun.text.detokenize import IncrementalDecoder
 from forerun.text.tokenizer import LONG_TEXT, Tokenizer
+from kit.checkpoints import DATA, SMALL, TARGET
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 CORPUS = [
     "the naïve café costs 3 €, 你好世界, 今日は, Привет 👩‍👩‍👧‍👦 🎉🇩🇪 e\u0301 a\u0308\u0323 \u200d x",
     "def f(x):\n    return x ** 2  # ∑ ≥ 2\n\n\n\tend — ok",
@@ -26,7 +26,7 @@ PROSE = "Once upon a time, Lily's dog said:\n\n  «naïve café» 你好 👩‍
 
 
 def stories() -> Tokenizer:
-    return Tokenizer.load(DATA / "stories260k")
+    return Tokenizer.load(TARGET)
 
 
 def byte_level() -> Tokenizer:
@@ -55,7 +55,7 @@ def word_piece() -> Tokenizer:
 
 def gemma_like() -> Tokenizer:
     """Byte fallback without a stripped space, as Gemma spells it."""
-    backend = tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json"))
+    backend = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return Tokenizer(backend)
 
@@ -207,7 +207,7 @@ def save(folder: Path, backend: tokenizers.Tokenizer, **config: object) -> Path:
 
 def llama_like() -> tokenizers.Tokenizer:
     """The stories tokenizer with Llama's post-processor, which puts <s> in front."""
-    backend = tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json"))
+    backend = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return backend
 
@@ -268,14 +268,14 @@ def test_an_empty_text_is_the_bos_token() -> None:
 
 
 def test_bos_by_the_id_in_the_models_configuration(tmp_path: Path) -> None:
-    source = DATA / "stories260k"
+    source = TARGET
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(source / name, tmp_path)
     assert Tokenizer.load(tmp_path).bos_token_id == 1
 
 
 def test_truncation_and_padding_of_training_do_not_reach_prompts(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json"))
+    backend = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
     tokenizer = Tokenizer.load(save(tmp_path, backend))
@@ -284,7 +284,7 @@ def test_truncation_and_padding_of_training_do_not_reach_prompts(tmp_path: Path)
 
 
 def test_tokens_that_only_the_configuration_declares(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json"))
+    backend = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     token = {"content": "<|end|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False}
     folder = save(tmp_path, backend, eos_token="<|end|>", added_tokens_decoder={"512": token})
     tokenizer = Tokenizer.load(folder)
@@ -318,9 +318,9 @@ def test_a_named_token_is_special_even_where_tokenizer_json_forgot(tmp_path: Pat
 
 
 def test_fingerprints_are_equal_exactly_where_ids_mean_the_same(tmp_path: Path) -> None:
-    same = Tokenizer.load(DATA / "stories280k")
+    same = Tokenizer.load(SMALL)
     assert TOKENIZERS["stories"].fingerprint() == same.fingerprint()
-    spec = json.loads((DATA / "stories260k" / "tokenizer.json").read_text())
+    spec = json.loads((TARGET / "tokenizer.json").read_text())
     vocab = spec["model"]["vocab"]
     vocab["▁Once"], vocab["▁time"] = vocab["▁time"], vocab["▁Once"]
     swapped = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
@@ -335,7 +335,7 @@ def test_a_missing_or_damaged_tokenizer_says_which_file_and_what_to_do(tmp_path:
         (tmp_path / "tokenizer.json").write_bytes(damage)
         with pytest.raises(TokenizerError, match=r"tokenizer\.json is damaged .*again"):
             Tokenizer.load(tmp_path)
-    shutil.copy(DATA / "stories260k" / "tokenizer.json", tmp_path)
+    shutil.copy(TARGET / "tokenizer.json", tmp_path)
     for damage in (b"{", b"\xff", b"[]"):
         (tmp_path / "tokenizer_config.json").write_bytes(damage)
         with pytest.raises(TokenizerError, match=r"tokenizer_config\.json .*again"):
@@ -443,7 +443,7 @@ def test_no_more_of_a_long_text_is_cut_into_tokens_than_shows_its_length(text: s
             cut.append(len(text))
             return super().encode(text, add_special_tokens)
 
-    watched = Watched(tokenizers.Tokenizer.from_file(str(DATA / "stories260k" / "tokenizer.json")))
+    watched = Watched(tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json")))
     with pytest.raises(PromptTooLong, match=r"length is 64 tokens, and its first .*: shorten it"):
         watched.encode_within(text * (10**6 // len(text)), 64)
     assert sum(cut) <= 2 * 64 * 32

@@ -1,7 +1,5 @@
 """`forerun bench serve` on a real server: its modes give the same answers, and its numbers agree with the server's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun.cli import app
-from serve.servers import drafting, running
+from kit.servers import drafting, running
 
 
 def told(*arguments: str) -> tuple[int, str, str]:

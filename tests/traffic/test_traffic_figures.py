@@ -1,7 +1,5 @@
 """Figures of a load test, against definitions: percentiles, goodput, what an agreement allows, and ratios."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Load tests against a server with known delays: what is sent, when, and what counts as an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping

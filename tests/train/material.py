@@ -1,7 +1,5 @@
 """Prompts, settings and answers for tests of training, on the stories target."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +10,8 @@ from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.objective import Objective
 from forerun.train.settings import TrainSettings
+from kit.checkpoints import TARGET
 
-STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260k"
 BEGINNINGS = (
     "Once upon a time",
     "Lily had a red ball",
@@ -38,13 +36,13 @@ def write_prompts(folder: Path) -> Path:
 
 def read_prompts(paths: Sequence[Path], settings: TrainSettings, chat: bool = False) -> TrainingData:
     """What files hold, for the stories target."""
-    target = Blueprint.of(str(STORIES))
+    target = Blueprint.of(str(TARGET))
     return read_data(paths, PromptReader(target.tokenizer(), target.config.max_positions, settings, chat))
 
 
 def source_of(data: TrainingData, settings: TrainSettings, student: Student, **options: object) -> AnswerSource:
     """Answers of the stories target for this student; its LLM is to be closed."""
-    llm = LLM(str(STORIES), max_model_len=256, max_num_seqs=8, **options)  # type: ignore[arg-type]
+    llm = LLM(str(TARGET), max_model_len=256, max_num_seqs=8, **options)  # type: ignore[arg-type]
     return AnswerSource(llm, data, settings, student.taps)
 
 

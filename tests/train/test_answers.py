@@ -41,7 +41,8 @@ from forerun.train.answer_cache import AnswerCache
 from forerun.train.answers import TRAINED, AnswerSource
 from forerun.train.draft_model import DraftModelStudent, DraftShape
 from forerun.train.settings import TrainSettings
-from train.material import STORIES, quiet, read_prompts, source_of, write_prompts
+from kit.checkpoints import TARGET
+from train.material import quiet, read_prompts, source_of, write_prompts
 
 SETTINGS = TrainSettings(steps=4, batch=3, max_tokens=20, held_out=2, temperature=0.8)
 EXIT = 2
@@ -51,7 +52,7 @@ BLOCK = StudentSizes(layers=1, mlp=48, block=5)
 @pytest.fixture(scope="module")
 def adapter() -> AdapterStudent:
     """An adapter that does something."""
-    student = AdapterStudent.fresh(Blueprint.of(str(STORIES)), EXIT, 2, 48, 0)
+    student = AdapterStudent.fresh(Blueprint.of(str(TARGET)), EXIT, 2, 48, 0)
     dice = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for tensor in student.weights.values():
@@ -81,7 +82,7 @@ def same(one: TargetText, other: TargetText) -> bool:
 
 def test_states_are_those_of_reading_the_finished_text_to_the_bit(source: AnswerSource) -> None:
     """Whether it was drafted, in how many passes and beside whom does not matter; nor do the tokens depend on it."""
-    plain = LLM(str(STORIES), max_model_len=256, max_num_seqs=1)
+    plain = LLM(str(TARGET), max_model_len=256, max_num_seqs=1)
     for step, texts in ((0, source.of_step(0, quiet)), (3, source.of_step(3, quiet))):
         for i, text in enumerate(texts):
             params = SETTINGS.sampling(text.seed)
@@ -139,7 +140,7 @@ def test_a_sequence_that_is_sent_back_is_recorded_from_its_start(source: AnswerS
 
 def served(draft: str, prompt: Seq[int], seed: int) -> tuple[LLM, list[int]]:
     """An answer with a drafter, four guesses a round."""
-    llm = LLM(str(STORIES), draft, speculation=Speculation(4), max_model_len=256)
+    llm = LLM(str(TARGET), draft, speculation=Speculation(4), max_model_len=256)
     answer = llm.generate([list(prompt)], SETTINGS.sampling(seed))[0]
     return llm, [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
 
@@ -190,7 +191,7 @@ def test_a_draft_model_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tokens from position 0 on, and the same logits behind them."""
-    student = DraftModelStudent.fresh(Blueprint.of(str(STORIES)), DraftShape(2, 32, 2, 64), 5)
+    student = DraftModelStudent.fresh(Blueprint.of(str(TARGET)), DraftShape(2, 32, 2, 64), 5)
     student.write(student.weights, tmp_path)
     seen: list[Committed] = []
     plain_observe = ModelDrafter.observe
@@ -220,7 +221,7 @@ def test_medusa_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, hydra: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states, to the bit, and the tokens between, where the guesses before are the text's; and the same logits."""
-    student = MedusaStudent.fresh(Blueprint.of(str(STORIES)), 3, None, hydra, False)
+    student = MedusaStudent.fresh(Blueprint.of(str(TARGET)), 3, None, hydra, False)
     student.write(student.weights, tmp_path)
     asked: list[tuple[int, Tensor, Tensor, Tensor]] = []
     plain_logits = MedusaHeads.logits
@@ -257,7 +258,7 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
     kind: str, source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states beside final tokens and roots, and where guesses came true their own outputs beside them."""
-    target, is_mtp = Blueprint.of(str(STORIES)), kind.startswith("mtp")
+    target, is_mtp = Blueprint.of(str(TARGET)), kind.startswith("mtp")
     eagle = EagleStudent.fresh(target, 48, kind != "eagle", 0)
     student = MtpStudent.fresh(target, 48, 0, kind != "mtp") if is_mtp else eagle
     reader, learner, method = (MtpDecoder, MtpStudent, "module") if is_mtp else (EagleDecoder, EagleStudent, "layer")
@@ -314,7 +315,7 @@ def test_a_block_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, shape: StudentSizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states of all text before a root, to the bit, and from them the same block, guess by guess."""
-    student = BlockStudent.fresh(Blueprint.of(str(STORIES)), shape, 0)
+    student = BlockStudent.fresh(Blueprint.of(str(TARGET)), shape, 0)
     dice = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name in {MARKOV_W2, SUCCESSORS, CONFIDENCE} & set(student.weights):
@@ -372,7 +373,7 @@ def students_of_drafts(target: Blueprint) -> list[tuple[Student, int]]:
 @pytest.mark.parametrize("number", range(3), ids=["block", "eagle", "mtp"])
 def test_drafts_of_a_step_begin_at_some_roots_of_every_answer(source: AnswerSource, number: int) -> None:
     """As many as guess each token about once, others in other steps; the laws are those that all roots have there."""
-    student, one_in = students_of_drafts(Blueprint.of(str(STORIES)))[number]
+    student, one_in = students_of_drafts(Blueprint.of(str(TARGET)))[number]
     small = source_of(source.data, SETTINGS, student)
     batch = TextBatch.of(small.of_step(0, quiet))
     small.llm.close()
@@ -415,7 +416,7 @@ def test_answers_are_learnt_from_as_often_as_asked_in_orders_of_their_own(source
 
 def adapter_of_nothing() -> AdapterStudent:
     """A student of which only the taps count."""
-    return AdapterStudent.fresh(Blueprint.of(str(STORIES)), EXIT, 1, 8, 0)
+    return AdapterStudent.fresh(Blueprint.of(str(TARGET)), EXIT, 1, 8, 0)
 
 
 def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(

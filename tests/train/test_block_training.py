@@ -13,8 +13,9 @@ from forerun.train.objective import confidence_loss
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from forerun.train.trainer import Trainer
-from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
+from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
 
 SHAPE = StudentSizes(layers=1, mlp=64, block=4, markov_rank=16)
 
@@ -24,7 +25,7 @@ class Stopped(Exception):
 
 
 def fresh() -> BlockStudent:
-    return BlockStudent.fresh(Blueprint.of(str(STORIES)), SHAPE, 0)
+    return BlockStudent.fresh(Blueprint.of(str(TARGET)), SHAPE, 0)
 
 
 def trained(source: AnswerSource, settings: TrainSettings, folder: Path, stop_at: tuple[int, ...] = ()) -> BlockStudent:

@@ -31,10 +31,10 @@ from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
 from heads.modules import module_tensors
 from heads.trained import block_of, eagle_of, heads_of
-from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
+from kit.checkpoints import SMALL, TARGET
+from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
 
 DEPTH = 4
-DRAFT = STORIES.parent / "stories280k"
 BLOCKS = {
     "block": {"markov_rank": 32, "enable_confidence_head": True, "block_size": 4, "sample_from_anchor": True},
     "block, causal, selector": {"selector_rank": 32, "selector_top_k": 200, "block_size": 4, "causal": True},
@@ -44,27 +44,27 @@ BLOCKS = {
 def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
     """One that is right now and then."""
     if kind == "draft":
-        return DraftModelStudent.going_on(target, str(DRAFT))
+        return DraftModelStudent.going_on(target, str(SMALL))
     if kind == "early-exit":
         return AdapterStudent.fresh(target, 3, 1, None, 0)
     if kind == "eagle":
-        weights = load_file(eagle_of(STORIES, folder) / "model.safetensors")
+        weights = load_file(eagle_of(TARGET, folder) / "model.safetensors")
         ids = (torch.arange(400) + weights.pop("d2t")).tolist()
         student = EagleStudent.fresh(target, 96, False, 0, ids)
         assert {n: t.shape for n, t in student.weights.items()} == {n: t.shape for n, t in weights.items()}
         return replace(student, weights=trainable(weights, torch.device("cpu")))
     if kind in BLOCKS:
-        block = block_of(STORIES, folder, **BLOCKS[kind])  # type: ignore[arg-type]
+        block = block_of(TARGET, folder, **BLOCKS[kind])  # type: ignore[arg-type]
         values, weights = json.loads((block / "config.json").read_text()), load_file(block / "model.safetensors")
         tensors = BlockTensors.of(Fields(folder, values), target.config, target.name, weights)
         fresh_block = BlockStudent.fresh(target, StudentSizes(), 0)
         return replace(fresh_block, values=values, tensors=tensors, weights=trainable(weights, torch.device("cpu")))
     if kind == "mtp":
-        fresh, modules = MtpStudent.fresh(target, None, 0), module_tensors(STORIES, 1, "qwen")
+        fresh, modules = MtpStudent.fresh(target, None, 0), module_tensors(TARGET, 1, "qwen")
         assert fresh.weights.keys() == modules.keys()
         return replace(fresh, weights=trainable(modules, torch.device("cpu")))
     student = MedusaStudent.fresh(target, DEPTH - 1, None, kind == "hydra", False)
-    fitted = load_file(heads_of(STORIES, folder, DEPTH - 1, kind == "hydra") / "model.safetensors")
+    fitted = load_file(heads_of(TARGET, folder, DEPTH - 1, kind == "hydra") / "model.safetensors")
     assert student.weights.keys() == fitted.keys()
     return replace(student, weights=trainable(fitted, torch.device("cpu")))
 
@@ -77,7 +77,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
     settings = TrainSettings(
         steps=1, max_tokens=32, held_out=7, temperature=temperature, draft_depth=DEPTH, top_k=40, top_p=0.95
     )
-    target = Blueprint.of(str(STORIES))
+    target = Blueprint.of(str(TARGET))
     data = read_prompts([write_prompts(tmp_path)], settings)
     student = student_of(kind, target, tmp_path / "heads")
     source = source_of(data, settings, student)
@@ -88,7 +88,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
     folder.mkdir()
     student.write(student.weights, folder)
     llm = LLM(
-        str(STORIES), student.spec(folder), speculation=Speculation(DEPTH), controller=FixedDepth(), max_num_seqs=1
+        str(TARGET), student.spec(folder), speculation=Speculation(DEPTH), controller=FixedDepth(), max_num_seqs=1
     )
     offered, accepted, rounds = Counter[int](), Counter[int](), list[int]()
     plain_record = llm.engine.controller.record

@@ -21,8 +21,9 @@ from forerun.train.kinds import make_student
 from forerun.train.log import TrainLog
 from forerun.train.settings import TrainSettings
 from forerun.train.tuned_target import check_free
-from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
+from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
 
 STEPS, DEPTH = 40, 2
 TRAIN = ["-n", "24", "--held-out", "6", "--look-every", "20", "--threads", "1", "--heads", "2", "--rate", "0.01"]
@@ -32,7 +33,7 @@ def trained(folder: Path, *more: str) -> Any:
     """Heads for the stories target: what the command says of them."""
     before = torch.get_num_threads()
     prompts = write_prompts(folder.parent)
-    own = ["--model", str(STORIES), "--data", str(prompts), "--steps", str(STEPS), "--out", str(folder), "--json"]
+    own = ["--model", str(TARGET), "--data", str(prompts), "--steps", str(STEPS), "--out", str(folder), "--json"]
     try:
         with unchecked():
             result = CliRunner().invoke(cli.app, ["train", "medusa", *TRAIN, *own, *more])
@@ -71,16 +72,16 @@ def test_a_tuned_target_stays_near_is_drafted_exactly_and_is_easier_to_guess(tmp
     assert answers(tuned, str(told["draft"])) == answers(tuned, None)
     record, new = DrafterRecord.read(heads), Blueprint.of(str(tuned))
     assert record is not None
-    assert record.target == new.weights_digest() != Blueprint.of(str(STORIES)).weights_digest()
+    assert record.target == new.weights_digest() != Blueprint.of(str(TARGET)).weights_digest()
     assert list(record.tokens_per_round) == told["trained"]["tokens_per_round"]
-    assert new.config == Blueprint.of(str(STORIES)).config
-    assert {path.name for path in tuned.iterdir()} >= {path.name for path in STORIES.glob("tokenizer*")}
+    assert new.config == Blueprint.of(str(TARGET)).config
+    assert {path.name for path in tuned.iterdir()} >= {path.name for path in TARGET.glob("tokenizer*")}
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_student_computes_the_target_as_it_is_and_its_distance_is_zero_before_the_first_step(tmp_path: Path) -> None:
     settings = TrainSettings(steps=1, max_tokens=16, held_out=3)
-    target = Blueprint.of(str(STORIES))
+    target = Blueprint.of(str(TARGET))
     student = make_student("medusa", target, StudentSizes(heads=2, tune_target=tmp_path / "tuned"), 0)
     plain = make_student("medusa", target, StudentSizes(heads=2), 0)
     source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, plain)

@@ -18,8 +18,9 @@ from forerun.train.held_out import judge_held_out
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from forerun.train.trainer import Trainer
-from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
+from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
 
 IDS = 400
 
@@ -38,9 +39,7 @@ class TwoHeads:
 
     @classmethod
     def fresh(cls) -> "TwoHeads":
-        table = Checkpoint(Blueprint.of(str(STORIES)).folder, torch.float32).take(
-            "model.embed_tokens.weight", (512, 64)
-        )
+        table = Checkpoint(Blueprint.of(str(TARGET)).folder, torch.float32).take("model.embed_tokens.weight", (512, 64))
         dice = torch.Generator().manual_seed(0)
         weights = {f"heads.{d}.weight": torch.randn(64, 128, generator=dice) * 0.02 for d in range(2)}
         return cls({name: tensor.requires_grad_() for name, tensor in weights.items()}, table)

@@ -11,8 +11,9 @@ from forerun.models.loading import Blueprint
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from forerun.train.trainer import Trainer
-from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
-from unchecked import unchecked
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
+from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
 
 
 class Stop(Exception):
@@ -22,7 +23,7 @@ class Stop(Exception):
 @pytest.mark.full
 def test_a_training_that_is_interrupted_ends_with_the_same_weights(tmp_path: Path) -> None:
     settings = TrainSettings(steps=8, max_tokens=16, look_every=4, checkpoint_every=3, held_out=4, batch=4, rate=0.01)
-    data, target = read_prompts([write_prompts(tmp_path)], settings), Blueprint.of(str(STORIES))
+    data, target = read_prompts([write_prompts(tmp_path)], settings), Blueprint.of(str(TARGET))
 
     def trainer(folder: str, stop_at: int | None = None) -> Trainer:
         student = MtpStudent.fresh(target, 32, 0)
@@ -52,5 +53,5 @@ def test_a_training_that_is_interrupted_ends_with_the_same_weights(tmp_path: Pat
 
 def test_early_steps_weigh_more() -> None:
     """The shares that FastMTP (2509.18362) gives three steps."""
-    weights = MtpStudent.fresh(Blueprint.of(str(STORIES)), None, 0).depth_weights
+    weights = MtpStudent.fresh(Blueprint.of(str(TARGET)), None, 0).depth_weights
     assert [round(each / sum(weights[:3]), 2) for each in weights[:3]] == [0.51, 0.31, 0.18]

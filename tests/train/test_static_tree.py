@@ -18,7 +18,8 @@ from forerun.train.held_out import judge_held_out, ranked
 from forerun.train.settings import TrainSettings
 from forerun.train.static_tree import MOST_CHILDREN, shares_right, worthiest
 from heads.trained import heads_of
-from train.material import STORIES, objective_of, quiet, read_prompts, source_of, write_prompts
+from kit.checkpoints import TARGET
+from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
 from train.test_held_out import student_of
 
 
@@ -41,7 +42,7 @@ def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape
     temperature: float, tmp_path: Path
 ) -> None:
     settings = TrainSettings(steps=1, max_tokens=32, held_out=6, temperature=temperature, draft_depth=3)
-    target = Blueprint.of(str(STORIES))
+    target = Blueprint.of(str(TARGET))
     student = student_of("medusa", target, tmp_path / "heads")
     source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, student)
     objective, texts = objective_of(source), source.held_out(quiet)
@@ -52,10 +53,10 @@ def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape
     assert all(0 <= share <= 1 for own in shares for share in own)
     assert all(sum(own) <= 1 for own in shares)
     assert shares[0][0] == pytest.approx(first.acceptance_at_depth[0], abs=0.15)
-    folder = heads_of(STORIES, tmp_path / "heads", 3)
+    folder = heads_of(TARGET, tmp_path / "heads", 3)
     accepted = []
     for shape in (StaticTree([[0], [0, 0], [0, 0, 0]]), worthiest(shares, 12)):
-        llm = LLM(str(STORIES), f"medusa:{folder}", speculation=Speculation(tree=shape), max_num_seqs=1)
+        llm = LLM(str(TARGET), f"medusa:{folder}", speculation=Speculation(tree=shape), max_num_seqs=1)
         for text in texts:
             params = SamplingParams(temperature=temperature, seed=text.seed, max_tokens=32, ignore_eos=True)
             answer = llm.generate([list(text.tokens[: text.num_prompt])], params)[0]
@@ -66,7 +67,7 @@ def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape
 
 def test_a_guess_is_ranked_by_where_it_is_among_those_drawn(tmp_path: Path) -> None:
     settings = TrainSettings(steps=1, max_tokens=12, held_out=2, temperature=0.0)
-    student = student_of("medusa", Blueprint.of(str(STORIES)), tmp_path / "heads")
+    student = student_of("medusa", Blueprint.of(str(TARGET)), tmp_path / "heads")
     source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, student)
     objective, text = objective_of(source), source.held_out(quiet)[0]
     source.llm.close()

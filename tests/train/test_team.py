@@ -19,9 +19,9 @@ from forerun.train.log import TrainLog
 from forerun.train.settings import TrainSettings
 from forerun.train.state import CHECKPOINT, STATE
 from forerun.train.team import Team
-from train.material import STORIES, write_prompts
+from kit.checkpoints import SRC, TARGET
+from train.material import write_prompts
 
-ROOT = Path(__file__).resolve().parents[2]
 TOGETHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 
 
@@ -29,12 +29,12 @@ def command(folder: Path, *more: str, together: bool) -> list[str]:
     """The real command in one process, or in two."""
     prompts = write_prompts(folder.parent)
     options = ["-n", "24", "--held-out", "6", "--look-every", "3", "--batch", "4", "--heads", "2", "--json", *more]
-    task = ["--model", str(STORIES), "--data", str(prompts), "--out", str(folder)]
+    task = ["--model", str(TARGET), "--data", str(prompts), "--out", str(folder)]
     return [sys.executable, *(TOGETHER if together else ["-m"]), "forerun", "train", "medusa", *task, *options]
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
 
 
 def finish(arguments: list[str]) -> str:

@@ -36,10 +36,10 @@ from forerun.train.losses import LOSSES
 from forerun.train.speed import RoundTimes
 from forerun.train.state import TrainFolder, TrainState
 from forerun.train.static_tree import TREE
-from train.material import STORIES, write_prompts
-from unchecked import unchecked
+from kit.checkpoints import SRC, TARGET
+from kit.unchecked import unchecked
+from train.material import write_prompts
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = {
     "block": ["--layers", "1", "--markov-rank", "16", "--rate", "0.005", "--steps", "60"],
     "draft": ["--layers", "1", "--hidden", "64", "--heads", "4", "--rate", "0.01", "--steps", "40"],
@@ -48,7 +48,7 @@ KINDS = {
     "medusa": ["--heads", "2", "--hydra", "--rate", "0.01", "--steps", "40"],
     "early-exit": ["--exit", "3", "--rate", "0.01", "--checkpoint-every", "4", "--steps", "16"],
 }
-QUICK = ["--model", str(STORIES), "-n", "24", "--held-out", "6", "--look-every", "15", "--threads", "1"]
+QUICK = ["--model", str(TARGET), "-n", "24", "--held-out", "6", "--look-every", "15", "--threads", "1"]
 DEPTH = 2
 
 
@@ -93,7 +93,7 @@ def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def answers(draft: str | None) -> tuple[list[tuple[int, ...]], float]:
     """Answers to prompts that are not among the data, and how much was accepted of what was drafted."""
     params = [SamplingParams(max_tokens=60, seed=i, temperature=1.0, ignore_eos=True) for i in range(8)]
-    llm = LLM(str(STORIES), draft, speculation=Speculation(DEPTH), max_model_len=256)
+    llm = LLM(str(TARGET), draft, speculation=Speculation(DEPTH), max_model_len=256)
     with unchecked():
         found = llm.generate([f"{name} went to the" for name in ("Lucy", "Tim", "Spot", "Mia") * 2], params)
     stats = llm.stats
@@ -113,7 +113,7 @@ def untrained(kind: str, folder: Path) -> str:
         "eagle": StudentSizes(mlp=64, draft_vocab=300),
         "block": StudentSizes(layers=1, markov_rank=16),
     }[kind]
-    student = make_student(kind, Blueprint.of(str(STORIES)), sizes, 0)
+    student = make_student(kind, Blueprint.of(str(TARGET)), sizes, 0)
     student.write(student.weights, folder)
     return student.spec(folder)
 
@@ -172,7 +172,7 @@ def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
     record = DrafterRecord.read(folder)
     assert record is not None
     assert str(record.spec(folder)) == told["draft"]
-    assert record.target == Blueprint.of(str(STORIES)).weights_digest()
+    assert record.target == Blueprint.of(str(TARGET)).weights_digest()
     assert list(record.tokens_per_round) == now["tokens_per_round"]
     assert record.speed_up == told["predicted"]["speed_up"]  # type: ignore[index]
     assert not list(folder.glob(".*"))
@@ -311,7 +311,7 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
         (["block", "--taps", "last"], "taps: 'last' must be numbers of layers between commas, such as 2,4"),
         (["mtp", "--taps", "2"], r"taps: \(2,\) is not for mtp, which takes --mlp"),
         (["draft", "--init", "stdlib-draft"], "--init stdlib-draft has another tokenizer than"),
-        (["draft", "--init", str(STORIES), "--layers", "2"], "layers: 2 is not for draft --init"),
+        (["draft", "--init", str(TARGET), "--layers", "2"], "layers: 2 is not for draft --init"),
         (["draft", "--steps", "2", "--hours", "1"], "hours: --steps says how long"),
         (["draft", "--hours", "1", "--cache", "x"], "cache: its size cannot be told for --hours: give --steps"),
     ],
@@ -320,7 +320,7 @@ def test_mistakes_are_one_line_before_anything_is_written(
     arguments: list[str], said: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = invoke(*arguments, "--model", str(STORIES), "--data", str(prompts), "--out", "out")
+    result = invoke(*arguments, "--model", str(TARGET), "--data", str(prompts), "--out", "out")
     assert result.exit_code == 2, result.output
     assert re.search(said, result.stderr.replace("\n", " ")), result.stderr
     assert not (tmp_path / "out").exists()
@@ -384,7 +384,7 @@ def command(prompts: Path, folder: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
 
 
 def finish(prompts: Path, folder: Path) -> None:

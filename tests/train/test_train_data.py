@@ -12,10 +12,11 @@ from forerun.models.bundled import BUNDLED
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.data import PromptReader
 from forerun.train.settings import TrainSettings
-from train.material import STORIES, read_prompts
+from kit.checkpoints import TARGET
+from train.material import read_prompts
 
 SETTINGS = TrainSettings(steps=1, prompt_tokens=8, max_tokens=24, held_out=3)
-TOKENIZER = Tokenizer.load(STORIES)
+TOKENIZER = Tokenizer.load(TARGET)
 
 
 def lines(path: Path, *entries: object) -> Path:

@@ -27,7 +27,8 @@ from forerun.tune.report import TuneReport
 from forerun.tune.settings import Candidate, TuneSettings, candidates_of
 from forerun.tune.show import tune_card
 from forerun.tune.translate import translations
-from unchecked import unchecked
+from kit.checkpoints import DATA
+from kit.unchecked import unchecked
 
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog", "One day, a <b>bird</b>"]
 QUICK = ["--max-tokens", "12", "--repeats", "2", "--threads", "1"]
@@ -36,7 +37,7 @@ FETCHES = re.compile(r"""(src|href)\s*=\s*["'](?!#)|@import|url\(\s*["']?(?!#)|h
 
 @pytest.fixture(scope="module")
 def pair() -> list[str]:
-    root = Path(__file__).resolve().parent.parent / "data"
+    root = DATA
     return ["--model", str(root / "stories260k"), "--drafts", "ngram", f"model:{root / 'stories280k'}"]
 
 

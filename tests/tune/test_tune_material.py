@@ -9,6 +9,7 @@ import pytest
 from forerun.errors import InvalidRequest, TokenizerError
 from forerun.text.tokenizer import Tokenizer
 from forerun.tune.material import Template, TunePrompt, by_turns, read_tune_prompts, texts_of
+from kit.checkpoints import TARGET
 
 TALK = [{"role": "user", "content": "Tell a tale"}]
 
@@ -78,24 +79,24 @@ def test_what_ships_is_used_where_no_file_is_named() -> None:
     assert [p.category for p in read_tune_prompts(None, None)[:4]] == ["code", "prose", "code", "prose"]
 
 
-def test_categories_take_turns_so_that_the_first_prompts_have_some_of_each(target_dir: Path) -> None:
+def test_categories_take_turns_so_that_the_first_prompts_have_some_of_each() -> None:
     prompts = [
         TunePrompt(f"{kind} {i}", "", category=kind) for kind, times in (("a", 6), ("b", 2)) for i in range(times)
     ]
     assert [p.words for p in by_turns(prompts)] == ["a 0", "b 0", "a 1", "b 1", "a 2", "a 3", "a 4", "a 5"]
-    texts = texts_of(by_turns(prompts), 3, Tokenizer.load(target_dir), Template())
+    texts = texts_of(by_turns(prompts), 3, Tokenizer.load(TARGET), Template())
     assert texts.categories == ("a", "b", "a")
     assert len(texts.workload.items) == 3
     assert texts.template is None
 
 
-def test_messages_go_through_the_template_which_is_told_by_its_hash(target_dir: Path, tmp_path: Path) -> None:
+def test_messages_go_through_the_template_which_is_told_by_its_hash(tmp_path: Path) -> None:
     prompts = [TunePrompt(None, "mine.jsonl:1", TALK), TunePrompt("Hi", "mine.jsonl:2")]
     with pytest.raises(TokenizerError, match=r"mine\.jsonl:1 holds messages, and no chat template"):
-        texts_of(prompts, 2, Tokenizer.load(target_dir), Template())
+        texts_of(prompts, 2, Tokenizer.load(TARGET), Template())
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        if (target_dir / name).exists():
-            (tmp_path / name).write_bytes((target_dir / name).read_bytes())
+        if (TARGET / name).exists():
+            (tmp_path / name).write_bytes((TARGET / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if enable_thinking %} think{% endif %}"
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 import pytest
 
@@ -13,17 +12,14 @@ from forerun.bench.run import Stage
 from forerun.errors import DraftError
 from forerun.tune.passes import PassMeter, PassTable, RowCosts, rows_of, sizes_at
 from forerun.tune.predict import RoundShape
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
-DATA = Path(__file__).resolve().parent.parent / "data"
 
-
-@pytest.fixture(
-    scope="module", params=["ngram", "suffix", f"model:{DATA / 'stories280k'}"], ids=["ngram", "suffix", "model"]
-)
+@pytest.fixture(scope="module", params=["ngram", "suffix", f"model:{SMALL}"], ids=["ngram", "suffix", "model"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with unchecked():
-        llm = LLM(str(DATA / "stories260k"), request.param, dtype="float32", max_model_len=128, max_num_seqs=3)
+        llm = LLM(str(TARGET), request.param, dtype="float32", max_model_len=128, max_num_seqs=3)
         yield llm
         llm.close()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,9 @@ from forerun.bench.run import Stage, Tape
 from forerun.control.controller import FixedDepth
 from forerun.tune.pilot import PilotDrafter, PilotTape, as_numbers, judged, text_rounds
 from forerun.tune.predict import DecodingJob, Guessed, RoundShape, TextRounds, played
-from unchecked import unchecked
+from kit.checkpoints import SMALL, TARGET
+from kit.unchecked import unchecked
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 DEEPEST = 8
 NUM_TOKENS = 40
 STORIES = [

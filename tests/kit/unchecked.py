@@ -1,7 +1,5 @@
 """Tests that run thousands of sequences do without the shape checks of the others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ Each has something that the others do not have: Mixtral windows in all layers, Q
 and a dense layer, Qwen3-MoE head norms and many experts, gpt-oss sinks, biases and a bounded activation.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -17,8 +15,8 @@ from torch import Tensor
 
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.projections import tensor_shapes
+from kit.checkpoints import TARGET
 
-DATA = Path(__file__).resolve().parent / "data"
 BASE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -85,7 +83,7 @@ def write_sparse(folder: Path, family: str, **changes: Any) -> Path:
     """A random checkpoint of this family in `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(BASE | FAMILIES[family] | changes), encoding="utf-8")
-    for path in (DATA / "stories260k").glob("tokenizer*"):
+    for path in TARGET.glob("tokenizer*"):
         shutil.copyfile(path, folder / path.name)
     save_file(random_tensors(read_config(folder)), folder / "model.safetensors")
     return folder

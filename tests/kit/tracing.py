@@ -1,7 +1,6 @@
 """Traced answers that several test modules look at: every drafter, verification mode and shape of draft."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,8 @@ from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from forerun.trace.record import trace
 from forerun.trace.values import Trace
+from kit.checkpoints import SMALL, TARGET
 
-DATA = Path(__file__).resolve().parent / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 MODEL, CHAIN, TREE = f"model:{SMALL}", Speculation(4), Speculation(3, 2, 8)
 PROMPT = "Tom and Lily went to the park. Tom and"
 TOP_K = 40

@@ -1,7 +1,5 @@
 """Tests of the compiled kernels need a C++ compiler, as the kernels do; what it makes is kept for further runs."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess
@@ -13,8 +11,9 @@ from filelock import FileLock
 
 from forerun.kernels.build import FLAGS, SOURCES, NoKernels, compiler, cpp_files
 from forerun.kernels.variants import NATIVE, NATIVE_FLAGS, VARIANTS, architecture, runnable
+from kit.checkpoints import ROOT
 
-KEPT = Path(__file__).resolve().parent.parent / "build" / "kernels-of-tests"
+KEPT = ROOT / "build" / "kernels-of-tests"
 FLAGS_OF = {NATIVE: NATIVE_FLAGS} | {variant.name: variant.flags for variant in VARIANTS}
 # What the compiler may use. Where there are variants, one of them has the bits of a native library, as a test proves.
 NAMES = [variant.name for variant in VARIANTS] + [NATIVE] * (not runnable())

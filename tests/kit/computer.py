@@ -1,7 +1,5 @@
 """A machine whose compiler, cache folder and processor are those that a test gives it."""
 
-from __future__ import annotations
-
 import _ctypes
 import logging
 import subprocess

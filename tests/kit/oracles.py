@@ -4,8 +4,6 @@ With it a test decides in which round, and at which place of a draft, a token is
 wrong ones end the run where the test wants it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

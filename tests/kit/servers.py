@@ -3,8 +3,6 @@
 A module that imports this one is skipped where what the server needs is not installed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -22,6 +20,8 @@ import pytest
 
 from forerun.llm import LLM
 from forerun.serve.settings import ServeSettings
+from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.engines import PATIENCE_S
 
 
 def needed(name: str) -> Any:
@@ -33,20 +33,10 @@ httpx, openai = needed("httpx"), needed("openai")
 for server_package in ("fastapi", "uvicorn", "prometheus_client"):
     needed(server_package)
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-DATA = ROOT / "tests" / "data"
-TARGET, SMALL = DATA / "stories260k", DATA / "stories280k"
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}{{ opening or 'One day' }}{% endif %}"
 )
-PATIENCE_S = 300  # only to end a hang: a busy machine may take minutes
-
-
-@cache
-def plain() -> LLM:
-    """The model without a drafter: what every answer has to be equal to."""
-    return LLM(str(TARGET), dtype="float32")
 
 
 def drafting(draft: str = f"model:{SMALL}", **options: Any) -> LLM:
@@ -141,6 +131,17 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
         assert llm.engine.runner.cache.num_rows == 0
         assert not server.service.gate.visits.total()
         assert not server.service.gate.held.total()
+
+
+def serving(made: Callable[[], LLM] = drafting, **settings: Any) -> Any:
+    """A fixture: one server, of this model and with these settings, for all tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def server() -> Iterator[Running]:
+        with made() as llm, running(llm, **settings) as served:
+            yield served
+
+    return server
 
 
 def until(condition: Callable[[], object], patience_s: float = PATIENCE_S, pause_s: float = 0.002) -> None:

@@ -1,0 +1,38 @@
+"""Where the repository keeps what tests read, the models above all; and checkpoints that tests write."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC, DATA = ROOT / "src", ROOT / "tests" / "data"
+TARGET = DATA / "stories260k"  # a Llama of 260 k parameters, 64 wide, 5 layers, 512 positions: most tests' target
+SMALL = DATA / "stories280k"  # trained apart from the target on the same tokenizer; 256 positions
+EMBEDDING = "model.embed_tokens.weight"  # which is the target's head too
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object in a file of JSON."""
+    fields: dict[str, object] = json.loads(path.read_text())
+    return fields
+
+
+def written(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Path:
+    """A folder with these fields and weights, made where it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def rewritten(
+    folder: Path, tensors: Mapping[str, Tensor | None], keys: Mapping[str, object], into: Path | None = None
+) -> Path:
+    """The folder with other tensors and keys, changed in place or written `into` another; None takes a tensor out."""
+    path = folder / "model.safetensors"
+    stored = (load_file(path) if path.exists() else {}) | dict(tensors)
+    kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    return written(into or folder, read_json(folder / "config.json") | dict(keys), kept)
