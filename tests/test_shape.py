@@ -16,7 +16,7 @@ from forerun.errors import ForerunError, InvalidRequest, InvalidTree
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from forerun.shape import MOST_RANK, RankPath, StaticTree
-from kit.checkpoints import TARGET
+from kit.checkpoints import DATA, TARGET
 from kit.unchecked import unchecked
 
 SMALL = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
@@ -130,7 +130,7 @@ def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
     """The same tokens, so many guesses a round, and one line for what is no tree."""
     (tmp_path / "tree.json").write_text(json.dumps(SMALL))
     (tmp_path / "bad.json").write_text("[[0, 0]]")
-    models = ["--model", str(TARGET), "--draft", f"model:{SMALL}"]
+    models = ["--model", str(TARGET), "--draft", f"model:{DATA / 'stories280k'}"]
 
     def generate(*more: str) -> tuple[int, str, str]:
         given = ["generate", *models, "--seed", "1", "-n", "12", "--ignore-eos", "--json", "Once upon a time", *more]
@@ -154,7 +154,7 @@ def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 def test_every_drafter_keeps_within_a_shape(drafter: str) -> None:
-    spec = f"model:{SMALL}" if drafter == "model" else drafter
+    spec = f"model:{DATA / 'stories280k'}" if drafter == "model" else drafter
     plain, llm = LLM(str(TARGET)), LLM(str(TARGET), spec, speculation=Speculation(tree=StaticTree(SMALL)))
     prompt = "Lily and Tom went to the park. Lily and Tom went to the park. Lily"
     params = [SamplingParams(temperature=t, seed=2, max_tokens=20, ignore_eos=True) for t in (0.0, 1.0)]

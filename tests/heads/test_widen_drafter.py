@@ -14,6 +14,8 @@ from forerun.draft.record import RECORD, DrafterRecord
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
 from forerun.heads import widen as module
+from forerun.heads.folder import OpenFolder
+from forerun.heads.kinds import HEADS
 from forerun.heads.widen import widen_drafter
 from forerun.heads.widened import WideDrafter, widened_tap
 from forerun.llm import LLM

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from forerun.models.backends.native import find_kernels
 from forerun.models.backends.torch_cpu.quantized import (
-from kit.compiled import require_compiler
     GROUP,
     LEAST_SCALE,
     MOST_SCALE,

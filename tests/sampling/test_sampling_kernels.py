@@ -1,5 +1,7 @@
 """The compiled parts of a round give what the tensor code gives that defines them, to the bit, or say they cannot."""
 
+from __future__ import annotations
+
 import math
 from array import array
 from dataclasses import dataclass, replace
