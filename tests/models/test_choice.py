@@ -110,7 +110,7 @@ def test_what_was_asked_for_is_not_measured(cache: Path, config: ModelConfig, mo
 def test_float16_competes_with_float32(cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     of_half, seen = replace(config, dtype=torch.float16), set()
 
-    def measured(backends: list[Backend], *_: object) -> dict[Backend, list[float]]:
+    def measured(backends: list[BackendKind], *_: object) -> dict[BackendKind, list[float]]:
         seen.update(backends)
         return {backend: [1.0 if backend.dtype == torch.float16 else 0.1] * 4 for backend in backends}
 
