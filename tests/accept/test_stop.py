@@ -214,7 +214,6 @@ def test_without_a_tokenizer_ids_and_limits_still_end_a_sequence() -> None:
     assert (stop.num_kept, stop.stop_reason, stop.pieces) == (3, 7, ())
     checker = StopChecker(SamplingParams(min_tokens=2, max_tokens=5), [EOS], None, 4)
     assert checker.push([EOS, EOS]).finish_reason is None
-    assert checker.remaining == 2
     assert checker.push([5, 5]).finish_reason == "length"
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
         StopChecker(SamplingParams(stop="x"), [EOS], None, 99)

@@ -92,11 +92,6 @@ class StopChecker:
         return self._num_tokens
 
     @property
-    def remaining(self) -> int:
-        """Output tokens that the limits still allow."""
-        return self._limit - self._num_tokens
-
-    @property
     def end_ids(self) -> frozenset[int]:
         """The ids that end the sequence."""
         return self._end_ids

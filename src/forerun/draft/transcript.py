@@ -41,11 +41,6 @@ class Transcript:
         """Whether there is no text at all, special tokens aside."""
         return not (self.inside or self.open or self.unfinished)
 
-    @property
-    def open_bytes(self) -> bytes:
-        """The text behind the last place where it was closed."""
-        return self.open.encode("utf-8", "surrogateescape") + self.unfinished
-
 
 class Transcriber:
     """Tells texts of `target`'s tokens in `own` tokens, byte for byte; special tokens become their counterparts."""

@@ -37,8 +37,3 @@ def asked_of(prompt: TunePrompt, chat: bool) -> TrafficPrompt:
     if prompt.words is None:
         raise InvalidRequest("prompts", f"{prompt.place}: it holds messages: add --chat.")
     return TrafficPrompt({"prompt": prompt.words}, prompt.category, prompt.place)
-
-
-def categories_of(prompts: Sequence[TrafficPrompt]) -> list[str]:
-    """The categories, in the order in which they first occur."""
-    return list(dict.fromkeys(prompt.category for prompt in prompts if prompt.category))

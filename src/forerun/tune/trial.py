@@ -48,11 +48,6 @@ class DrafterMemory:
     target_weights_bytes: int
     target_cache_bytes: int
 
-    @property
-    def added_bytes(self) -> int:
-        """Weights and caches of the drafter."""
-        return self.weights_bytes + self.cache_bytes
-
 
 def wish_of(depth: int) -> Speculation:
     """What a run at this depth asks for; CHOSEN leaves the depth to the controller."""
