@@ -13,7 +13,7 @@ from torch import Tensor
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import Speculation, Verification
 from forerun.draft.base import Budget
-from forerun.draft.model.expand import with_first
+from forerun.draft.model.grower import with_first
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import MissingWeights, ModelError, UnsupportedModel, WrongShape

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from forerun.config import Speculation, Verification
 from forerun.draft.base import Budget
-from forerun.draft.model.expand import NodeToExpand, expand
-from forerun.draft.model.growth import Growth
+from forerun.draft.model.grower import Growth, NodeToExpand, expand
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.sampling.params import SamplingParams
@@ -119,11 +118,11 @@ def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str)
 def test_trees_whose_law_is_not_their_own_are_biased(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So there is a reason for what rejection rules are given."""
     if mutant == "the likeliest of what was drawn":
-        monkeypatch.setattr("forerun.draft.model.expand.Growth", lambda budget, _, tokens: Growth(budget, True, tokens))
+        monkeypatch.setattr("forerun.draft.model.grower.Growth", lambda budget, _, tokens: Growth(budget, True, tokens))
         assert worst_position(grown("token", Budget(2, 3, 3))) < 1e-6
     else:
         honest = grown("token", GROWN["in a shape with a gap"])
-        monkeypatch.setattr("forerun.draft.model.expand.in_turn", lambda _: True)
+        monkeypatch.setattr("forerun.draft.model.grower.in_turn", lambda _: True)
         found = grown("token", GROWN["in a shape with a gap"])
         assert worst_position(found) < 1e-6 < worst_position(honest)
 

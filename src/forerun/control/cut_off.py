@@ -5,7 +5,7 @@ rounds as they are, is more than the seconds that a guess takes. A drafter's own
 right by how often guesses that it held unlikely were accepted; so drafters that are too modest lose nothing. Only a row
 that is drafted alone is cut: a guess more of one row among several costs little, since the others are drafted on and
 passes of some sizes cost the same, so that cuts were measured to lose there. Where guesses are judged by equality any
-cut is exact; where they are judged by their law, `draft/model/growth.py` sees to it that a cut never looks at the guess
+cut is exact; where they are judged by their law, `draft/model/grower.py` sees to it that a cut never looks at the guess
 that it ends.
 """
 

@@ -12,8 +12,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from forerun.draft.base import Budget, Draft
-from forerun.draft.model.expand import NodeToExpand, expand
-from forerun.draft.model.growth import Growth
+from forerun.draft.model.grower import Growth, NodeToExpand, expand
 from forerun.draft.model.steps import seen_chains
 from forerun.models.chains import Start
 from forerun.sampling.draws import Draws

@@ -11,8 +11,7 @@ from torch import Tensor
 from draft.rounds import Row, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft
-from forerun.draft.model.expand import NodeToExpand, expand
-from forerun.draft.model.growth import Growth
+from forerun.draft.model.grower import Growth, NodeToExpand, expand
 from forerun.sampling.draws import Draws
 from forerun.shape import RankPath, StaticTree
 
