@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from forerun.train.files import write_whole
+from forerun.store import write_whole
 from forerun.train.optimizer import build_optimizers as optimizers_of
 
 CHECKPOINT_EVERY = 100

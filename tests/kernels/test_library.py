@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from forerun.cli import app
 from forerun.errors import UnsupportedModel
-from forerun.folders import cache_folder
 from forerun.kernels import build, library
 from forerun.kernels.build import NoKernels
 from forerun.kernels.sampling import find_sampling_kernels
@@ -24,6 +23,7 @@ from forerun.models.backends.native import find_kernels
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.choice import cpu_backend
 from forerun.models.loading import Blueprint
+from forerun.store import cache_folder
 from kit.checkpoints import TARGET
 from kit.computer import Computer, forget, restart, script, shared_library, warnings_of, works
 

@@ -27,9 +27,9 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
+from forerun.store import write_folder
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptIds
-from forerun.train.files import write_folder
 from forerun.train.kinds import make_student
 from forerun.train.log import TrainLog
 from forerun.train.losses import LOSSES

@@ -18,7 +18,7 @@ from typing import Any
 from forerun.bench.plan import Group, Turn
 from forerun.bench.run import BenchRun
 from forerun.errors import InvalidRequest
-from forerun.folders import cache_folder
+from forerun.store import cache_folder
 
 FORM = 2  # of the file
 

@@ -17,8 +17,7 @@ from forerun.control.arms import Arm
 from forerun.control.measured import MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCost
 from forerun.economy import MOST, Acceptance, LinearCost
-from forerun.folders import cache_folder
-from forerun.kernels.library import replace_file
+from forerun.store import cache_folder, replace_file
 
 SEEN = 2  # passes of a size that what was kept of it counts as
 VERSION = 2

@@ -11,8 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from typing import Any
 from filelock import FileLock
 
 from forerun.errors import PastFileError, VocabularyMismatch
+from forerun.store import replace_file
 
 FORM = 1
 HEAD = "forerun past answers, form"
@@ -153,17 +152,7 @@ class PastFile:
 
     def replace(self, wanted: Sequence[PastAnswer]) -> None:
         """Replace this file by one with only these answers, completely or not at all."""
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with open(handle, "wb") as part:
-                part.writelines([self.head(), *(kept.line() for kept in wanted)])
-                part.flush()
-                os.fsync(handle)
-            shutil.copymode(self.path, name)
-            os.replace(name, self.path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        replace_file(self.path, [self.head(), *(kept.line() for kept in wanted)], like=self.path)
 
 
 def as_line(entry: dict[str, Any]) -> bytes:

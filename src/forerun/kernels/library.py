@@ -25,9 +25,9 @@ from pathlib import Path
 from filelock import FileLock
 
 from forerun.annotations import ProgressCallback
-from forerun.folders import cache_folder
 from forerun.kernels.build import TIMEOUT_S, NoKernels, compile_to, compiler, library_name
 from forerun.kernels.variants import wanted
+from forerun.store import cache_folder, replace_file
 
 WHEEL = Path(__file__).parent / "lib"
 HAS_OWNERS = hasattr(os, "geteuid")
@@ -197,17 +197,3 @@ def own_bytes(path: Path) -> bytes | None:
         return path.read_bytes() if trusted else None
     except OSError:
         return None
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Put a file in its place, whole and on disk, readable by this user alone."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

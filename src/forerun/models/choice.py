@@ -24,8 +24,6 @@ from torch import Tensor
 from forerun import __version__
 from forerun.annotations import ProgressCallback
 from forerun.config import KernelChoice, Quantization
-from forerun.folders import cache_folder
-from forerun.kernels.library import replace_file
 from forerun.machine import order_of_sums
 from forerun.models.backends.base import Backend
 from forerun.models.backends.native import find_kernels
@@ -36,6 +34,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
 from forerun.models.projections import products
 from forerun.models.rows import MIN_ROWS
+from forerun.store import cache_folder, replace_file
 
 ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a piece of a prompt
 PASSES = (32, 32, 32, 4)  # how many of each an answer is taken to need: 256 prompt tokens, then 96 rounds

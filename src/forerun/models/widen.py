@@ -37,13 +37,13 @@ from forerun.annotations import ProgressCallback
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
 from forerun.fields import read_fields
-from forerun.folders import cache_folder
 from forerun.models.agreement import Agreement, agreement
 from forerun.models.config import WIDENED, ModelConfig, amount, config_of, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.projections import count_parameters, tensor_shapes
 from forerun.models.weights import Checkpoint
 from forerun.models.widen_experts import expert_values, given_experts, grown_experts, parts_of
+from forerun.store import cache_folder
 from forerun.text.chat import OTHER_FILES
 
 RECIPE = 1  # raised when the same shape and seed give other weights

@@ -22,8 +22,8 @@ from torch import Tensor
 from forerun.cache.plan import size
 from forerun.errors import InvalidRequest
 from forerun.heads.student import TargetText
+from forerun.store import writable, write_whole
 from forerun.streams import show_note
-from forerun.train.files import writable, write_whole
 
 FORM = 1  # of the files
 

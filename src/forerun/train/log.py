@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.train.files import writable, write_whole
+from forerun.store import writable, write_whole
 
 
 @dataclass(slots=True)

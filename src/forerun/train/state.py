@@ -23,7 +23,7 @@ from torch import Tensor
 from forerun.draft.record import RECORD
 from forerun.errors import FolderTaken
 from forerun.limits import shown
-from forerun.train.files import writable, write_whole
+from forerun.store import writable, write_whole
 
 FORM = 1  # of the files
 STATE = "state"  # the folder below that of the drafter

@@ -18,10 +18,10 @@ from forerun.heads.student import Student, StudentSizes, TargetText
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
+from forerun.store import write_whole
 from forerun.train.answer_cache import AnswerCache, state_bytes
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptReader, TrainingData, read_data
-from forerun.train.files import write_whole
 from forerun.train.held_out import judge_held_out
 from forerun.train.kinds import make_student
 from forerun.train.objective import Objective

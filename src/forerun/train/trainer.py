@@ -20,9 +20,9 @@ import torch
 from forerun.errors import TrainingDiverged
 from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.sampling.noise import mix
+from forerun.store import write_folder, write_whole
 from forerun.train.answers import SEEDS, AnswerSource
 from forerun.train.curves import curves
-from forerun.train.files import write_folder, write_whole
 from forerun.train.held_out import HeldOutFigures, judge_held_out
 from forerun.train.log import TrainLog
 from forerun.train.objective import Objective, StepFigures

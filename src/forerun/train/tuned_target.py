@@ -17,7 +17,7 @@ from forerun.heads.medusa.joint import merged
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
 from forerun.models.widen import companions, copy_files
-from forerun.train.files import writable
+from forerun.store import writable
 
 TUNED = "forerun_tuned"  # what config.json of a tuned target says of its training
 

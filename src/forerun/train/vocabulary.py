@@ -14,8 +14,8 @@ from pathlib import Path
 from forerun.annotations import ProgressCallback
 from forerun.errors import FolderTaken
 from forerun.heads.student import check_most
+from forerun.store import writable, write_whole
 from forerun.train.answers import AnswerSource
-from forerun.train.files import writable, write_whole
 from forerun.train.state import TrainFolder
 
 COUNTED_STEPS = 32  # whose answers are counted

@@ -1,16 +1,51 @@
-"""Files and folders of a training: written whole or not at all, whatever moment the process is killed at."""
+"""Store: files and folders that are written whole or not at all, and where forerun keeps files of its own."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from forerun.errors import InvalidRequest
 
 PART = ".part"
+
+
+def cache_folder(kind: str) -> Path:
+    """The folder for one kind of file, such as "kernels"; nothing is made there.
+
+    Raises OSError where the user has no home folder.
+    """
+    try:
+        from platformdirs import user_cache_path
+
+        base = user_cache_path("forerun", appauthor=False)
+    except ImportError:  # the core also runs with what torch and transformers install, which does not include it
+        base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "forerun")
+    except RuntimeError:  # platformdirs knows of no home; earlier versions give a path that begins with "~"
+        base = Path()
+    if not base.is_absolute():
+        raise OSError("no home folder is known: set XDG_CACHE_HOME to a folder of your own")
+    return base / kind
+
+
+def replace_file(path: Path, data: bytes | Iterable[bytes], like: Path | None = None) -> None:
+    """Put a file in its place, whole and on disk; readable by this user alone, or by whom `like` is."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "wb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        if like is not None:
+            shutil.copymode(like, name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 @contextmanager
