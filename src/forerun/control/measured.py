@@ -130,7 +130,7 @@ class MeasuredDepth:
         return fitting(load.seq_ids, self.wanted, spare)
 
     def follow(self, load: Load, outlook: Outlook, spare: Spare, arm: int, depth: int) -> Sequence[Budget]:
-        """Draft every row by this arm and so far, where it can, and learn from that: see `calibration.py`."""
+        """Draft every row by this arm and so far, where it can, and learn from that: see `engine/calibration.py`."""
         self.num_context, self.tried = load.num_context, None
         self.arms.meet(outlook)
         rows = self.ways(load, outlook)

@@ -1,4 +1,4 @@
-"""Decoder layers with gradients: the arithmetic of `models/decoder.py` over whole texts at once.
+"""Decoder layers with gradients: the arithmetic of `models/backends/torch_cpu/` over whole texts at once.
 
 This file decides how layers are computed while they are trained. Norms and rotations are the decoder's own functions.
 """

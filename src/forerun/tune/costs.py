@@ -21,7 +21,7 @@ TABLE_DEPTHS = (0, 1, 2, 4, 8, 16)
 
 
 def measured_costs(llm: LLM, batches: Sequence[int], progress: ProgressCallback) -> dict[str, Any]:
-    """What rounds take at these batch sizes, in the form of `engine/kept_costs.py`. The engine must be idle.
+    """What rounds take at these batch sizes, in the form of `control/kept_costs.py`. The engine must be idle.
 
     Everything is measured twice, and the shorter time counts: neighbours on the same cores only make times longer.
     """

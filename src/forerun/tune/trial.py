@@ -180,7 +180,7 @@ class Trial:
         return names or [""]
 
     def costs(self) -> Any:
-        """What rounds take, as `engine/kept_costs.py` writes it."""
+        """What rounds take, as `control/kept_costs.py` writes it."""
         return self.noted("costs", lambda: measured_costs(self.loaded(), self.settings.batches, self.report))
 
     def controller(self) -> MeasuredDepth:

@@ -4,7 +4,7 @@ A block reads the target's states up to the place before its root, and the root'
 taught is drawn anew in every step, so many that each token of an answer is guessed about once. The Markov head, or the
 selector, is taught with the text's own tokens in the place of guesses before, which is what it reads wherever those
 were right; where they were not, nothing that follows counts. The confidence head learns the overlap of both laws at
-each place. The result is a folder for `--draft block:DIR`, in the layout of `models/block_layout.py`.
+each place. The result is a folder for `--draft block:DIR`, in the layout of `format.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The file decides how many modules there are, what their layers are shaped like, and that no tensor of theirs is left
 out: each is read, or refused by name. What namings there are is a table of its own (`mtp_names.py`); how modules
-compute is decided in `mtp.py`.
+compute is decided in `network.py`.
 """
 
 from __future__ import annotations
