@@ -474,7 +474,7 @@ def changed(result: RequestOutput, expected: dict[str, object]) -> list[str]:
 def squeeze(llm: LLM, num_tokens: int) -> None:
     """Give the target a cache for so few tokens in all; the drafter keeps its own."""
     runner = Runner.of(llm.engine.runner.decoder, num_tokens, block_size=8)
-    llm.turns = EngineDriver(Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids))
+    llm.driver = EngineDriver(Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids))
     llm._stats = llm.engine.stats
 
 

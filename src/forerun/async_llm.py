@@ -144,7 +144,7 @@ class AsyncLLM:
             if self.end is not None:
                 raise EngineClosed("this AsyncLLM has shut down; build a new one.") from self.end
             self.outboxes[key] = outbox
-            self.llm.turns.submit(sequences, hear)
+            self.llm.driver.submit(sequences, hear)
         self.bell.put(None)
         try:
             while reader.num_open:
@@ -166,7 +166,7 @@ class AsyncLLM:
         """Cancel the requests of an outbox, as far as they are not finished, and forget it."""
         outbox = self.outboxes.pop(key, None)
         if outbox is not None:
-            self.llm.turns.jobs.append(self.llm.turns.cancelling(outbox.request_ids))
+            self.llm.driver.jobs.append(self.llm.driver.cancelling(outbox.request_ids))
             self.bell.put(None)
 
     def run(self) -> None:
@@ -177,12 +177,12 @@ class AsyncLLM:
 
     def drive(self) -> None:
         """Make rounds while there is work, and wait while there is none."""
-        turns = self.llm.turns
+        driver = self.llm.driver
         while not self.closing:
-            if not turns.jobs and not turns.engine.has_work:
+            if not driver.jobs and not driver.engine.has_work:
                 self.bell.get()
-            elif not turns.drive():
-                turns.wait(self.bell)
+            elif not driver.drive():
+                driver.wait(self.bell)
 
     def shut(self, end: BaseException) -> None:
         """Refuse further requests and tell those under way why, before anything that may raise."""
@@ -192,7 +192,7 @@ class AsyncLLM:
             outbox.put(end)
         for key in outboxes:
             self.part(key)
-        self.llm.turns.drive(rounds=False)
+        self.llm.driver.drive(rounds=False)
 
 
 @dataclass(frozen=True, slots=True)

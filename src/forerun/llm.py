@@ -141,7 +141,7 @@ class LLM:
             )
             if controller is None and self.drafter is not None and isinstance(draft, str) and default.auto:
                 self._calibrate(engine, f"{self.fingerprint} {draft} {drafter.fingerprint()}", report)
-        self.turns, self._stats = EngineDriver(engine), engine.stats
+        self.driver, self._stats = EngineDriver(engine), engine.stats
         self._log_start()
 
     def _requests(self, target: Blueprint, default: Speculation, seed: int | None) -> RequestChecker:
@@ -178,7 +178,7 @@ class LLM:
             logger.warning("%s", problem)
 
     def __repr__(self) -> str:
-        state = ", closed" if self.turns.closed else ""
+        state = ", closed" if self.driver.closed else ""
         draft = f", draft={self.draft_name!r}" if self.draft_name else ""
         limits = f"max_model_len={self.plan.max_model_len}, max_num_seqs={self.plan.num_sequences_plain}"
         return f"LLM({self.name!r}{draft}, format={self.format!r}, kernels={self.kernels!r}, {limits}{state})"
@@ -192,13 +192,13 @@ class LLM:
     def close(self) -> None:
         """Free the models and their caches. Requests under way, and all later ones, get EngineClosed."""
         self.drafter = None
-        self.turns.close()
+        self.driver.close()
         gc.collect()  # decoders refer to themselves, and their memory is wanted now
 
     @property
     def engine(self) -> Engine:
         """The engine. Raises EngineClosed after `close`."""
-        return self.turns.engine
+        return self.driver.engine
 
     @property
     def stats(self) -> Stats:
@@ -239,7 +239,7 @@ class LLM:
         check_words(words, LLM.generate, REQUEST_WORDS)
         answers = self.ask(requests_of(prompts, sampling_params, speculation, tenant))
         with reporting(progress, use_tqdm) as report:
-            for delta in self.rounds(answers.sequences):
+            for delta in self.deltas(answers.sequences):
                 answers.add(delta)
                 report("generating", answers.share_finished)
         return answers.outputs()
@@ -294,13 +294,13 @@ class LLM:
         Until the first token `progress` is called with the share of the prompt that is read.
         """
         sequences = self.requests.sequences(Request.of(prompt, sampling_params, speculation, tenant))
-        return self.rounds(sequences, progress)
+        return self.deltas(sequences, progress)
 
     def ask(self, requests: Seq[Request]) -> Answers:
         """The requests, checked, with places for their answers; nothing runs yet."""
         return Answers([(request, self.requests.sequences(request)) for request in requests], self.fingerprint)
 
-    def rounds(self, sequences: Seq[Sequence], progress: ProgressCallback | None = None) -> Iterator[Delta]:
+    def deltas(self, sequences: Seq[Sequence], progress: ProgressCallback | None = None) -> Iterator[Delta]:
         """Step the engine until these sequences are finished, and yield their deltas.
 
         A step advances all running sequences, other streams of this LLM too; their deltas are kept for their readers.
@@ -312,7 +312,7 @@ class LLM:
             if progress is not None and not sequences[0].num_output:
                 progress("reading the prompt", sequences[0].num_read / sequences[0].num_prompt)
 
-        return self.turns.follow(sequences, idle)
+        return self.driver.follow(sequences, idle)
 
 
 def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:

@@ -1,7 +1,7 @@
 """Request: a prompt and everything that is asked about its answer, as one frozen value.
 
-This file decides which forms a prompt may have, and turns each into text or token ids. `engine/request_check.py` decides
-whether a model can serve the request.
+This file decides which forms a prompt may have, and turns each into text or token ids. `engine/request_check.py`
+decides whether a model can serve the request.
 """
 
 from __future__ import annotations

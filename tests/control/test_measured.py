@@ -11,7 +11,7 @@ from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, rounds, s
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
-from forerun.control.arms import BEHIND, LONGEST, RETRY, TRIES, Arm, Arms, Rest
+from forerun.control.arms import BEHIND, LONGEST, RETRY, TRIES, Arm, Arms, RetryTimer
 from forerun.control.choices import Drafts
 from forerun.control.controller import Load, slots_of
 from forerun.control.measured import ALWAYS_READING, HOLD, LONGER, OTHER_DEPTH, MeasuredDepth
@@ -19,15 +19,15 @@ from forerun.control.pass_costs import Kind, PassCosts
 from forerun.draft.base import MERGED, Budget, Outlook
 
 
-def used() -> Rest:
+def used() -> RetryTimer:
     """Of something that is known well enough not to be tried."""
-    return Rest(num_rounds=TRIES)
+    return RetryTimer(num_rounds=TRIES)
 
 
 def priced(pass_s: float, level_s: Sequence[float], merging_s: float | None = None) -> MeasuredDepth:
     """All arms known, at so much for a level; passes cost the same for any number of tokens."""
     names = [*NAMES[: len(level_s)], MERGED] if len(level_s) > 1 else [""]
-    controller = MeasuredDepth(arms=Arms([Arm(rest=used()) for _ in names], names), plain=used())
+    controller = MeasuredDepth(arms=Arms([Arm(retry=used()) for _ in names], names), plain=used())
     controller.costs.record(Kind.of(1, 0), 4, pass_s)
     if merging_s is not None:
         controller.costs.record(Kind.of(1, 0, merged=True), 4, merging_s)
@@ -129,7 +129,7 @@ def test_passes_larger_than_any_seen_take_what_tokens_of_prompts_take_at_least(t
 
 def test_rows_are_not_drafted_deep_where_that_is_cheap_by_small_passes_alone() -> None:
     """Passes are limited by arithmetic from 12 tokens on, and none so large was seen: a trial of one row went well."""
-    controller = MeasuredDepth(arms=Arms([Arm(rest=used())], [""]), plain=used())
+    controller = MeasuredDepth(arms=Arms([Arm(retry=used())], [""]), plain=used())
     for _ in range(20):
         for num_tokens in (8, 9, 12):
             controller.costs.record(Kind.of(8, 0), num_tokens, 0.06 + 0.001 * (num_tokens - 8))
@@ -145,7 +145,7 @@ def test_trials_wait_for_rounds_that_read_nothing_unless_there_are_none() -> Non
     controller = calibrated(world, 2)
     tried = []
     for _ in range(ALWAYS_READING + 1):
-        controller.plain, controller.arms.arms[0].rest = Rest(), Rest()  # both are due
+        controller.plain, controller.arms.arms[0].retry = RetryTimer(), RetryTimer()  # both are due
         budgets = planned(controller, world, 2, 64)
         tried.append(controller.tried)
         rows = [RowOutcome(row, budget.depth, 0, 0, 1) for row, budget in enumerate(budgets)]
@@ -165,7 +165,7 @@ def test_a_trial_is_of_as_many_rows_as_make_the_round_little_longer(
     controller = calibrated(world, batch)
     list(rounds(controller, world, 40, batch))
     controller.arms.arms[0].reading_s = reading_s
-    controller.arms.arms[0].rest, controller.plain, controller.held = Rest(), used(), HOLD
+    controller.arms.arms[0].retry, controller.plain, controller.held = RetryTimer(), used(), HOLD
     unread = [15 * (batch - row) for row in range(batch)]
     outlook = Outlook(unread, [AMPLE] * batch, [None] * batch)
     found = budgets(controller, [AUTO_WISH] * batch, outlook)
@@ -185,7 +185,7 @@ def test_another_depth_is_tried_by_rows_that_are_drafted_already_in_a_round_litt
     world, batch = World([0.8], [0.0], lambda num_tokens: 0.1 + token_s * num_tokens, noise=0.0), 8
     controller, wish = calibrated(world, batch), Speculation(8, auto=True)
     list(rounds(controller, world, 60, batch))
-    controller.other_depth, controller.plain, controller.arms.arms[0].rest = Rest(), used(), used()
+    controller.other_depth, controller.plain, controller.arms.arms[0].retry = RetryTimer(), used(), used()
 
     def found(unread: int) -> Sequence[Budget]:
         controller.held, controller.deeper = HOLD, False
@@ -480,7 +480,7 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
     names = "abcdefg"
     own = {name: Outlook([0], [4], [1.0]) for name in names}
     levels = [0.05] * 3 + [0.001] + [0.05] * 3
-    controller = MeasuredDepth(arms=Arms([Arm(rest=used()) for _ in range(8)], [*names, MERGED]), plain=used())
+    controller = MeasuredDepth(arms=Arms([Arm(retry=used()) for _ in range(8)], [*names, MERGED]), plain=used())
     controller.costs.record(Kind.of(1, 0), 4, 0.1)
     for arm, each_s in enumerate(levels):
         controller.arms.arms[arm].time(4, [0], 4 * each_s)

@@ -309,7 +309,7 @@ def test_closing_an_llm_tells_all_who_wait_in_whichever_thread() -> None:
         begun.wait(PATIENCE_S)
         time.sleep(0.05)
         llm.close()
-        assert llm.turns.closed
+        assert llm.driver.closed
 
     together(reader, reader, lambda: asyncio.run(loop()), closing)
     with pytest.raises(EngineClosed):

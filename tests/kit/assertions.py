@@ -90,7 +90,7 @@ def assert_empty(llm: LLM) -> None:
     """No text, no keys and values, no index is held for anyone, and nobody waits for a round."""
     engine, runners = llm.engine, [llm.engine.runner]
     held = [engine.sequences, engine.scheduler.running, engine.scheduler.waiting, engine.active.readers]
-    held += [engine.active.samples, llm.turns.jobs, llm.turns.seat]
+    held += [engine.active.samples, llm.driver.jobs, llm.driver.seat]
     held += [getattr(engine.drafter, state, None) for state in ("sequences", "histories", "known")]
     assert not any(held)
     assert not engine.has_work

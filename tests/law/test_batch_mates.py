@@ -35,7 +35,7 @@ def requests(seed: int) -> list[Request]:
 def answers(llm: LLM, asked: list[Request]) -> list[tuple[int, ...]]:
     """What each request is answered, all of them side by side."""
     sequences = [sequence for request in asked for sequence in llm.requests.sequences(request)]
-    for _ in llm.rounds(sequences):
+    for _ in llm.deltas(sequences):
         pass
     return [tuple(sequence.tokens) for sequence in sequences]
 

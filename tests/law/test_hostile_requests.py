@@ -314,7 +314,7 @@ def besiege(draft: str | None, seconds: float, seed: int) -> None:
     assert engine.drafter is llm.drafter
     assert not engine.has_work
     assert not engine.active.readers
-    assert not llm.turns.jobs
+    assert not llm.driver.jobs
     assert engine.runner.cache.num_rows == 0
     engine.runner.cache.check()
 

@@ -184,7 +184,7 @@ def shared(prompts: Sequence[str]) -> LLM:
         llm.requests.sequences(Request.of(prompt, asking(), DEEP, str(tenant)))[0]
         for tenant, prompt in enumerate(prompts)
     ]
-    assert len(list(llm.rounds(sequences))) > 3
+    assert len(list(llm.deltas(sequences))) > 3
     return llm
 
 

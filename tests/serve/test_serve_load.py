@@ -88,7 +88,7 @@ def test_who_leaves_is_out_of_the_engine_within_a_round(server: Running, paced: 
         paced.passes.release(3)
         until(lambda: paced.num_rounds == 3)
         assert len(engine.sequences) == 2
-    until(lambda: server.llm.turns.jobs or not engine.sequences)  # it waits for the round under way, if there is one
+    until(lambda: server.llm.driver.jobs or not engine.sequences)  # it waits for the round under way, if there is one
     paced.passes.release(1)
     until(lambda: not engine.sequences)
     assert paced.num_rounds <= 4

@@ -36,7 +36,7 @@ class Origin(Enum):
 class HostTree:
     """One sequence's tree on the host: the nodes that are read, renumbered without holes, in order.
 
-    Where guesses were drawn on a device their tokens are -1 until they are `told`; some may turn out to be none.
+    Where guesses were drawn on a device their tokens are -1 until `with_tokens` fills them in; some may stay -1.
     """
 
     tokens: list[int]
@@ -46,11 +46,11 @@ class HostTree:
     cut: Sequence[tuple[int, int]] = ()  # guesses that a grammar has removed: parent here or -1, and who guessed them
     forced: bool = False  # whether all guesses are a grammar's
 
-    def told(self, tokens: Sequence[int]) -> HostTree:
-        """The same nodes with their tokens, given by column of the DraftTree; a node without a token gets no parent."""
-        own = [tokens[node] for node in self.number]
-        parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, own, strict=True)]
-        return replace(self, tokens=own, parents=parents)
+    def with_tokens(self, tokens: Sequence[int]) -> HostTree:
+        """Fills in the tokens, which are given by column of the DraftTree; a node without a token gets no parent."""
+        drawn = [tokens[node] for node in self.number]
+        parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, drawn, strict=True)]
+        return replace(self, tokens=drawn, parents=parents)
 
     @property
     def num_guesses(self) -> int:
@@ -134,7 +134,7 @@ def accept(
     runs = []
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
         path = rest[: length + 1]
-        tree = tree if drawn is None else tree.told(rest[verdict.path.shape[1] :])
+        tree = tree if drawn is None else tree.with_tokens(rest[verdict.path.shape[1] :])
         nodes = [tree.number[node] for node in path]
         tokens = [tree.tokens[n] for n in nodes[1:]] + [next_token]
         cut_there = [parent for parent, _ in tree.cut]

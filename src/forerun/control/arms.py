@@ -103,7 +103,7 @@ Taken = Sequence[tuple[Way, int]]  # how rows are drafted: ways, and how far
 
 
 @dataclass(slots=True)
-class Rest:
+class RetryTimer:
     """When something was last in use, and when it is due for a trial."""
 
     num_rounds: int = 0  # in use; with many rows a round counts as several
@@ -168,7 +168,7 @@ class Arm:
     likeness: float = ALL_WEIGHT
     promised: float = 0.0
     accepted: float = 0.0
-    rest: Rest = field(default_factory=Rest)
+    retry: RetryTimer = field(default_factory=RetryTimer)
     unseen: int = 0  # rounds since guesses of it were last judged, its own or those in merged trees
     drafts: dict[int, LinearCost] = field(default_factory=dict)  # seconds by depth, for so many rows
     level: Level = field(default_factory=Level)
@@ -269,7 +269,7 @@ class Arms:
             found = [(seq_id, run) for seq_id, run, expected in rows if run[0] and expected is None]
             if found:
                 learned.count_runs([seq_id for seq_id, _ in found], [run for _, run in found])
-                learned.rest.patience, learned.rest.hopeful = LONGEST, False
+                learned.retry.patience, learned.retry.hopeful = LONGEST, False
 
     def ways(self, i: int, seq_id: int, wish: Speculation, room: int, outlook: Outlook) -> dict[int, Way]:
         """All ways to draft the i-th row of an outlook, by arm; the merged one where there is more than one member's.
@@ -304,7 +304,7 @@ class Arms:
         best = max(ways, key=lambda way: way.gain)
         promised = [*best.survival, *([0.0] * (furthest.budget.depth - len(best.survival)))]
         learned = self.arms[-1]
-        if told or learned.rest.new:
+        if told or learned.retry.new:
             trust = max(1.0, learned.trust)
             survival = [min(1.0, trust * chance) for chance in promised]
         else:
@@ -341,7 +341,7 @@ class Arms:
     def wake(self) -> None:
         """Something has changed: what is known of arms that are not in use may be wrong, so they are tried soon."""
         for arm in self.arms:
-            arm.rest.wake()
+            arm.retry.wake()
             if arm.unseen > 1:
                 arm.acceptance.limit(CHANGED_GUESSES)
 
@@ -349,7 +349,7 @@ class Arms:
         """Begin with what a calibration showed, held lightly."""
         for arm in self.arms:
             arm.acceptance.limit(SAMPLED)
-            arm.by_row, arm.rest = {}, Rest(num_rounds=TRIES)
+            arm.by_row, arm.retry = {}, RetryTimer(num_rounds=TRIES)
 
     def forget_others(self, seq_ids: Sequence[int]) -> None:
         """Drop what is known of sequences that are none of these."""

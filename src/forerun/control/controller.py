@@ -36,7 +36,7 @@ class Load:
 class Controller(Protocol):
     """Decides how far drafting pays."""
 
-    def rests(self, load: Load) -> bool:
+    def skips(self, load: Load) -> bool:
         """Whether nothing will be drafted, whatever the drafter's outlook: it is not asked for one then."""
         ...
 
@@ -64,7 +64,7 @@ class Controller(Protocol):
 class FixedDepth:
     """Every request is drafted as far as it wished, within what fits; by all members of a mix, if it names none."""
 
-    def rests(self, load: Load) -> bool:
+    def skips(self, load: Load) -> bool:
         """Where nobody wishes for anything."""
         return not any(wish.depth for wish in load.wishes)
 

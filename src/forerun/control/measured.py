@@ -19,7 +19,7 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.advice import Advice
-from forerun.control.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, Rest, Taken, Way
+from forerun.control.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, RetryTimer, Taken, Way
 from forerun.control.choices import Choice, Drafts, Planned, Ways, best_of, fallbacks, favoring_plain, sets, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.forecast import forecast
@@ -50,11 +50,11 @@ class MeasuredDepth:
     reads: bool = False  # whether prompts are read in the round of the last plan
     num_reading: int = 0  # rounds in a row that read prompts
     arms: Arms = field(default_factory=Arms)
-    plain: Rest = field(default_factory=Rest)
+    plain: RetryTimer = field(default_factory=RetryTimer)
     taken: dict[int, tuple[Way, int] | None] = field(default_factory=dict)  # by sequence, in the last round planned
     possible: frozenset[int] = frozenset()  # arms of that round
     tried: int | None = None  # the arm that is on trial in it; -1 for drafting nothing, OTHER_DEPTH
-    other_depth: Rest = field(default_factory=lambda: Rest(num_rounds=TRIES))
+    other_depth: RetryTimer = field(default_factory=lambda: RetryTimer(num_rounds=TRIES))
     deeper: bool = False  # whether the last depth that was tried was twice what is drafted, not half of it
     awake: int = AWAKE  # rounds since something changed
     patience: int = 0  # rounds that the next trial of it has to wait
@@ -70,7 +70,7 @@ class MeasuredDepth:
     times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
 
-    def rests(self, load: Load) -> bool:
+    def skips(self, load: Load) -> bool:
         """Where nobody wishes for anything; and between plans, as long as drafting is given up."""
         if not any(wish.depth for wish in load.wishes):
             self.taken, self.pending, self.num_context, self.worth = {}, False, load.num_context, 0.0
@@ -140,8 +140,8 @@ class MeasuredDepth:
 
     def begin(self) -> None:
         """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
-        self.taken, self.pending, self.held, self.usual, self.plain = {}, False, HOLD, 0.0, Rest(num_rounds=TRIES)
-        self.other_depth = Rest(num_rounds=TRIES)
+        self.taken, self.pending, self.held, self.usual, self.plain = {}, False, HOLD, 0.0, RetryTimer(num_rounds=TRIES)
+        self.other_depth = RetryTimer(num_rounds=TRIES)
         self.arms.begin()
 
     def watch(self, tokens_per_s: float) -> None:
@@ -292,7 +292,7 @@ class MeasuredDepth:
         costs = not self.reads
         if costs and self.plain.due and any(way.free for own in rows for way in own.values()):
             return -1
-        due = next((arm for arm in sorted(self.possible) if self.arms.arms[arm].rest.due), None)
+        due = next((arm for arm in sorted(self.possible) if self.arms.arms[arm].retry.due), None)
         return OTHER_DEPTH if costs and due is None and self.other_depth.due and best.under_way else due
 
     def on_trial(self, best: Choice, rows: Sequence[Ways], arm: int) -> Choice:
@@ -305,7 +305,7 @@ class MeasuredDepth:
             taken = [(row, *each) for row, each in enumerate(best) if each]
             depths = {row: 2 * depth if self.deeper else max(1, depth // 2) for row, _, depth in taken}
             return self.in_time(best, {row: way.whole().at_most(depths[row]) for row, way, _ in taken})
-        new = self.arms.arms[arm].rest.new
+        new = self.arms.arms[arm].retry.new
         ways = {row: own[arm].whole() for row, own in enumerate(rows) if arm in own}
         first = sorted(ways, key=lambda row: sum(ways[row].num_unread.values()))[: None if new else 1]
         return self.in_time(best, {row: ways[row].at_most(FIRST_DEPTH if new else TRIAL_DEPTH) for row in first})
@@ -368,9 +368,9 @@ class MeasuredDepth:
                 if learned.surprise.record(accepted, expected):
                     self.wake()
             hopeful = arm == self.tried and accepted > expected + 1
-            learned.rest.count(len(own), self.patience if arm == self.tried else None, hopeful)
-            if hopeful and not learned.rest.new:
-                learned.rest.wake()
+            learned.retry.count(len(own), self.patience if arm == self.tried else None, hopeful)
+            if hopeful and not learned.retry.new:
+                learned.retry.wake()
                 learned.acceptance.limit(HOPEFUL_GUESSES)
         if self.possible:
             tried = self.tried == OTHER_DEPTH

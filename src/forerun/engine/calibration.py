@@ -60,8 +60,8 @@ class Script:
     reads: bool = False  # whether what counts is how long drafters take for a text that is new to them
     rounds: dict[tuple[Kind, int], tuple[Taken, Outcome]] = field(default_factory=dict)
 
-    def rests(self, load: Load) -> bool:
-        """Never."""
+    def skips(self, load: Load) -> bool:
+        """Never: every round is to be measured."""
         return False
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:

@@ -85,12 +85,12 @@ class EngineDriver:
 
     def close(self) -> None:
         """Drop the engine after the current round. Streams that are being read raise EngineClosed."""
-        self.jobs.append(self.let_go)
+        self.jobs.append(self.drop_engine)
         inbox: Inbox = queue.SimpleQueue()
         while not self.closed and not self.drive(rounds=False):
             self.wait(inbox)
 
-    def let_go(self) -> None:
+    def drop_engine(self) -> None:
         """The job of closing: cancel all requests, so that drafters that remember answers keep those so far."""
         engine = self.open
         if engine is not None:
@@ -109,7 +109,7 @@ class EngineDriver:
         try:
             self.submit(sequences, inbox.put)
             while reader.num_open:
-                delta = self.news(inbox)
+                delta = self.next_delta(inbox)
                 if delta is None:
                     if all(sequence.status is Status.FINISHED for sequence in sequences) and inbox.empty():
                         if self.closed:
@@ -134,7 +134,7 @@ class EngineDriver:
             for sequence in sequences:
                 self.open.submit(sequence, on_delta)
 
-        def enter_or_tell() -> None:
+        def enter_or_fail() -> None:
             error = attempt(enter)
             if error is not None:
                 self.cancelling({sequence.request_id for sequence in sequences})()
@@ -143,7 +143,7 @@ class EngineDriver:
                     failed.__cause__ = error
                     on_delta(sequence.failure(failed))
 
-        self.jobs.append(enter_or_tell)
+        self.jobs.append(enter_or_fail)
 
     def cancelling(self, request_ids: Collection[int]) -> Callable[[], None]:
         """The job of cancelling requests."""
@@ -155,7 +155,7 @@ class EngineDriver:
 
         return cancel
 
-    def news(self, inbox: Inbox) -> Delta | None:
+    def next_delta(self, inbox: Inbox) -> Delta | None:
         """The next delta of an inbox. If it is empty, make a round or wait for one; the result may be None."""
         if not inbox.empty():
             return inbox.get()
@@ -167,7 +167,7 @@ class EngineDriver:
         try:
             if self.seat.setdefault(SEAT, me) is not me:
                 return False
-            self.work()
+            self.run_jobs()
             if rounds:
                 self.engine.step()
         finally:
@@ -176,11 +176,11 @@ class EngineDriver:
         with suppress(IndexError):
             while self.waiting:
                 self.waiting.popleft().put(None)
-        if self.jobs:  # they were queued after `work` and before the seat was free
+        if self.jobs:  # they were queued after `run_jobs` and before the seat was free
             self.drive(rounds=False)
         return True
 
-    def work(self) -> None:
+    def run_jobs(self) -> None:
         """Run the jobs. An error of one is logged, since this thread may not be the one that queued it."""
         while self.jobs:
             error = attempt(self.jobs[0])

@@ -142,7 +142,7 @@ class Reading:
         for (part, first), run in zip(drawing, runs, strict=True):
             if run.tokens[-1] < 0:
                 sequence, row = part.row.sequence, first + part.num_scored + run.nodes[-1]
-                raise RequestFailed(sequence.id) from lawless(sequence, self.states.logits[row])
+                raise RequestFailed(sequence.id) from undrawable(sequence, self.states.logits[row])
 
     def committed(self, kept: Seq[CommittedPart], salts: Seq[Hashable]) -> Committed:
         """What the drafter is told of tokens that stay, which their sequences count as read already."""
@@ -175,7 +175,7 @@ class Reading:
         return taps.index_select(0, upload(rows, torch.long, taps.device))
 
 
-def lawless(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:
+def undrawable(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:
     """Why no token can be drawn after a sequence: the model's fault, or what its request allows."""
     behind = f"behind {len(sequence.tokens)} tokens of sequence {sequence.id}"
     if logits.isnan().any() or logits.isneginf().all():

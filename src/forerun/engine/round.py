@@ -1,7 +1,7 @@
 """One round, from top to bottom: plan, draft, read, verify, accept.
 
-`Rounds` holds the parts of an engine and does with them what a round does. It knows nothing of requests that come and
-go (engine.py) nor of what happens after an error (recovery.py).
+`Rounds` holds the parts of an engine, and its method `round` calls the others in their order. How requests come and go
+is in `engine.py`, and what happens after an error in `recovery.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Rounds:
         self.stats = Stats()
 
     def round(self, plan: RoundPlan) -> list[Delta]:
-        """What each sequence gains: its verbs, in their order."""
+        """Make one round; what each sequence that drew tokens gained."""
         clock = RoundClock(plan.draws.device)
         draft = self.draft(plan)
         clock.mark()
@@ -124,12 +124,12 @@ class Rounds:
             if plan.constrained:
                 tree = constrained_tree(tree, plan.draws, forced)
             if draft.tree is not bare:
-                draft = self.settled(plan, draft, tree)
+                draft = self.matched(plan, draft, tree)
         tree = tree.to(plan.draws.device)
         return draft if tree is draft.tree else replace(draft, tree=tree)
 
     def guess(self, drafter: Drafter, plan: RoundPlan, bare: Draft, forced: Seq[Seq[int]]) -> tuple[Draft, DraftTree]:
-        """What the drafter gives beside `forced` tokens, as far as the controller allows, and what of it is judged."""
+        """The draft, as far as the controller allows it beside `forced` tokens, and its tree as it is judged."""
         seq_ids, controller = plan.draws.seq_ids, self.controller
         load = Load(
             seq_ids=seq_ids,
@@ -138,7 +138,7 @@ class Rounds:
             num_prompt_tokens=plan.num_prompt_tokens,
             num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
         )
-        if controller.rests(load):
+        if controller.skips(load):
             return bare, bare.tree
         needed = dict(zip(seq_ids, map(len, forced), strict=True))
         counts = [row.num_certain + needed.get(row.sequence.id, 0) for row in plan.rows]
@@ -156,8 +156,8 @@ class Rounds:
         roots = bare.tokens[:, 0] if tree.tokens.is_cpu else plan.draws.roots_tokens
         return sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
 
-    def settled(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:
-        """The draft of a tree that is judged; what a drafter may have read for others is dropped."""
+    def matched(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:
+        """The draft with the tree that is judged; what its drafter read for the target stays if it fits this tree."""
         taps = () if self.drafter is None else self.drafter.taps
         begun: set[int] = set()
         if draft.resume is not None:
@@ -221,7 +221,7 @@ class Rounds:
         return deltas, outcomes
 
     def inform(self, kept: Seq[CommittedPart], reading: Reading) -> None:
-        """Record what was read, and tell the drafter, also about sequences that end in this round."""
+        """Count the tokens that were read, and tell the drafter what became final, also of sequences that end here."""
         for k in kept:
             k.sequence.num_read += len(k.path)
         if self.drafter is not None and kept:

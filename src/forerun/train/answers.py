@@ -146,7 +146,7 @@ class AnswerSource:
         """Answers to prompts; the seed of each is that of its number."""
         params = [self.settings.sampling(mix((self.settings.seed, purpose, i)) % SEEDS) for i in numbers]
         answers = self.llm.ask(requests_of([list(prompt) for prompt in prompts], params))
-        for delta in self.llm.rounds(answers.sequences):
+        for delta in self.llm.deltas(answers.sequences):
             answers.add(delta)
             progress("the target writes", answers.share_finished)
         outputs = [request.outputs[0] for request in answers.outputs()]
