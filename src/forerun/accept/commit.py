@@ -77,12 +77,12 @@ def host_trees(tree: DraftTree, arm: Int[Tensor, "batch columns"] | None = None)
     for row, (nodes, parents) in enumerate(zip(known.nodes, known.parents, strict=True)):
         number = {node: i for i, node in enumerate(nodes)}
         tokens = list(known.tokens[row]) if known.tokens is not None else [-1] * len(nodes)
-        own = [] if arms is None else [arms[row][node] for node in nodes]
+        guessed_by = [] if arms is None else [arms[row][node] for node in nodes]
         removed = () if known.cut is None else known.cut[row]
         cut = [(number.get(parent, -1), -1 if arms is None else arms[row][column]) for column, parent in removed]
         forced = known.forced is not None and known.forced[row]
         above = [number.get(parent, -1) for parent in parents]
-        trees.append(HostTree(tokens, above, number, own, cut, forced))
+        trees.append(HostTree(tokens, above, number, guessed_by, cut, forced))
     return trees
 
 
@@ -105,7 +105,7 @@ class Accepted:
 
     @property
     def length(self) -> int:
-        """Guesses accepted."""
+        """How many guesses were accepted."""
         return len(self.nodes) - 1
 
     @property
@@ -118,12 +118,12 @@ class Accepted:
         """This run, to be counted; forced tokens apart from guesses."""
         if self.forced:
             return RowOutcome(seq_id, 0, 0, 0, num_emitted, num_forced=self.num_drafted)
-        found = RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, num_cut=self.num_cut)
+        row = RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, num_cut=self.num_cut)
         if not self.arms:
-            return found
+            return row
         right = Counter(self.arms[1:])
         by_arm = {arm: (count, right[arm]) for arm, count in self.guessed.items()}
-        return replace(found, arm=self.arms[0], by_arm=by_arm)
+        return replace(row, arm=self.arms[0], by_arm=by_arm)
 
 
 def accept(

@@ -69,12 +69,12 @@ class Outcome:
 
     @property
     def num_tokens(self) -> int:
-        """Of the target's pass, without prompts."""
+        """Tokens of the target's pass, without those of prompts."""
         return sum(row.num_read for row in self.rows)
 
     @property
     def round_s(self) -> float:
-        """All of it."""
+        """Seconds of the whole round."""
         return self.draft_s + self.pass_s + self.verdict_s
 
 
@@ -243,7 +243,7 @@ class Stats(Counts):
         return self.num_prefix_hits / self.num_prefix_queries if self.num_prefix_queries else None
 
     def record(self, outcome: Outcome) -> None:
-        """Add one round."""
+        """Count a round, with all of its rows."""
         self.num_passes += 1
         self.num_prompt_tokens += outcome.num_prompt_tokens
         self.num_prefix_queries += outcome.num_queried

@@ -151,12 +151,12 @@ class StopChecker:
     def _search(self, pieces: Sequence[Piece]) -> _Match | None:
         text = "".join(piece.text for piece in pieces)
         early = sum(len(piece.text) for piece in pieces if piece.ordinal < self._min_tokens)
-        found = []
+        matches = []
         for string in self._stops:
             start = text.find(string, max(0, early - len(string) + 1))
             if start >= 0:
-                found.append(_Match(start - len(text), start + len(string) - len(text), string))
-        return min(found, key=lambda match: (match.end, match.start), default=None)
+                matches.append(_Match(start - len(text), start + len(string) - len(text), string))
+        return min(matches, key=lambda match: (match.end, match.start), default=None)
 
     def _cut(self, match: _Match) -> list[Piece]:
         """All text up to a match, whose offsets count from the end of all text, the undecided included."""

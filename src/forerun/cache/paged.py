@@ -119,10 +119,10 @@ class PagedCache:
         Any row may have been moved, committed tokens and tail alike, so ask `start` afterwards. OutOfBlocks changes
         nothing, for none of the rows.
         """
-        wanted = self._wanted(seq_ids, counts)
-        if wanted:
-            moves = self.blocks.grow(wanted)
-            taken = [self.blocks.run(seq_id) for seq_id in wanted]
+        num_blocks_of = self._wanted(seq_ids, counts)
+        if num_blocks_of:
+            moves = self.blocks.grow(num_blocks_of)
+            taken = [self.blocks.run(seq_id) for seq_id in num_blocks_of]
             self.kept.make_way([*taken, *(BlockRange(move.target, move.count) for move in moves)], moves)
             self._move(moves)
         begins = []
@@ -130,7 +130,7 @@ class PagedCache:
             row = self._rows.setdefault(seq_id, Row())
             begins.append(row.tail)
             row.tail += count
-        for seq_id, num_blocks in wanted.items():
+        for seq_id, num_blocks in num_blocks_of.items():
             self._rows[seq_id].room = num_blocks * self.blocks.block_size
         return begins
 
@@ -140,14 +140,14 @@ class PagedCache:
 
     def spare(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Spare:
         """What `reserve` of the same would leave over; `num_blocks` is negative where it would not find room."""
-        wanted, size = self._wanted(seq_ids, counts), self.blocks.block_size
-        own = {}
+        num_blocks_of, size = self._wanted(seq_ids, counts), self.blocks.block_size
+        slots = {}
         for seq_id, count in zip(seq_ids, counts, strict=True):
             row = self._rows.get(seq_id, Row())
-            room = wanted[seq_id] * size if seq_id in wanted else row.room
-            own[seq_id] = room - row.length - row.tail - count
-        taken = sum(n - self.blocks.run(seq_id).count for seq_id, n in wanted.items())
-        return Spare(own, self.blocks.num_free - taken, size)
+            room = num_blocks_of[seq_id] * size if seq_id in num_blocks_of else row.room
+            slots[seq_id] = room - row.length - row.tail - count
+        taken = sum(n - self.blocks.run(seq_id).count for seq_id, n in num_blocks_of.items())
+        return Spare(slots, self.blocks.num_free - taken, size)
 
     def keep(self, seq_ids: Sequence[int], rows: Sequence[int], offsets: Sequence[int]) -> None:
         """Commit a path of each row's tail and drop the rest of it.
@@ -324,13 +324,13 @@ __all__ = ["OutOfBlocks", "PagedCache", "Spare"]
 
 
 def joined(moves: Sequence[Move]) -> list[Move]:
-    """The same moves, fewer: those that go on where the last one ended are one with it."""
-    found: list[Move] = []
+    """These moves, as few as possible: one that goes on where the last one ended is joined to it."""
+    fewer: list[Move] = []
     for move in moves:
-        last = found[-1] if found else Move(-1, -1, 0)
+        last = fewer[-1] if fewer else Move(-1, -1, 0)
         follows = (last.source + last.count, last.target + last.count) == (move.source, move.target)
-        found[-1:] = [Move(last.source, last.target, last.count + move.count)] if follows else [*found[-1:], move]
-    return found
+        fewer[-1:] = [Move(last.source, last.target, last.count + move.count)] if follows else [*fewer[-1:], move]
+    return fewer
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -71,15 +71,15 @@ class Way:
         return -(-self.budget.nodes * depth // self.budget.depth)
 
     def num_made(self, depth: int) -> float | int:
-        """The same, of those that are expected to be made."""
+        """How many of these guesses are expected to be made, before the price ends the chain."""
         return sum(self.made[:depth]) if self.made else self.nodes(depth)
 
     def num_drawn(self, depth: int) -> float | int:
-        """The same with those that are drawn and not made, one for each chain that is expected to end early."""
+        """How many guesses are expected to be drawn: the last one of a chain that ends early is drawn and not made."""
         return 1 + self.num_made(depth - 1)
 
     def whole(self) -> Way:
-        """The same without a price that cuts anything."""
+        """This way at no price, so that every guess is made."""
         return replace(self, budget=replace(self.budget, price=NO_PRICE), made=()) if self.made else self
 
     def at_most(self, depth: int) -> tuple[Way, int]:
@@ -187,8 +187,8 @@ class Arm:
         if expected is not None:
             return geometric(expected)[:depth]
         rates = self.acceptance.rates()
-        own = self.by_row.get(seq_id)
-        return list(accumulate((own.of_one(rates, self.likeness) if own else rates)[:depth], mul))
+        in_text = self.by_row.get(seq_id)
+        return list(accumulate((in_text.of_one(rates, self.likeness) if in_text else rates)[:depth], mul))
 
     def count(self, rows: Sequence[tuple[RowOutcome, Way, int]]) -> None:
         """Learn from the rows that it drafted in a round, and how far they should have been drafted."""
@@ -228,12 +228,12 @@ class Arm:
         """What it would take to draft so many rows so far; by a batch of another size where it knows no other."""
         if not self.drafts:
             return 0.0
-        wanted = row_class(num_rows)
-        line = self.drafts[min(self.drafts, key=lambda known: (abs(known - wanted), known))]
+        size = row_class(num_rows)
+        line = self.drafts[min(self.drafts, key=lambda known: (abs(known - size), known))]
         return self.level.factor * line.expect(depth)
 
     def cost_s(self, depth: float | int, num_rows: int, num_unread: int) -> float:
-        """The same with its part of reading what is unread."""
+        """Seconds of drafting, with its part of reading what is unread."""
         return self.drafting_s(depth, num_rows) + self.reading_s * num_unread / SPREAD
 
 
@@ -263,12 +263,12 @@ class Arms:
         What a member tells itself is judged by what it promised, which is not known here. Trials become rare: all that
         they show beside is what passes over a member's guesses alone take.
         """
-        for learned, own in zip(self.arms, outlook.arms.values(), strict=False):
-            told = own.expected or [None] * len(seq_ids)
-            rows = zip(seq_ids, own.came_true, told, strict=False)
-            found = [(seq_id, run) for seq_id, run, expected in rows if run[0] and expected is None]
-            if found:
-                learned.count_runs([seq_id for seq_id, _ in found], [run for _, run in found])
+        for learned, member in zip(self.arms, outlook.arms.values(), strict=False):
+            estimates = member.expected or [None] * len(seq_ids)
+            rows = zip(seq_ids, member.came_true, estimates, strict=False)
+            judged = [(seq_id, run) for seq_id, run, expected in rows if run[0] and expected is None]
+            if judged:
+                learned.count_runs([seq_id for seq_id, _ in judged], [run for _, run in judged])
                 learned.retry.patience, learned.retry.hopeful = LONGEST, False
 
     def ways(self, i: int, seq_id: int, wish: Speculation, room: int, outlook: Outlook) -> dict[int, Way]:
@@ -276,27 +276,27 @@ class Arms:
 
         A request that names an arm has no other. Else chains of a mix are as long as pays, at most as was asked for.
         """
-        found: dict[int, Way] = {}
-        for arm, own in enumerate(outlook.arms.values() if outlook.arms else [outlook]):
-            budget = Budget.of(wish, min(room, own.limit[i]))
+        by_arm: dict[int, Way] = {}
+        for arm, member in enumerate(outlook.arms.values() if outlook.arms else [outlook]):
+            budget = Budget.of(wish, min(room, member.limit[i]))
             if budget.depth == 0:
                 continue
-            learned, expected = self.arms[arm], own.expected[i] if own.expected else None
+            learned, expected = self.arms[arm], member.expected[i] if member.expected else None
             promised = learned.promises(expected, seq_id, budget.depth)
             trust = 1.0 if expected is None else learned.trust
             survival = [min(1.0, trust * chance) for chance in promised]
-            unread = {arm: own.unread[i]}
+            unread = {arm: member.unread[i]}
             free = wish.auto or (bool(outlook.arms) and budget.width == 1 and wish.drafter is None)
             made: Sequence[float] = ()
-            if wish.auto and own.ends_early and budget.width == 1 and len(own.limit) == 1:
+            if wish.auto and member.ends_early and budget.width == 1 and len(member.limit) == 1:
                 budget = replace(budget, price=learned.cut_off.price)
                 made = learned.cut_off.reached(budget.depth) if budget.price > NO_PRICE else ()
-            found[arm] = Way(replace(budget, arm=arm), frozenset([arm]), survival, promised, unread, free, made)
-        if len(found) > 1 or (wish.drafter == MERGED and found):
-            told = any(own.expected and own.expected[i] is not None for own in outlook.arms.values())
-            found[len(self.arms) - 1] = self.merged(seq_id, list(found.values()), told)
+            by_arm[arm] = Way(replace(budget, arm=arm), frozenset([arm]), survival, promised, unread, free, made)
+        if len(by_arm) > 1 or (wish.drafter == MERGED and by_arm):
+            estimated = any(member.expected and member.expected[i] is not None for member in outlook.arms.values())
+            by_arm[len(self.arms) - 1] = self.merged(seq_id, list(by_arm.values()), estimated)
         held = wish.drafter if wish.drafter in self.names else None
-        return {arm: way for arm, way in found.items() if held in (None, self.names[arm])}
+        return {arm: way for arm, way in by_arm.items() if held in (None, self.names[arm])}
 
     def merged(self, seq_id: int, ways: Sequence[Way], told: bool) -> Way:
         """All members together, as far as the one that goes furthest: no worse than the best of them."""
@@ -323,7 +323,7 @@ class Arms:
     def cover(self, rows: Sequence[Mapping[int, Way]]) -> None:
         """Learn which arms had something to draft, and for how many rows."""
         for number, arm in enumerate(self.arms):
-            share = sum(number in own for own in rows) / len(rows)
+            share = sum(number in ways for ways in rows) / len(rows)
             arm.covered += COVER_SHARE * (share - arm.covered)
 
     def time(self, taken: Taken, outcome: Outcome, planning_s: float) -> None:
@@ -333,10 +333,10 @@ class Arms:
         joining_s = max(0.0, drafting_s - sum(outcome.arm_s)) / max(1, len(active))  # of a mix, beside its members
         for arm, arm_s in enumerate(outcome.arm_s or [drafting_s]):
             taken_s = arm_s + joining_s if outcome.arm_s else arm_s
-            own = [(way, depth) for way, depth in taken if arm in way.members]
-            if own:
-                unread = [way.num_unread.get(arm, 0) for way, _ in own]
-                self.arms[arm].time(max(depth for _, depth in own), unread, taken_s)
+            used = [(way, depth) for way, depth in taken if arm in way.members]
+            if used:
+                unread = [way.num_unread.get(arm, 0) for way, _ in used]
+                self.arms[arm].time(max(depth for _, depth in used), unread, taken_s)
 
     def wake(self) -> None:
         """Something has changed: what is known of arms that are not in use may be wrong, so they are tried soon."""

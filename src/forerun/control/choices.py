@@ -79,7 +79,7 @@ class Drafts:
                 self.num_unread[member] = self.num_unread.get(member, 0) + way.num_unread.get(member, 0)
 
     def drafting_s(self) -> float:
-        """What drafting takes."""
+        """Seconds that drafting takes."""
         taken_s = 0.0
         for member, idle in self.idle.items():
             steps = len(idle) - sum(idle)
@@ -87,7 +87,7 @@ class Drafts:
         return taken_s
 
     def round_s(self) -> float:
-        """What the round takes. No pass takes less than one without guesses.
+        """Seconds that the round takes. No pass takes less than one without guesses.
 
         Where a larger one seems to, that is noise, by which even guesses that are always wrong would pay.
         """
@@ -95,7 +95,7 @@ class Drafts:
         return pass_s + self.drafting_s()
 
     def whole_s(self) -> float:
-        """The same with all that members have to read first, which serves later rounds too."""
+        """Seconds of the round with all that members have to read first, which serves later rounds too."""
         reading_s = sum(self.arms.arms[member].reading_s * num for member, num in self.num_unread.items())
         return self.round_s() + (1 - 1 / SPREAD) * reading_s
 

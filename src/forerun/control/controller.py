@@ -71,21 +71,21 @@ class FixedDepth:
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare room."""
         arms = [*outlook.arms, MERGED] if outlook.arms else []
-        wanted = []
+        budgets = []
         for wish, room, limit in zip(load.wishes, load.rooms, outlook.limit, strict=True):
             budget = Budget.of(wish, min(room, limit))
             if arms and budget.depth > 0:
                 arm = arms.index(wish.drafter) if wish.drafter in arms else len(outlook.arms)
                 budget = budget.merging(arm) if arm == len(outlook.arms) else replace(budget, arm=arm)
-            wanted.append([budget])
-        return fitting(load.seq_ids, wanted, spare)
+            budgets.append([budget])
+        return fitting(load.seq_ids, budgets, spare)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """All of it."""
+        """All of it is verified."""
         return draft.tree
 
     def record(self, outcome: Outcome) -> None:
-        """Nothing is learned."""
+        """Does nothing: no budget depends on it."""
 
     def plain_s(self, num_rows: int) -> float | None:
         """It is not known."""
@@ -95,10 +95,10 @@ class FixedDepth:
 def fitting(seq_ids: Sequence[int], wanted: Sequence[Sequence[Budget]], spare: Spare) -> list[Budget]:
     """For every row the first of the budgets that it wants which fits into the spare room, the oldest rows first."""
     budgets, num_blocks = [], spare.num_blocks
-    for seq_id, own in zip(seq_ids, wanted, strict=True):
-        needed = [spare.blocks_for(seq_id, slots_of(budget)) for budget in own]
+    for seq_id, options in zip(seq_ids, wanted, strict=True):
+        needed = [spare.blocks_for(seq_id, slots_of(budget)) for budget in options]
         first = next((i for i, blocks in enumerate(needed) if blocks <= num_blocks), None)
-        budgets.append(NO_DRAFT if first is None else own[first])
+        budgets.append(NO_DRAFT if first is None else options[first])
         num_blocks -= 0 if first is None else needed[first]
     return budgets
 

@@ -44,22 +44,22 @@ def forecast(costs: PassCosts, arms: Arms, batch: int, num_context: int = 0) -> 
     ways = [way for way in ways if measured(costs, arms, *way, batch, num_context)] or ways
     gains = {(arm, depth): gain(costs, arms, arm, depth, batch, num_context) for arm, depth in ways}
     arm, depth = max(ways, key=gains.__getitem__)
-    found = gains[arm, depth]
-    return Forecast(batch, arms.names[arm], depth if found >= PAYS else 0, found)
+    best = gains[arm, depth]
+    return Forecast(batch, arms.names[arm], depth if best >= PAYS else 0, best)
 
 
 def gain(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_context: int) -> float:
     """Of drafting all rows by one arm, so far: tokens per second over those of plain rounds."""
-    own, merged = arms.arms[arm], arms.is_mix and arm == len(arms.arms) - 1
-    members = arms.arms[:-1] if merged else [own]
-    tokens: float = 1 + own.covered * sum(accumulate(own.acceptance.rates()[:depth], mul))
-    rows, made = max(1, round(own.covered * batch)), own.cut_off.reached(depth)
+    chosen, merged = arms.arms[arm], arms.is_mix and arm == len(arms.arms) - 1
+    members = arms.arms[:-1] if merged else [chosen]
+    tokens: float = 1 + chosen.covered * sum(accumulate(chosen.acceptance.rates()[:depth], mul))
+    rows, made = max(1, round(chosen.covered * batch)), chosen.cut_off.reached(depth)
     plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
     pass_s = max(plain_s, costs.of(Kind.of(batch, num_context, merged)).expect_between(batch + rows * sum(made)))
-    if own.covered * batch < 1:  # in most rounds nothing is drafted
-        pass_s = own.covered * pass_s + (1 - own.covered) * plain_s
+    if chosen.covered * batch < 1:  # in most rounds nothing is drafted
+        pass_s = chosen.covered * pass_s + (1 - chosen.covered) * plain_s
     steps = 1 + sum(made[:-1])
-    draft_s = min(1.0, own.covered * batch) * sum(member.cost_s(steps, rows, 0) for member in members)
+    draft_s = min(1.0, chosen.covered * batch) * sum(member.cost_s(steps, rows, 0) for member in members)
     return tokens * plain_s / (pass_s + draft_s)
 
 
@@ -73,7 +73,7 @@ def measured(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num
 def forecasts(costs: PassCosts, arms: Arms, most_rows: int) -> Sequence[Forecast]:
     """Those for few, some and many rows, as far as an engine with so many places has them."""
     sizes = sorted({min(batch, most_rows) for batch in BATCHES})
-    return tuple(found for batch in sizes if (found := forecast(costs, arms, batch)) is not None)
+    return tuple(each for batch in sizes if (each := forecast(costs, arms, batch)) is not None)
 
 
 def told(found: Sequence[Forecast]) -> str:

@@ -1,10 +1,10 @@
-"""MeasuredDepth: the controller that drafts as far as measured gain and cost say it pays, or not at all.
+"""MeasuredDepth: the controller that drafts as deep as pays, by what earlier rounds gave and took, or not at all.
 
-For every set of members, the empty one included, each row gets the way with most gain, and then guesses are admitted by
-falling chance of being accepted as long as that gives more tokens per second; the set whose rounds give most is taken.
-Chances and costs come from earlier rounds alone, so the choice is made before anything is drawn, and it is
-deterministic. What was given up is tried again, at ever longer intervals as long as that shows nothing new. A request
-with a fixed depth is drafted so far, and only the arm is chosen.
+A way to draft a row is one drafter, or all members of a mix merged into one tree (`arms.py`). For every set of members,
+the empty one included, each row gets its way with most gain; then guesses are added, the likeliest first, as long as
+that gives more tokens per second. The set whose round gives most is taken. The choice is made before anything is drawn,
+and it is deterministic. What was given up is tried again, at ever longer intervals as long as that shows nothing new. A
+request with a fixed depth is drafted so far, and only the drafter is chosen.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class MeasuredDepth:
     patience: int = 0  # rounds that the next trial of it has to wait
     pending: bool = False  # whether that round's outcome is still to come
     came_true: bool = False  # whether the next outlook tells what came of that round's merged trees
-    wanted: Sequence[Sequence[Budget]] = ()
+    fallbacks: Sequence[Sequence[Budget]] = ()  # of that plan, by row: its budget, then smaller ones
     wishes: Sequence[Speculation] = ()
     held: int = HOLD  # rounds for which that plan was held
     worth: float = 0.0  # tokens per second that the last plan promised
     usual: float = 0.0  # tokens per second of a row that plans promised of late
-    told: Mapping[int, Sequence[float]] = field(default_factory=dict)  # survival of the round's nodes, by sequence
+    survival: Mapping[int, Sequence[float]] = field(default_factory=dict)  # of the round's nodes, by sequence
     advice: Advice = field(default_factory=Advice)
     times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
@@ -90,7 +90,7 @@ class MeasuredDepth:
         self.came_true = False
         if self.holds(load) and self.lasts(load, outlook):
             self.held, self.pending = self.held + 1, True
-            return fitting(load.seq_ids, self.wanted, spare)
+            return fitting(load.seq_ids, self.fallbacks, spare)
         rows = self.ways(load, outlook)
         self.reads = load.num_prompt_tokens > 0
         planned = self.plan(load.seq_ids, rows)
@@ -104,38 +104,38 @@ class MeasuredDepth:
 
     def advise(self, rows: Sequence[Ways], choice: Choice) -> None:
         """Tell the log when drafting is given up because it costs more than it gives, and when it is taken up again."""
-        free = self.tried is None and any(way.free for own in rows for way in own.values())
+        free = self.tried is None and any(way.free for ways in rows for way in ways.values())
         if free and self.advice.planned(drafting=any(choice)):
-            found = forecast(self.costs, self.arms, len(rows), self.num_context)
+            best = forecast(self.costs, self.arms, len(rows), self.num_context)
             if not self.advice.off:
                 log.info("Drafting is on again.")
-            elif found is not None and found.depth:
+            elif best is not None and best.depth:
                 self.advice.off = False  # it would pay, but for these rows, which may be at their ends
             else:
-                told = "Drafting is off for now, since it does not pay: %s at best. It is tried now and then."
-                log.warning(told, found)
+                message = "Drafting is off for now, since it does not pay: %s at best. It is tried now and then."
+                log.warning(message, best)
 
     def ways(self, load: Load, outlook: Outlook) -> Sequence[Ways]:
         """The ways of all rows."""
         asked = zip(load.seq_ids, load.wishes, load.rooms, strict=True)
         rows = [self.arms.ways(i, seq_id, wish, room, outlook) for i, (seq_id, wish, room) in enumerate(asked)]
-        self.possible = frozenset(arm for own in rows for arm in own)
+        self.possible = frozenset(arm for ways in rows for arm in ways)
         self.arms.cover(rows)
         return rows
 
     def take(self, load: Load, rows: Sequence[Ways], choice: Choice, spare: Spare) -> Sequence[Budget]:
         """Take this choice, as far as it fits."""
         self.taken, self.pending = dict(zip(load.seq_ids, choice, strict=True)), True
-        self.wanted = [fallbacks(taken, own) for taken, own in zip(choice, rows, strict=True)]
-        return fitting(load.seq_ids, self.wanted, spare)
+        self.fallbacks = [fallbacks(taken, ways) for taken, ways in zip(choice, rows, strict=True)]
+        return fitting(load.seq_ids, self.fallbacks, spare)
 
     def follow(self, load: Load, outlook: Outlook, spare: Spare, arm: int, depth: int) -> Sequence[Budget]:
         """Draft every row by this arm and so far, where it can, and learn from that: see `engine/calibration.py`."""
         self.num_context, self.tried = load.num_context, None
         self.arms.meet(outlook)
         rows = self.ways(load, outlook)
-        wanted = [own.get(arm) if depth else None for own in rows]
-        choice = [(way, min(depth, way.budget.depth)) if way else None for way in wanted]
+        by_arm = [ways.get(arm) if depth else None for ways in rows]
+        choice = [(way, min(depth, way.budget.depth)) if way else None for way in by_arm]
         return self.take(load, rows, choice, spare)
 
     def begin(self) -> None:
@@ -184,15 +184,15 @@ class MeasuredDepth:
 
     def lasts(self, load: Load, outlook: Outlook) -> bool:
         """Whether that plan is still as good for what drafters say and how far they can go."""
-        told = any(each is not None for own in outlook.arms.values() or [outlook] for each in own.expected)
+        estimated = any(each is not None for member in outlook.arms.values() or [outlook] for each in member.expected)
         limits = zip(load.rooms, outlook.limit, self.taken.values(), strict=True)
-        return not told and all(taken is None or taken[1] <= min(room, limit) for room, limit, taken in limits)
+        return not estimated and all(taken is None or taken[1] <= min(room, limit) for room, limit, taken in limits)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         """All of it. What it tells of its guesses is compared with what will come of them."""
         priced = any(each and each[0].budget.price for each in self.taken.values())
-        told = draft.survival.tolist() if priced and draft.survival is not None else []
-        self.told = dict(zip(load.seq_ids, told, strict=False))
+        survival = draft.survival.tolist() if priced and draft.survival is not None else []
+        self.survival = dict(zip(load.seq_ids, survival, strict=False))
         return draft.tree
 
     def plan(self, seq_ids: Sequence[int], rows: Sequence[Ways]) -> Planned:
@@ -220,10 +220,10 @@ class MeasuredDepth:
 
     def plans(self, rows: Sequence[Ways]) -> Iterator[Planned]:
         """The best plan for every set of members, small sets first."""
-        members = sorted({member for own in rows for way in own.values() for member in way.members})
+        members = sorted({member for row in rows for way in row.values() for member in way.members})
         for among in sets(members):
             for merging in (False, True) if len(among) > 1 else (False,):
-                ways = [best_of(own, among, merging) for own in rows]
+                ways = [best_of(row, among, merging) for row in rows]
                 yield self.deepest(ways)
 
     def deepest(self, ways: Sequence[Way | None]) -> Planned:
@@ -272,9 +272,9 @@ class MeasuredDepth:
         if list(self.taken) != list(seq_ids):
             return None
         choice: list[tuple[Way, int] | None] = []
-        for own, before in zip(rows, self.taken.values(), strict=True):
-            way = own.get(before[0].budget.arm) if before else None
-            if before is None and all(each.free for each in own.values()):
+        for ways, before in zip(rows, self.taken.values(), strict=True):
+            way = ways.get(before[0].budget.arm) if before else None
+            if before is None and all(each.free for each in ways.values()):
                 choice.append(None)
             elif before and way and (before[1] == way.budget.depth or (way.free and before[1] < way.budget.depth)):
                 choice.append((way, before[1]))
@@ -290,7 +290,7 @@ class MeasuredDepth:
         if self.reads and self.num_reading < ALWAYS_READING:
             return None
         costs = not self.reads
-        if costs and self.plain.due and any(way.free for own in rows for way in own.values()):
+        if costs and self.plain.due and any(way.free for ways in rows for way in ways.values()):
             return -1
         due = next((arm for arm in sorted(self.possible) if self.arms.arms[arm].retry.due), None)
         return OTHER_DEPTH if costs and due is None and self.other_depth.due and best.under_way else due
@@ -299,14 +299,14 @@ class MeasuredDepth:
         """The best choice, but for the rows that try the arm: the one with least to read, and at first as many more as
         make the round little longer. Another depth is tried by as many rows as that, or half of it by all."""
         if arm == -1:
-            return [None if all(way.free for way in own.values()) else best[i] for i, own in enumerate(rows)]
+            return [None if all(way.free for way in options.values()) else best[i] for i, options in enumerate(rows)]
         if arm == OTHER_DEPTH:
             self.deeper = not self.deeper
             taken = [(row, *each) for row, each in enumerate(best) if each]
             depths = {row: 2 * depth if self.deeper else max(1, depth // 2) for row, _, depth in taken}
             return self.in_time(best, {row: way.whole().at_most(depths[row]) for row, way, _ in taken})
         new = self.arms.arms[arm].retry.new
-        ways = {row: own[arm].whole() for row, own in enumerate(rows) if arm in own}
+        ways = {row: options[arm].whole() for row, options in enumerate(rows) if arm in options}
         first = sorted(ways, key=lambda row: sum(ways[row].num_unread.values()))[: None if new else 1]
         return self.in_time(best, {row: ways[row].at_most(FIRST_DEPTH if new else TRIAL_DEPTH) for row in first})
 
@@ -337,16 +337,16 @@ class MeasuredDepth:
 
     def drafts(self, outcome: Outcome) -> Taken:
         """The ways in which rows were drafted, and how far."""
-        found = [(row, self.drafted(row)) for row in outcome.rows]
-        return [(way[0], way[0].steps(row, way[1])) for row, way in found if way is not None]
+        drafted = [(row, self.drafted(row)) for row in outcome.rows]
+        return [(way[0], way[0].steps(row, way[1])) for row, way in drafted if way is not None]
 
     def accepted(self, outcome: Outcome, cheap: bool = False) -> Taken:
         """Learn what was accepted in the round of the last choice; how rows were drafted."""
         self.pending, self.came_true = False, True
-        found = [(row, self.drafted(row)) for row in outcome.rows]
-        self.count([(row, *way) for row, way in found if way is not None], cheap)
+        drafted = [(row, self.drafted(row)) for row in outcome.rows]
+        self.count([(row, *way) for row, way in drafted if way is not None], cheap)
         self.arms.forget_others(list(self.taken))
-        return [way for _, way in found if way is not None]
+        return [way for _, way in drafted if way is not None]
 
     def drafted(self, row: RowOutcome) -> tuple[Way, int] | None:
         """The way in which a row was drafted; None where it was not, as its draft found no room."""
@@ -356,19 +356,19 @@ class MeasuredDepth:
     def count(self, taken: Sequence[tuple[RowOutcome, Way, int]], cheap: bool) -> None:
         """Learn how many guesses were accepted, and who was in use; `cheap`: the pass took less than was thought."""
         for arm in self.possible:
-            learned, own = self.arms.arms[arm], [each for each in taken if each[1].budget.arm == arm]
+            learned, drafted = self.arms.arms[arm], [each for each in taken if each[1].budget.arm == arm]
             learned.unseen += 1
-            expected = sum(sum(way.survival[: depth if way.made else row.num_drafted]) for row, way, depth in own)
-            accepted = sum(row.accepted for row, _, _ in own)
-            if own:
-                learned.count(own)
-                for row, way, _ in own:
-                    if way.budget.price and row.seq_id in self.told:
-                        learned.cut_off.learn(self.told[row.seq_id][1:], row.offered, row.accepted)
+            expected = sum(sum(way.survival[: depth if way.made else row.num_drafted]) for row, way, depth in drafted)
+            accepted = sum(row.accepted for row, _, _ in drafted)
+            if drafted:
+                learned.count(drafted)
+                for row, way, _ in drafted:
+                    if way.budget.price and row.seq_id in self.survival:
+                        learned.cut_off.learn(self.survival[row.seq_id][1:], row.offered, row.accepted)
                 if learned.surprise.record(accepted, expected):
                     self.wake()
             hopeful = arm == self.tried and accepted > expected + 1
-            learned.retry.count(len(own), self.patience if arm == self.tried else None, hopeful)
+            learned.retry.count(len(drafted), self.patience if arm == self.tried else None, hopeful)
             if hopeful and not learned.retry.new:
                 learned.retry.wake()
                 learned.acceptance.limit(HOPEFUL_GUESSES)

@@ -69,14 +69,14 @@ class PassCost:
 
     def expect(self, num_tokens: int) -> float:
         """Seconds with so many tokens; 0 as long as nothing was seen."""
-        own = self.sizes.get(size_class(num_tokens))
-        if own is not None and (own.num_jumps == self.level.num_jumps or not self.line_holds(num_tokens)):
-            return self.level.factor * own.usual_s
+        seen = self.sizes.get(size_class(num_tokens))
+        if seen is not None and (seen.num_jumps == self.level.num_jumps or not self.line_holds(num_tokens)):
+            return self.level.factor * seen.usual_s
         line = self.line if self.line_holds(num_tokens) or not self.before.weight else self.before
         return self.level.factor * line.expect(num_tokens)
 
     def expect_between(self, num_tokens: float | int) -> float:
-        """The same for a number that is expected on average."""
+        """Seconds with so many tokens on average."""
         whole = int(num_tokens)
         more = num_tokens - whole
         return self.expect(whole) if more == 0 else (1 - more) * self.expect(whole) + more * self.expect(whole + 1)
@@ -96,15 +96,15 @@ class PassCost:
         """
         self.num_passes += 1
         size, expected_s = size_class(num_tokens), self.expect(num_tokens)
-        own = self.sizes.get(size)
-        if own is not None and own.num_jumps != self.level.num_jumps:
-            own = None
-        is_usual = own is None or self.level.record(taken_s / max(NO_TIME_S, expected_s))
+        seen = self.sizes.get(size)
+        if seen is not None and seen.num_jumps != self.level.num_jumps:
+            seen = None
+        is_usual = seen is None or self.level.record(taken_s / max(NO_TIME_S, expected_s))
         at_level_s = taken_s / self.level.factor
-        if own is None or own.num_jumps != self.level.num_jumps:
+        if seen is None or seen.num_jumps != self.level.num_jumps:
             self.sizes[size] = Size(at_level_s, self.level.num_jumps, last=self.num_passes)
         else:
-            own.record(at_level_s, is_usual, self.num_passes)
+            seen.record(at_level_s, is_usual, self.num_passes)
         if self.num_jumps != self.level.num_jumps:
             self.before = self.line if self.line.weight else self.before
             self.line, self.largest, self.num_jumps = LinearCost(), 0, self.level.num_jumps
@@ -117,13 +117,13 @@ class PassCost:
     def lower_smaller(self, size: int) -> None:
         """Smaller passes take no longer than larger ones: where they seemed to, they were seen in a busier moment."""
         seen = self.sizes[size]
-        for smaller, own in self.sizes.items() if seen.num_seen >= CLEAR else ():
-            if smaller < size and own.num_jumps == seen.num_jumps and own.usual_s > NOISE * seen.usual_s:
-                own.usual_s, own.num_seen = NOISE * seen.usual_s, 1
+        for smaller, other in self.sizes.items() if seen.num_seen >= CLEAR else ():
+            if smaller < size and other.num_jumps == seen.num_jumps and other.usual_s > NOISE * seen.usual_s:
+                other.usual_s, other.num_seen = NOISE * seen.usual_s, 1
 
     def copy(self) -> PassCost:
-        """The same beliefs, held lightly: what is measured soon outweighs them. The level is the same one."""
-        sizes = {size: Size(own.usual_s, own.num_jumps) for size, own in self.sizes.items()}
+        """These sizes, each counted as one pass, so that what is measured soon outweighs them; the level is shared."""
+        sizes = {size: Size(seen.usual_s, seen.num_jumps) for size, seen in self.sizes.items()}
         return PassCost(replace(self.line), self.level, sizes, self.num_jumps, replace(self.before), self.largest)
 
 
@@ -144,7 +144,7 @@ class Beside:
         return self.expect_between(num_tokens)
 
     def expect_between(self, num_tokens: float | int) -> float:
-        """The same for a number that is expected on average."""
+        """Seconds with so many tokens on average."""
         least_s = self.passes.expect(self.num_rows) + self.token_s * max(0.0, num_tokens - self.num_rows)
         return max(least_s, self.passes.expect_between(num_tokens))
 
@@ -163,7 +163,7 @@ class Alone:
         return self.expect_between(num_tokens)
 
     def expect_between(self, num_tokens: float | int) -> float:
-        """The same for a number that is expected on average."""
+        """Seconds with so many tokens on average."""
         expected_s, largest = self.passes.expect_between(num_tokens), max(self.passes.sizes, default=0)
         if num_tokens <= largest:
             return expected_s
@@ -219,7 +219,7 @@ class PassCosts:
         self.prompt_s += (damped(each_s, self.prompt_s) - self.prompt_s) / (8 if self.prompt_s else 1)
 
     def alone(self, kind: Kind) -> Alone:
-        """The same where no prompts are read."""
+        """What rounds of this kind are taken to cost where no prompts are read."""
         return Alone(self.of(kind), self.level.factor * self.prompt_s)
 
     def beside_prompts(self, kind: Kind, num_rows: int) -> Beside:

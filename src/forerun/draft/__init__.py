@@ -1,1 +1,1 @@
-"""① Draft: guesses how sequences continue. There is one file per kind of drafter, all behind `base.Drafter`."""
+"""① Draft: guesses how sequences continue. One file per kind, behind `base.Drafter`; trained heads are in `heads/`."""

@@ -40,8 +40,8 @@ def settled(spec: DraftSpec, target: Blueprint) -> DraftSpec:
 
 def beside(target: Blueprint) -> Iterator[Found]:
     """The drafters trained for these weights that lie in the target's folder or next to it, by name."""
-    own, digest = target.folder, ""
-    for place in (own, own.resolve().parent):
+    folder, digest = target.folder, ""
+    for place in (folder, folder.resolve().parent):
         for path in sorted(place.glob(f"*/{RECORD}")):
             record = DrafterRecord.read(path.parent)
             digest = digest or target.weights_digest()

@@ -60,7 +60,7 @@ class Budget:
         return cls(min(depth, nodes), wish.width, nodes) if nodes > 0 else NO_DRAFT
 
     def merging(self, num_members: int) -> Budget:
-        """The same for the last arm of a mix of so many members: its tree may be wider, so that all members fit."""
+        """This budget for the last arm of a mix of so many members: its tree may be wider, so that all members fit."""
         return replace(self, arm=num_members, width=num_members * self.width)
 
 
@@ -133,7 +133,7 @@ class Draft:
 
     @classmethod
     def none(cls, roots: Sequence[int]) -> Draft:
-        """Of roots alone."""
+        """A draft without guesses: roots alone."""
         known = HostView([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
         return cls(replace(DraftTree.bare(torch.tensor(roots, dtype=torch.long)), known=known))
 
@@ -210,5 +210,5 @@ class StateDrafter(Drafter, Protocol):
 
 
 def adoptable(drafter: Drafter, text: Sequence[int], most: int, salt: Hashable) -> int:
-    """The same of any drafter: one without taps needs no states, so nothing is read again for it."""
+    """`StateDrafter.adoptable` of any drafter: one without taps needs no states, so nothing is read again for it."""
     return cast(StateDrafter, drafter).adoptable(text, most, salt) if drafter.taps else most

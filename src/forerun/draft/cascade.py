@@ -96,7 +96,7 @@ class CascadeDrafter:
         self.lengths: Lengths = lengths or MeasuredLengths()
 
     def observe(self, news: Committed) -> None:
-        """Both members observe."""
+        """Let both members observe what became final."""
         self.lower.observe(news)
         self.judge.observe(news)
 
@@ -164,14 +164,14 @@ class CascadeDrafter:
         draft = self.guess(inside(draws, chains), budgets, tail_of(chains))
         guesses = chains_of(draft.tree)
         drafted_s = time.perf_counter()
-        judged = self.judge.judge([Question(c.seq_id, c.late, own) for c, own in zip(chains, guesses, strict=True)])
+        judged = self.judge.judge([Question(c.seq_id, c.late, chain) for c, chain in zip(chains, guesses, strict=True)])
         for i in set(range(len(chains))).difference(judged.answered):
             chains[i].left = 0
         if judged.answered:
             tree = draft.tree if len(judged.answered) == len(chains) else draft.tree.select(judged.answered)
             self.emit(draws, [chains[i] for i in judged.answered], tree, judged.logits)
         if timed:
-            deepest, num_tokens = max(b.depth for b in budgets), sum(1 + len(own) for own in guesses)
+            deepest, num_tokens = max(b.depth for b in budgets), sum(1 + len(chain) for chain in guesses)
             self.lengths.time(RoundTiming(deepest, drafted_s - started_s, num_tokens, time.perf_counter() - drafted_s))
         return draft.pass_s + judged.pass_s
 
@@ -212,7 +212,7 @@ class CascadeDrafter:
         return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Both members forget."""
+        """Let both members drop these sequences."""
         self.lengths.forget(seq_ids)
         self.lower.forget(seq_ids)
         self.judge.forget(seq_ids)
@@ -237,7 +237,7 @@ def chains_of(tree: DraftTree) -> list[Sequence[int]]:
     """Each sequence's guesses, on the host; the tree's chains are clean."""
     tokens = tree.host().tokens
     assert tokens is not None, "a judge must know what it reads"
-    return [own[1:] for own in tokens]
+    return [chain[1:] for chain in tokens]
 
 
 def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftTree:
@@ -245,7 +245,7 @@ def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftT
 
     Chains have their laws with them; those of greedy sequences are chosen, not drawn, so they have none.
     """
-    texts = [[row.tokens[-1], *own] for row, own in zip(draws.rows, chains_of(unjudged), strict=True)]
+    texts = [[row.tokens[-1], *guesses] for row, guesses in zip(draws.rows, chains_of(unjudged), strict=True)]
     for chain in chains:
         texts[chain.row] += chain.emitted
     tree = DraftTree.of_texts(texts)
@@ -258,8 +258,9 @@ def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftT
             rows[chain.row, : len(chain.emitted)] = torch.arange(first, first + len(chain.emitted))
         first += len(chain.emitted)
     if law_of is not None:
-        own = law_of.row[:, : rows.shape[1]].to(rows.device)
-        rows[:, : own.shape[1]] = torch.where(own >= 0, first + own, rows[:, : own.shape[1]])
+        unjudged_rows = law_of.row[:, : rows.shape[1]].to(rows.device)
+        part = rows[:, : unjudged_rows.shape[1]]  # a view
+        part.copy_(torch.where(unjudged_rows >= 0, first + unjudged_rows, part))
         laws.append(law_of.dense(draws.vocab))
     return replace(tree.to(draws.device), q=DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws)))
 
@@ -273,15 +274,15 @@ def plan_cascade(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> Dr
     first = plan(spec.members[0], context)
     plans, judges = [first], list[BuildJudge]()
     for member in spec.members[1:]:
-        own = plan(member, context).renamed([name for other in plans for name in other.kept()])
-        if own.build_judge is None:
+        member_plan = plan(member, context).renamed([name for other in plans for name in other.kept()])
+        if member_plan.build_judge is None:
             refuse(
                 spec,
                 f"{str(member)!r} cannot judge the guesses of the drafter before it; only models with the target's "
                 f"tokenizer can: {ORDER}",
             )
-        plans.append(own)
-        judges.append(own.build_judge)
+        plans.append(member_plan)
+        judges.append(member_plan.build_judge)
 
     def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter | None:
         lower = first.build(cache_tokens, progress, target)

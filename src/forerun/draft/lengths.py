@@ -64,13 +64,13 @@ class FixedLength:
         return [min(self.length, each) for each in most]
 
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
-        """Nothing is learned."""
+        """Does nothing: the length is fixed."""
 
     def time(self, timing: RoundTiming) -> None:
-        """Nothing is learned."""
+        """Does nothing: the length is fixed."""
 
     def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
-        """Nothing is learned."""
+        """Does nothing: the length is fixed."""
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """There is nothing to drop."""
@@ -101,7 +101,7 @@ class MeasuredLengths:
             return self.passes.expect(batch * (length + 1)) + (self.drafts.expect(length) if length else 0.0)
 
         rates = [self.apart.get(seq_id, Acceptance()).rates(belief, OTHERS_WEIGHT) for seq_id in seq_ids]
-        return [best_depth(own[:each], round_s) for own, each in zip(rates, most, strict=True)]
+        return [best_depth(by_depth[:each], round_s) for by_depth, each in zip(rates, most, strict=True)]
 
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Of the lower member's guesses, as the judge judged them."""

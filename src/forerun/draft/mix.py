@@ -50,8 +50,8 @@ class MemberDraft:
     @classmethod
     def of(cls, draft: Draft, draws: Draws, budgets: Sequence[Budget]) -> MemberDraft:
         """A member's draft, within the budgets that it was given."""
-        given, survival = draft.tree, draft.survival
-        safe = sanitize(given, draws.roots_tokens.to(given.tokens.device), budgets, draws.vocab, draws.kernels)
+        proposed, survival = draft.tree, draft.survival
+        safe = sanitize(proposed, draws.roots_tokens.to(proposed.tokens.device), budgets, draws.vocab, draws.kernels)
         if survival is not None and (len(survival) != len(safe.tokens) or survival.shape[1] < safe.tokens.shape[1]):
             survival = None
         return cls(
@@ -60,7 +60,7 @@ class MemberDraft:
             tokens=safe.tokens.tolist(),
             parents=safe.parents.tolist(),
             survival=None if survival is None else survival.tolist(),
-            untouched=torch.equal(safe.tokens, given.tokens) and torch.equal(safe.parents, given.parents),
+            untouched=torch.equal(safe.tokens, proposed.tokens) and torch.equal(safe.parents, proposed.parents),
         )
 
     def grown(self, row: int, arm: int, chances: Sequence[float]) -> MixedRow:
@@ -72,8 +72,8 @@ class MemberDraft:
         for column in columns[1:]:
             parent = number[parents[column]]
             depths.append(depths[parent] + 1)
-            told = chances[min(depths[-1], len(chances)) - 1] if self.survival is None else self.survival[row][column]
-            number[column] = tree.add(tokens[column], parent, told, arm)
+            chance = chances[min(depths[-1], len(chances)) - 1] if self.survival is None else self.survival[row][column]
+            number[column] = tree.add(tokens[column], parent, chance, arm)
         return MixedRow(tree, arm, columns)
 
 
@@ -106,16 +106,16 @@ class MixDrafter:
     def observe(self, news: Committed) -> None:
         """All members observe, with the states that they read, and their guesses are compared with the final text."""
         for member in self.members:
-            own = [self.taps.index(tap) for tap in member.taps]
-            features = None if news.features is None or not own else news.features[:, own]
+            columns = [self.taps.index(tap) for tap in member.taps]
+            features = None if news.features is None or not columns else news.features[:, columns]
             member.observe(replace(news, features=features))
         runs: dict[int, list[tuple[int, int]]] = {}
         for seq_id, tokens, root in news.rows() if self.guessed or self.came_true else ():
             self.came_true.pop(seq_id, None)
             if guessed := self.guessed.pop(seq_id, ()):
-                found = {grown.member: came_true(grown.tree, [*tokens, root][1:]) for grown in guessed}
-                self.came_true[seq_id] = found
-                for member_arm, run in found.items():
+                judged = {grown.member: came_true(grown.tree, [*tokens, root][1:]) for grown in guessed}
+                self.came_true[seq_id] = judged
+                for member_arm, run in judged.items():
                     runs.setdefault(member_arm, []).append(run)
         for member_arm, own_runs in runs.items():
             self.accepted[member_arm].count(own_runs)
@@ -131,10 +131,10 @@ class MixDrafter:
         drafts: dict[int, Draft] = {}
         arm_s = [0.0] * len(self.members)
         shares = [[self.share(arm, budget) for budget in budgets] for arm in range(len(self.members))]
-        for arm, (member, own) in enumerate(zip(self.members, shares, strict=True)):
-            if any(budget.depth for budget in own):
+        for arm, (member, member_budgets) in enumerate(zip(self.members, shares, strict=True)):
+            if any(budget.depth for budget in member_budgets):
                 started_s = time.perf_counter()
-                drafts[arm] = member.propose(draws, own, tail)
+                drafts[arm] = member.propose(draws, member_budgets, tail)
                 arm_s[arm] = time.perf_counter() - started_s
         taken = [budget.arm if budget.depth else -1 for budget in budgets]
         if not drafts:
@@ -171,8 +171,8 @@ class MixDrafter:
         if budget.arm < len(self.members):
             return parts[budget.arm].grown(row, budget.arm, [1.0])
         grown = [part.grown(row, arm, self.chances(arm)) for arm, part in parts.items()]
-        self.guessed[draws.seq_ids[row]] = [own for own in grown if len(own.tree.tokens) > 1]
-        return MixedRow(merge([own.tree for own in grown], budget))
+        self.guessed[draws.seq_ids[row]] = [branches for branches in grown if len(branches.tree.tokens) > 1]
+        return MixedRow(merge([branches.tree for branches in grown], budget))
 
     def chances(self, arm: int) -> list[float]:
         """What guesses of a member that does not say so survive with, by depth."""
@@ -182,21 +182,21 @@ class MixDrafter:
         """As far as any member can go, as far behind as any is; and what each of them says, and did when merged."""
         each = [self.outlook_of(arm, seq_ids) for arm in range(len(self.members))]
         return Outlook(
-            unread=[max(row) for row in zip(*(own.unread for own in each), strict=True)],
-            limit=[max(row) for row in zip(*(own.limit for own in each), strict=True)],
+            unread=[max(row) for row in zip(*(outlook.unread for outlook in each), strict=True)],
+            limit=[max(row) for row in zip(*(outlook.limit for outlook in each), strict=True)],
             expected=[None] * len(seq_ids),
             arms=dict(zip(self.arms[:-1], each, strict=True)),
         )
 
     def outlook_of(self, arm: int, seq_ids: Sequence[int]) -> Outlook:
         """What one member says, with what came of its guesses in the last round."""
-        own = self.members[arm].outlook(seq_ids)
+        outlook = self.members[arm].outlook(seq_ids)
         if not self.came_true:
-            return own
-        return replace(own, came_true=[self.came_true.get(seq_id, {}).get(arm, NO_RUN) for seq_id in seq_ids])
+            return outlook
+        return replace(outlook, came_true=[self.came_true.get(seq_id, {}).get(arm, NO_RUN) for seq_id in seq_ids])
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """All members forget."""
+        """Drop the state that any member has of these sequences."""
         for member in self.members:
             member.forget(seq_ids)
         for seq_id in seq_ids:
@@ -211,10 +211,10 @@ def came_true(tree: Branches, tokens: Sequence[int]) -> tuple[int, int]:
         below = [child for child, parent in enumerate(tree.parents) if parent == node]
         if not below:
             return right, right
-        found = [child for child in below if tree.tokens[child] == token]
-        if not found:
+        equal = [child for child in below if tree.tokens[child] == token]
+        if not equal:
             return right + 1, right
-        node, right = found[0], right + 1
+        node, right = equal[0], right + 1
     return right, right
 
 
@@ -249,8 +249,8 @@ def laws(draws: Draws, rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft
     table = [[-1] * columns for _ in rows]
     for row, grown in enumerate(rows):
         if grown.member in declared:
-            own = declared[grown.member].row[row].tolist()
-            at = [own[column] for column in grown.columns]
+            law_rows = declared[grown.member].row[row].tolist()
+            at = [law_rows[column] for column in grown.columns]
             table[row][: len(at)] = [firsts[grown.member] + place if place >= 0 else -1 for place in at]
     row_of = upload_tensor(torch.tensor(table), draws.device)
     if len(declared) == 1:
@@ -281,7 +281,9 @@ def plan_mix(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftP
     if len(spec.members) < 2:
         refuse(spec, "a mix has two members or more, as in mix[ngram,model:DIR]")
     if any(member.name == spec.name for member in spec.members):
-        flat = [own for member in spec.members for own in (member.members if member.name == spec.name else (member,))]
+        flat = [
+            nested for member in spec.members for nested in (member.members if member.name == spec.name else (member,))
+        ]
         refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
     plans, names = list[DraftPlan](), list[str]()
     for member in spec.members:
@@ -289,7 +291,7 @@ def plan_mix(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftP
         names.append(free_name(str(member), names))
 
     def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter:
-        members = [own.build(cache_tokens, progress, target) for own in plans]
+        members = [each.build(cache_tokens, progress, target) for each in plans]
         return MixDrafter([member for member in members if member is not None], names)
 
     return replace(joined_plans(plans, build), num_members=len(plans))

@@ -57,7 +57,7 @@ class DraftPlan:
     num_members: int = 1
 
     def renamed(self, taken: Collection[str]) -> DraftPlan:
-        """The same plan, with unused names for its caches, because one checkpoint may serve twice."""
+        """This plan, with unused names for its caches, because one checkpoint may serve twice."""
         names = {name: free_name(name, taken) for name in self.kept()}
 
         def own(cache_tokens: CacheTokens) -> CacheTokens:
@@ -83,10 +83,10 @@ PlanMember = Callable[[DraftSpec, DraftContext], DraftPlan]
 def joined_plans(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:
     """The joint plan of several drafters."""
     return DraftPlan(
-        models={name: model for own in plans for name, model in own.models.items()},
+        models={name: model for plan in plans for name, model in plan.models.items()},
         build=build,
-        fingerprint=lambda: " ".join(filter(None, (own.fingerprint() for own in plans))),
-        remembered_bytes={name: most for own in plans for name, most in own.remembered_bytes.items()},
+        fingerprint=lambda: " ".join(filter(None, (plan.fingerprint() for plan in plans))),
+        remembered_bytes={name: most for plan in plans for name, most in plan.remembered_bytes.items()},
     )
 
 

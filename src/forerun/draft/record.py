@@ -68,13 +68,13 @@ class DrafterRecord:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def untimed(self, target: str) -> DrafterRecord:
-        """The same worth for another target of the same law, where rounds take other times."""
+        """This worth for another target of the same law, where rounds take other times: no speed-up is known."""
         return replace(self, target=target, speed_up=None)
 
 
 def numbers(fields: Fields, name: str) -> tuple[float, ...]:
     """A list of numbers, at least one."""
-    found = fields.values[name]
-    if not isinstance(found, list) or not found:
+    values = fields.values[name]
+    if not isinstance(values, list) or not values:
         raise fields.refuse(name, "it must be a list of numbers")
-    return tuple(map(float, found))
+    return tuple(map(float, values))

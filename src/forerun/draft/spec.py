@@ -73,16 +73,16 @@ class Parser:
     def argument(self) -> str:
         """The text after the colon, without quotes."""
         if self.ahead == '"':
-            found = QUOTED.match(self.text, self.at)
-            if found is None:
+            match = QUOTED.match(self.text, self.at)
+            if match is None:
                 self.fail('close the quotation with "')
-            self.at = found.end()
-            return found.group(1)
-        found = BARE.match(self.text, self.at) if self.ahead else None
-        if found is None:
+            self.at = match.end()
+            return match.group(1)
+        match = BARE.match(self.text, self.at) if self.ahead else None
+        if match is None:
             self.fail("write the argument after the colon, or leave the colon out")
-        self.at = found.end()
-        return found.group().rstrip()
+        self.at = match.end()
+        return match.group().rstrip()
 
     def members(self) -> tuple[DraftSpec, ...]:
         """The drafters between brackets, at least one."""
@@ -97,5 +97,5 @@ class Parser:
 
     def fail(self, fix: str) -> NoReturn:
         """Raise UnknownDrafter with the position, the text found there, and what to write."""
-        found = f"{self.ahead!r}" if self.ahead else "the end"
-        raise UnknownDrafter(f"draft specification {self.text!r}: {found} at position {self.at + 1}: {fix}")
+        here = f"{self.ahead!r}" if self.ahead else "the end"
+        raise UnknownDrafter(f"draft specification {self.text!r}: {here} at position {self.at + 1}: {fix}")

@@ -86,15 +86,15 @@ class SuffixDrafter:
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """The likeliest chain or tree of each sequence, within its budget, and how likely each guess is."""
         tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
-        found = []
+        guesses = []
         for row, budget in zip(draws.rows, budgets, strict=True):
             growing = self.sequences.get(row.seq_id)
             if growing is None:
-                found.append(NONE)
+                guesses.append(NONE)
                 continue
             new = late(growing, *tails[row.seq_id]) if row.seq_id in tails else ()
-            found.append(self.guess(growing, budget, new))
-        return as_draft([row.tokens[-1] for row in draws.rows], found, budgets)
+            guesses.append(self.guess(growing, budget, new))
+        return as_draft([row.tokens[-1] for row in draws.rows], guesses, budgets)
 
     def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> Guesses:
         """The best guesses of any context; among equals the text's own come before the past's, then longer contexts."""
@@ -105,14 +105,14 @@ class SuffixDrafter:
         for token in tail:
             tree.append(token, steps)
         best, expected = NONE, 0.0
-        grow, wanted = chain if budget.width == 1 else likeliest, min(budget.depth, budget.nodes, tree.depth // 2)
+        grow, depth = chain if budget.width == 1 else likeliest, min(budget.depth, budget.nodes, tree.depth // 2)
         for places in (tree.matches, past):
-            for length, most in ranks(len(places), tree.depth, wanted):
+            for length, most in ranks(len(places), tree.depth, depth):
                 if most <= expected:
                     break
-                found = grow(places[length - 1], most, budget)
-                if found.expected > expected:
-                    best, expected = found, found.expected
+                grown = grow(places[length - 1], most, budget)
+                if grown.expected > expected:
+                    best, expected = grown, grown.expected
         tree.undo(steps)
         return best
 

@@ -73,10 +73,10 @@ class PastFile:
             if not self.path.exists():
                 return
         with self.reachable(), self.alone() as file:
-            wanted = take(self.read(file))
-            if wanted is not None:
+            shortened = take(self.read(file))
+            if shortened is not None:
                 with contextlib.suppress(OSError):  # a long file is as good as a short one
-                    self.replace(wanted)
+                    self.replace(shortened)
 
     def append(self, kept: PastAnswer) -> None:
         """Write an answer down: it survives the process from here on. Where it fails, it warns and gives up."""
@@ -123,21 +123,21 @@ class PastFile:
         file.seek(0)
         *lines, end = file.readall().split(b"\n")
         self.check_head(lines[0] if lines else b"")
-        found = []
+        answers = []
         for number, line in enumerate(lines[1:], start=2):
             kept = PastAnswer.of(parsed(line))
             if kept is None:
                 fix = "delete that line, or name another file"
                 raise PastFileError(f"line {number} of {self.path} is damaged: {fix}")
-            found.append(kept)
+            answers.append(kept)
         if (kept := PastAnswer.of(parsed(end))) is not None:  # somebody's editor took the end of the line
             write_all(file, b"\n")
-            return [*found, kept]
+            return [*answers, kept]
         file.truncate(file.tell() - len(end))
-        return found
+        return answers
 
     def head(self) -> bytes:
-        """The first line."""
+        """The first line of the file."""
         return as_line({HEAD: FORM, "vocabulary": self.vocabulary})
 
     def check_head(self, line: bytes) -> None:

@@ -73,7 +73,7 @@ class Node:
             self.token, self.child = -1, None
 
     def drop(self, token: int) -> None:
-        """Forget a continuation."""
+        """Forget the continuation with this token."""
         if self.several is None:
             self.token, self.child = -1, None
             return
@@ -223,13 +223,13 @@ class SuffixTree:
 
         As long as they occurred; a context that did not has no longer ones. None stored before the text begins.
         """
-        found: list[Node | Leaf] = []
+        places_after: list[Node | Leaf] = []
         ends = (self.root, *places[: self.depth - 1])
         for i, place in enumerate(ends):
             longer = place.after(token)
             if longer is None:
                 break
             if isinstance(place, Leaf):  # what is longer occurred once too, and in the same place
-                return found + [longer] * (len(ends) - i)
-            found.append(longer)
-        return found
+                return places_after + [longer] * (len(ends) - i)
+            places_after.append(longer)
+        return places_after

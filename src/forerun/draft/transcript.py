@@ -85,8 +85,8 @@ class Transcriber:
 
     def ending(self, transcript: Transcript) -> list[int]:
         """The drafter's tokens of what is open, as if the text ended here."""
-        own = self.own.cut(transcript.open, starts=not transcript.inside)
-        return own + self.own.raw(transcript.unfinished)
+        tokens = self.own.cut(transcript.open, starts=not transcript.inside)
+        return tokens + self.own.raw(transcript.unfinished)
 
     def continuation(self, transcript: Transcript, guesses: Sequence[int]) -> list[int]:
         """The target's tokens of what the drafter's guesses add to the text.

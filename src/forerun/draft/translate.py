@@ -64,12 +64,12 @@ class TranslatingDrafter:
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """Shared tokens or encoded text; `tail` is observed and taken back."""
-        told = [] if tail is None else [row for row in tail.rows() if row[0] in self.transcripts]
-        before = {seq_id: self.transcripts[seq_id] for seq_id, _, _ in told}
+        rows = [] if tail is None else [row for row in tail.rows() if row[0] in self.transcripts]
+        before = {seq_id: self.transcripts[seq_id] for seq_id, _, _ in rows}
         endings = [Revision(s, t.num_closed, self.model.sequences[s].tokens(t.num_closed)) for s, t in before.items()]
         self.transcripts |= {seq_id: replace(transcript) for seq_id, transcript in before.items()}
         try:
-            self.model.revise([self.go_on(*row) for row in told])
+            self.model.revise([self.go_on(*row) for row in rows])
             return self.write(draws, budgets) if self.model.shared is None else self.model.propose(draws, budgets)
         finally:
             self.transcripts |= before
@@ -79,8 +79,10 @@ class TranslatingDrafter:
         """Chains of the target's tokens that spell the model's likeliest texts."""
         roots = [self.root(seq_id) for seq_id in draws.seq_ids]
         rows = [RowSampling(s, LIKELIEST, 0, 0, [root], 1) for s, root in zip(draws.seq_ids, roots, strict=True)]
-        own = self.transcriber.own
-        own_draws = Draws(rows, self.model.vocab_size, device=draws.device, num_ids=own.num_ids, kernels=draws.kernels)
+        vocabulary = self.transcriber.own
+        own_draws = Draws(
+            rows, self.model.vocab_size, device=draws.device, num_ids=vocabulary.num_ids, kernels=draws.kernels
+        )
         depths = [self.depth(*pair) for pair in zip(draws.seq_ids, budgets, strict=True)]
         asked = [self.own_budget(*pair) for pair in zip(draws.seq_ids, depths, strict=True)]
         draft = self.model.propose(own_draws, asked)
@@ -112,13 +114,13 @@ class TranslatingDrafter:
 
         Where none ended it, the last token is left out: more text might have made it another.
         """
-        own, target = self.transcriber.own, self.transcriber.target
+        vocabulary, target = self.transcriber.own, self.transcriber.target
         written = [token for token in guesses if token >= 0]
-        length = next((i for i, token in enumerate(written) if own.spelled[token] is None), len(written))
+        length = next((i for i, token in enumerate(written) if vocabulary.spelled[token] is None), len(written))
         tokens = self.transcriber.continuation(self.transcripts[seq_id], written[:length]) if length else []
         if length == len(written):
             tokens = tokens[:-1]
-        elif written[length] == own.end and target.end is not None:
+        elif written[length] == vocabulary.end and target.end is not None:
             tokens = [*tokens, target.end]
         return tokens[:depth]
 
@@ -149,14 +151,14 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> ModelDrafter:
         return ModelDrafter(load(cache_tokens, progress, target), vocab_size)
 
-    own = DraftPlan({name: memory}, build, drafter.fingerprint, build)
+    untranslated = DraftPlan({name: memory}, build, drafter.fingerprint, build)
     if translation is None:
-        return own
+        return untranslated
 
     def build_translated(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter:
         return translated(load(cache_tokens, progress, target), vocab_size, translation)
 
-    return replace(own, build=build_translated, build_judge=None)
+    return replace(untranslated, build=build_translated, build_judge=None)
 
 
 def plan_translation(context: DraftContext, drafter: Blueprint) -> Transcriber | None:

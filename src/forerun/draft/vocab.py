@@ -128,7 +128,7 @@ class SharedTokens:
         return torch.where(tokens < 0, -1, self.own_ids[tokens.clamp_min(0)])
 
     def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The same on the host; below 0, and each another, where there is none."""
+        """The drafter's ids of the target's, on the host; where there is none, a number below 0, each another."""
         return [self.known[token] for token in tokens]
 
 

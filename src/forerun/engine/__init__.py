@@ -1,1 +1,1 @@
-"""The engine: the round (plan, draft, verify, accept), scheduling, and how far to draft."""
+"""The engine: one round (`round.py`), who takes part in it, and what happens around it."""

@@ -69,7 +69,7 @@ class Script:
         return self.controller.follow(load, outlook, spare, self.arm, self.depth)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """All of it."""
+        """All of it is verified."""
         return draft.tree
 
     def record(self, outcome: Outcome) -> None:
@@ -116,9 +116,9 @@ def calibrate(
     controller = MeasuredDepth()
     error = attempt(lambda: measure(engine, requests, params, controller, progress))
     if error is None and controller.costs.kinds:
-        found = as_json(controller)
-        keep(key, found)
-        return from_json(found, engine.drafter.arms)  # so the first start begins with what later ones read
+        costs = as_json(controller)
+        keep(key, costs)
+        return from_json(costs, engine.drafter.arms)  # so the first start begins with what later ones read
     logger.debug("The costs of rounds could not be measured at the start.", exc_info=error)
     return MeasuredDepth()
 
@@ -140,10 +140,10 @@ def measure(
     most = min(engine.options.max_num_seqs, engine.runner.cache.num_free_tokens // TEXT_TOKENS)
     usual_sizes = {batch: batch for batch in reversed(BATCHES)}
     batches = {min(batch, most): like for batch, like in (sizes or usual_sizes).items() if most > 0}
-    own = replace(requests, request_ids=itertools.count(-(2**40)), seq_ids=itertools.count(-(2**40)))
+    sample_requests = replace(requests, request_ids=itertools.count(-(2**40)), seq_ids=itertools.count(-(2**40)))
     try:
         for number, (batch, like) in enumerate(sorted(batches.items())):
-            sequences = list(itertools.islice(samples(own, params), batch))
+            sequences = list(itertools.islice(samples(sample_requests, params), batch))
             for sequence in sequences:
                 engine.submit(sequence)
             for done in play(engine, script, sequences, like, began_s + SHARES[like] * LIMIT_S):
@@ -152,7 +152,7 @@ def measure(
             for sequence in sequences:
                 engine.cancel(sequence.request_id)
             if number == 0:
-                read(engine, script, own, params, began_s + SHARES[like] * LIMIT_S)
+                read(engine, script, sample_requests, params, began_s + SHARES[like] * LIMIT_S)
     finally:
         for sequence in list(engine.sequences.values()):
             engine.cancel(sequence.request_id)
@@ -220,7 +220,7 @@ def samples(
     A prompt has so many tokens, as far as the context leaves room for an answer; a sample is followed by the next ones.
     """
     assert requests.tokenizer is not None, "samples are text"
-    own = SamplingParams(
+    endless = SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -238,7 +238,7 @@ def samples(
         others = [token for later in range(1, len(texts)) for token in texts[(number + later) % len(texts)]]
         prompt = tuple([*text[start:], *others][:most])
         (sequence,) = requests.sequences(
-            Request(prompt_token_ids=prompt, sampling_params=own, speculation=Speculation(AUTO_DEPTH, auto=True))
+            Request(prompt_token_ids=prompt, sampling_params=endless, speculation=Speculation(AUTO_DEPTH, auto=True))
         )
         sequence.tenant = None
         yield sequence

@@ -49,17 +49,17 @@ def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> Dr
     unseen = tree.known is not None and tree.known.tokens is None
     seen = (replace(tree, known=None) if unseen else tree).host()
     assert seen.tokens is not None, "they were looked up"
-    rows = [list(zip(*own, strict=True)) for own in zip(seen.nodes, seen.parents, seen.tokens, strict=True)]
-    kept = [list(own) if lawful[row] else permitted(own, draws, row) for row, own in enumerate(rows)]
-    for own, chain in zip(kept, forced, strict=True):
-        own += [(column, column - 1, token) for column, token in enumerate(chain, 1)]
+    rows = [list(zip(*nodes, strict=True)) for nodes in zip(seen.nodes, seen.parents, seen.tokens, strict=True)]
+    kept = [list(nodes) if lawful[row] else permitted(nodes, draws, row) for row, nodes in enumerate(rows)]
+    for nodes, chain in zip(kept, forced, strict=True):
+        nodes += [(column, column - 1, token) for column, token in enumerate(chain, 1)]
     depth = max([tree.depth, *map(len, forced)])
     if kept == rows and not unseen:
         return tree
     cut = []
-    for own, left in zip(rows, kept, strict=True):
+    for nodes, left in zip(rows, kept, strict=True):
         columns = {column for column, _, _ in left}
-        cut.append([(column, parent) for column, parent, _ in own if column not in columns])
+        cut.append([(column, parent) for column, parent, _ in nodes if column not in columns])
     return rebuilt(tree, kept, depth, cut, list(map(bool, forced)))
 
 
@@ -85,15 +85,15 @@ def rebuilt(
     forced: Seq[bool],
 ) -> DraftTree:
     """A tree of these nodes, in the columns they had, that knows what was removed and forced."""
-    columns = max(tree.tokens.shape[1], *(1 + max(column for column, _, _ in own) for own in rows))
+    columns = max(tree.tokens.shape[1], *(1 + max(column for column, _, _ in row_nodes) for row_nodes in rows))
     tokens, parents = (torch.full((len(rows), columns), -1, dtype=torch.long) for _ in range(2))
-    for row, own in enumerate(rows):
-        places = [column for column, _, _ in own]
-        tokens[row, places] = torch.tensor([token for _, _, token in own])
-        parents[row, places] = torch.tensor([parent for _, parent, _ in own])
+    for row, row_nodes in enumerate(rows):
+        places = [column for column, _, _ in row_nodes]
+        tokens[row, places] = torch.tensor([token for _, _, token in row_nodes])
+        parents[row, places] = torch.tensor([parent for _, parent, _ in row_nodes])
     q = tree.q
     if q is not None:
         q = replace(q, row=pad(q.row, (0, columns - q.row.shape[1]), value=-1))
-    nodes, above, own_tokens = ([[node[i] for node in own] for own in rows] for i in range(3))
+    nodes, above, own_tokens = ([[node[i] for node in row_nodes] for row_nodes in rows] for i in range(3))
     known = HostView(nodes, above, own_tokens, cut=cut, forced=forced)
     return replace(tree, tokens=tokens, parents=parents, depth=depth, q=q, known=known)

@@ -181,7 +181,7 @@ class EngineDriver:
         return True
 
     def run_jobs(self) -> None:
-        """Run the jobs. An error of one is logged, since this thread may not be the one that queued it."""
+        """Run the queued jobs. An error of one is logged, since this thread may not be the one that queued it."""
         while self.jobs:
             error = attempt(self.jobs[0])
             if error is not None:

@@ -48,13 +48,13 @@ class Prefixes:
                 continue
             if (salt := self.salt(sequence)) is None:
                 continue
-            found = self.find(sequence, salt, running)
+            beginning = self.find(sequence, salt, running)
             ahead = [other for other in running[:i] if other.id not in waiting and self.salt(other) == salt]
             coming = max((self.coming(sequence, other) for other in ahead), default=0)
-            if coming - found.num_tokens >= LEAST_WAITED:
+            if coming - beginning.num_tokens >= LEAST_WAITED:
                 waiting.add(sequence.id)
             else:
-                self.count(sequence, self.adopt(sequence, salt, found, running))
+                self.count(sequence, self.adopt(sequence, salt, beginning, running))
         return waiting
 
     def find(self, sequence: Sequence, salt: str, running: Seq[Sequence]) -> Beginning:
@@ -80,8 +80,8 @@ class Prefixes:
         most = found.num_tokens if drafter is None else adoptable(drafter, text, found.num_tokens, salt)
         if most < LEAST_SHARED:
             return 0
-        own = LiveText(sequence.id, salt, text)
-        sequence.num_read = begin_row(self.cache, own, Beginning(min(most, found.num_tokens), found.source))
+        live = LiveText(sequence.id, salt, text)
+        sequence.num_read = begin_row(self.cache, live, Beginning(min(most, found.num_tokens), found.source))
         if drafter is not None and sequence.num_read:
             drafter.observe(
                 Committed(

@@ -59,14 +59,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CommittedPart:
-    """What of a part is final: its chunk, and the nodes of its tree that are read and said."""
+    """What of a part is final: its chunk, and the nodes of its tree that were accepted."""
 
     part: Part
     nodes: Seq[int]
 
     @property
     def sequence(self) -> Sequence:
-        """Whose it is."""
+        """The sequence that the part is of."""
         return self.part.row.sequence
 
     @property
@@ -90,10 +90,10 @@ def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> Device
 
 def resumable(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
     """Whether the pass may go on where a drafter's stopped: every node is judged as proposed, and no tap was passed."""
-    resume, own = draft.resume, draft.tree
+    resume, proposed = draft.resume, draft.tree
     if resume is None or any(0 <= tap < resume.layer for tap in taps):
         return False
-    return torch.equal(own.tokens, tree.tokens) and torch.equal(own.parents, tree.parents)
+    return torch.equal(proposed.tokens, tree.tokens) and torch.equal(proposed.parents, tree.parents)
 
 
 def begun_rows(draft: Draft) -> set[int]:

@@ -212,13 +212,13 @@ class Scheduler:
         return [row for row in rows if row.num_certain]
 
     def chunks(self, unread: Seq[int]) -> list[int]:
-        """How many of so many unread tokens each sequence is read, which are given by arrival."""
-        found, left = [0] * len(unread), self.chunk.tokens
+        """How many tokens of each sequence the pass reads, of its `unread` ones; both are by arrival."""
+        sizes, left = [0] * len(unread), self.chunk.tokens
         order = range(len(unread))
         for row in order if self.oldest_first else sorted(order, key=lambda row: unread[row]):
-            found[row] = min(unread[row], left)
-            left -= found[row]
-        return found
+            sizes[row] = min(unread[row], left)
+            left -= sizes[row]
+        return sizes
 
     def left_out(self, rows: Seq[RowPlan], waiting: Set[int]) -> bool:
         """Whether the oldest sequence that has a prompt to read has no part in a pass of these rows."""

@@ -61,7 +61,7 @@ class Sequence:
     draft_details: bool = False  # whether its deltas tell what was drafted
     status: Status = Status.WAITING
     num_read: int = 0
-    num_cached: int | None = None  # tokens of the prompt that were not read, as they were known; None before it began
+    num_cached: int | None = None  # tokens of the prompt that the cache held already; None before it began
     origins: list[Origin] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_preempted: int = 0

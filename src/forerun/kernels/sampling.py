@@ -123,9 +123,9 @@ class SamplingKernels:
         masks: Int[Tensor, "nodes words"] | None = None,
     ) -> array[int]:
         """The first largest score of each node, -1 where it is not certain; `offer` says what scores are."""
-        at, found = places(rows, paths), zeros(len(rows))
-        self.lib.forerun_choose(*laws.of(logits, masks), address(at), address(found), torch.get_num_threads())
-        return found
+        at, chosen = places(rows, paths), zeros(len(rows))
+        self.lib.forerun_choose(*laws.of(logits, masks), address(at), address(chosen), torch.get_num_threads())
+        return chosen
 
     def offer(
         self,

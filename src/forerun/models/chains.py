@@ -53,7 +53,7 @@ class IdExchange(Protocol):
         ...
 
     def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The same on the host; below 0, and each another, where the model has none."""
+        """The model's ids of the target's, on the host; where it has none, a number below 0, each another."""
         ...
 
 
@@ -75,11 +75,11 @@ class SameIds:
         return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self.vocab_size]
 
     def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
-        """The same tokens."""
+        """The tokens as they are."""
         return tokens
 
     def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The same tokens."""
+        """The tokens as they are."""
         return tokens
 
 
@@ -117,7 +117,7 @@ class Chains:
             return None
         nodes = 1 + max(self.counts)
         rows = [[1.0, *self.survival.get(row, ())] for row in range(len(self.counts))]
-        return torch.tensor([own + [0.0] * (nodes - len(own)) for own in rows])
+        return torch.tensor([chances + [0.0] * (nodes - len(chances)) for chances in rows])
 
     def tree(self, draws: Draws) -> DraftTree:
         """The guesses as a tree: on the host, or on the device with the host knowing its shape."""

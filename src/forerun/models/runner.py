@@ -55,16 +55,16 @@ class DeviceTokens:
     source: Sequence[int]
 
     def resolve(self, reads: Sequence[Read]) -> list[Read]:
-        """The same reads with all tokens known to the host, which waits for them."""
+        """The reads with all tokens known to the host, which waits for them."""
         known, source = self.tokens.flatten().tolist(), iter(self.source)
-        found = [
+        texts = [
             [
                 token if at < 0 else max(0, known[at])
                 for token, at in zip(r.tokens, itertools.islice(source, len(r.tokens)), strict=True)
             ]
             for r in reads
         ]
-        return [replace(read, tokens=tokens) for read, tokens in zip(reads, found, strict=True)]
+        return [replace(read, tokens=tokens) for read, tokens in zip(reads, texts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class Draws:
         return self._choose(at, lambda: self._point(shaped, 0.0, -math.inf), lambda: softmax(narrowed, log=True))
 
     def probs(self, logits: Logits, at: PathState) -> Logits:
-        """The same law as probabilities. By softmax, whose bits do not depend on other rows as those of `exp` do."""
+        """The law as probabilities: by softmax, whose bits do not depend on other rows as those of `exp` do."""
         return self._probs(*self._transformed(logits, at), at)
 
     def draw(self, logits: Logits, at: PathState) -> Int[Tensor, " nodes"]:
@@ -218,14 +218,14 @@ class Draws:
         if kernels is None or laws is None or self.rejection:
             return self.children(logits, self._behind(rows, paths), 1, survival=False).tokens[:, 0].tolist()
         masks = self._masks(rows, paths, logits)
-        found = kernels.choose(logits.float().contiguous(), rows, paths, laws, masks)
-        if -1 in found:
-            left = [i for i, token in enumerate(found) if token < 0]
+        tokens = kernels.choose(logits.float().contiguous(), rows, paths, laws, masks)
+        if -1 in tokens:
+            left = [i for i, token in enumerate(tokens) if token < 0]
             alone, at = self._alone([rows[i] for i in left], [paths[i] for i in left])
             children = alone.children(logits[left], at, 1, survival=False)
             for i, token in zip(left, children.tokens[:, 0].tolist(), strict=True):
-                found[i] = token
-        return found
+                tokens[i] = token
+        return tokens
 
     def offer(
         self,
@@ -246,14 +246,14 @@ class Draws:
             chances = None if children.survival is None else children.survival.tolist()
             return HostChildren(children.tokens.tolist(), chances, children.law)
         masks = self._masks(rows, paths, logits)
-        found = self.kernels.offer(logits.float().contiguous(), rows, paths, laws, width, masks)
-        if left := found.undecided:
+        offered = self.kernels.offer(logits.float().contiguous(), rows, paths, laws, width, masks)
+        if left := offered.undecided:
             alone, at = self._alone([rows[i] for i in left], [paths[i] for i in left])
             children = alone.children(logits[left], at, width)
             assert children.survival is not None, "it was asked for"
-            for i, own, chances in zip(left, children.tokens.tolist(), children.survival.tolist(), strict=True):
-                found.tokens[i], found.survival[i] = own, chances
-        return HostChildren(found.tokens, found.survival)
+            for i, row_tokens, chances in zip(left, children.tokens.tolist(), children.survival.tolist(), strict=True):
+                offered.tokens[i], offered.survival[i] = row_tokens, chances
+        return HostChildren(offered.tokens, offered.survival)
 
     def verdict(
         self, tree: DraftTree, logits: Logits, drawn: array[int] | None = None
@@ -288,11 +288,11 @@ class Draws:
 
     def _alone(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> tuple[Draws, PathState]:
         """Draws of these rows without the others, whose transforms would cost time, and states after these guesses."""
-        own = sorted(set(rows))
-        texts = [self.rows[row] for row in own]
+        kept = sorted(set(rows))
+        texts = [self.rows[row] for row in kept]
         draws = Draws(texts, self.vocab, rejection=self.rejection, num_ids=self.num_ids, level=self.level)
-        draws.rounds = [self.rounds[row] for row in own]
-        return draws, draws._behind([own.index(row) for row in rows], paths)
+        draws.rounds = [self.rounds[row] for row in kept]
+        return draws, draws._behind([kept.index(row) for row in rows], paths)
 
     def _behind(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> PathState:
         """The states after these guesses."""

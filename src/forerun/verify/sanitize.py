@@ -105,8 +105,8 @@ def _seen_clean(
     packed = tokens.is_contiguous() and parents.is_contiguous() and roots.is_contiguous()
     if not seen or not packed or not tokens.is_cpu or tokens.dtype != torch.int64:
         return None
-    found = kernels.clean(tokens, parents, roots, limits, bounds)
-    return None if found is None else HostView(*found)
+    columns = kernels.clean(tokens, parents, roots, limits, bounds)
+    return None if columns is None else HostView(*columns)
 
 
 def _known(tree: DraftTree, batch: int, columns: int) -> HostView | None:

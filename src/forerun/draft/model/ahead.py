@@ -49,13 +49,13 @@ def grow_ahead(
         paths: dict[int, list[int]] = {row: [] for row in rows}
 
         def read_on(seq_ids: Sequence[int], tokens: Sequence[int]) -> Tensor:
-            own = [row_of[seq_id] for seq_id in seq_ids]
-            for row, token in zip(own, tokens, strict=True):
+            active = [row_of[seq_id] for seq_id in seq_ids]
+            for row, token in zip(active, tokens, strict=True):
                 paths[row].append(token)
-            return logits(own, [paths[row] for row in own])
+            return logits(active, [paths[row] for row in active])
 
-        found = seen_chains(draws, starts, first, read_on)
-        return Draft(found.tree(draws), found.chances())
+        chains_drawn = seen_chains(draws, starts, first, read_on)
+        return Draft(chains_drawn.tree(draws), chains_drawn.chances())
 
     def read_nodes(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor:
         return logits([place.row for place in places], paths_to(growths, places))
@@ -69,5 +69,5 @@ def grow_ahead(
 
 def paths_to(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Paths:
     """The guesses that lead to these nodes."""
-    own = [growths[place.row] for place in places]
-    return [growth.along(growth.tokens, place.node) for growth, place in zip(own, places, strict=True)]
+    trees = [growths[place.row] for place in places]
+    return [growth.along(growth.tokens, place.node) for growth, place in zip(trees, places, strict=True)]

@@ -31,8 +31,8 @@ class UnseenGuesses:
 
     def tokens(self) -> list[int]:
         """The guesses, once the device has drawn them."""
-        found: list[int] = self.guesses.values()[self.row][: self.num_read]
-        return found
+        guesses: list[int] = self.guesses.values()[self.row][: self.num_read]
+        return guesses
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class PrefixReuse:
 
     def known(self, text: Sequence[int], salt: Hashable) -> Beginning:
         """How much of a text's beginning the cache holds."""
-        others = (LiveText(seq_id, own.salt, own.text) for seq_id, own in self.sequences.items())
+        others = (LiveText(seq_id, other.salt, other.text) for seq_id, other in self.sequences.items())
         return longest_beginning(self.runner.cache, text, salt, others)
 
     def has_room(self, num_tokens: int) -> bool:
@@ -158,15 +158,15 @@ class PrefixReuse:
 
     def begin(self, seq_id: int) -> None:
         """Begin the row of a text that has none with what the cache holds of it."""
-        own = self.sequences[seq_id]
+        drafted = self.sequences[seq_id]
         if seq_id not in self.runner.cache:
-            found = self.known(own.text, own.salt)
-            begin_row(self.runner.cache, LiveText(seq_id, own.salt, own.text), found)
+            beginning = self.known(drafted.text, drafted.salt)
+            begin_row(self.runner.cache, LiveText(seq_id, drafted.salt, drafted.text), beginning)
 
     def give_up(self, seq_id: int) -> None:
         """Free a row; what it held stays known as long as there is room, where the text may be shared."""
-        own = self.sequences.get(seq_id)
-        if own is None or own.salt is None:
+        drafted = self.sequences.get(seq_id)
+        if drafted is None or drafted.salt is None:
             self.runner.release([seq_id])
         else:
-            self.runner.retire(seq_id, own.text, own.salt)
+            self.runner.retire(seq_id, drafted.text, drafted.salt)

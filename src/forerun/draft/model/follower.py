@@ -223,7 +223,7 @@ class Follower:
         return self.logits(self.read([Read(s, [max(0, t)], judged=(0,)) for s, t in pairs], active))
 
     def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
-        """The same for guesses that only the device knows."""
+        """Reads one more guess of each chain, which only the device knows; None where there is no room."""
         return self.logits(self.read(reads, active, replace(drawn, tokens=self.ids.own(drawn.tokens))))
 
     def logits(self, states: States | None) -> Tensor | None:
@@ -322,13 +322,13 @@ class Follower:
 
     def features(self, reads: Sequence[Read]) -> Float[Tensor, "total taps hidden"]:
         """The target's states after these tokens, with which the unread text begins."""
-        found = []
+        states = []
         for read in reads:
             following = self.sequences[read.seq_id]
             assert following.features is not None, "text is read with its states"
             first = len(following.features) - len(self.unread(read.seq_id))
-            found.append(following.features[first : first + len(read.tokens)])
-        return torch.cat(found)
+            states.append(following.features[first : first + len(read.tokens)])
+        return torch.cat(states)
 
     def read(
         self,

@@ -132,8 +132,8 @@ def shaped(growth: Growth, fresh: Sequence[int]) -> Mapping[int, Ranks]:
     """What the budget's shape says."""
     assert growth.budget.shape is not None, "no shape to follow"
     below = growth.budget.shape.below
-    found = {node: below[tuple(growth.along(growth.ranks, node))] for node in fresh}
-    return {node: ranks for node, ranks in found.items() if ranks}
+    ranks_below = {node: below[tuple(growth.along(growth.ranks, node))] for node in fresh}
+    return {node: ranks for node, ranks in ranks_below.items() if ranks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def draw_level(
     chances = offer.survival
     if chances is not None and confidence is not None:
         firsts = confidence(growths, places)
-        chances = [with_first(own, first) for own, first in zip(chances, firsts, strict=True)]
+        chances = [with_first(row_chances, first) for row_chances, first in zip(chances, firsts, strict=True)]
     first_law = sum(map(len, laws))
     if offer.law is not None:
         laws.append(offer.law)
@@ -280,19 +280,19 @@ class LevelReader:
 
     def __call__(self, growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None:
         """The logits after the nodes, in their order; None where the cache has no room for them."""
-        own = self.ids.own_list([growths[place.row].tokens[place.node] for place in places])
+        guesses = self.ids.own_list([growths[place.row].tokens[place.node] for place in places])
         parents = [self.numbers[place.row, growths[place.row].parents[place.node]] for place in places]
         reads = []
         for row, group in groupby(range(len(places)), key=lambda i: places[i].row):
             nodes = list(group)
-            tokens = [max(0, own[i]) for i in nodes]
+            tokens = [max(0, guesses[i]) for i in nodes]
             scratch = growths[row].budget.depth - 1 if growths[row].budget.width > 1 else 0
             own_parents = [parents[i] for i in nodes]
             reads.append(Read(self.seq_ids[row], tokens, own_parents, range(len(nodes)), scratch))
         logits = self.read(reads)
         if logits is None:
             return None
-        for place, token, parent in zip(places, own, parents, strict=True):
+        for place, token, parent in zip(places, guesses, parents, strict=True):
             following = self.sequences[self.seq_ids[place.row]]
             self.numbers[place.row, place.node] = following.add(parent, token)
         return logits

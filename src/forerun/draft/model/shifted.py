@@ -48,9 +48,9 @@ class ShiftedFollower(Follower, ABC):
 
     def observe(self, news: Committed) -> None:
         """Read what became final. Raises WrongTarget for text without states."""
-        for seq_id, own, _ in news.rows():
+        for seq_id, tokens, _ in news.rows():
             before = self.sequences[seq_id].text[-1:] if seq_id in self.sequences else []
-            assert not own or not before or before[0] == own[0], "a sequence's news begin with its last root"
+            assert not tokens or not before or before[0] == tokens[0], "a sequence's news begin with its last root"
         super().observe(self.shifted(news))
         for seq_id in news.seq_ids:
             self.sequences[seq_id].root = None  # it is read already, and the next news begin behind it
@@ -60,9 +60,9 @@ class ShiftedFollower(Follower, ABC):
 
         The first token of a text has none. What it is decides about all states, so it is part of the salt.
         """
-        rows = [(own, root) for _, own, root in news.rows()]
-        tokens = [token for own, root in rows for token in ((*own[1:], root) if own else ())]
-        firsts = [own[0] if own else root for own, root in rows]
+        rows = [(row_tokens, root) for _, row_tokens, root in news.rows()]
+        tokens = [token for row_tokens, root in rows for token in ((*row_tokens[1:], root) if row_tokens else ())]
+        firsts = [row_tokens[0] if row_tokens else root for row_tokens, root in rows]
         salts = [None if salt is None else (salt, first) for salt, first in zip(news.salts, firsts, strict=False)]
         return replace(news, tokens=tokens, salts=salts)
 
@@ -77,11 +77,11 @@ class ShiftedFollower(Follower, ABC):
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
         """One pass; the outputs of the text's last token and of guesses are kept, for their children."""
         states = super().run(reads, drawn, features)
-        for read, own in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
+        for read, outputs in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
             if features is not None:
-                self.outputs[read.seq_id] = [own[-1].clone()]
+                self.outputs[read.seq_id] = [outputs[-1].clone()]
             else:
-                self.outputs[read.seq_id].extend(own)
+                self.outputs[read.seq_id].extend(outputs)
         return states
 
     @torch.inference_mode()
@@ -104,18 +104,18 @@ class ShiftedFollower(Follower, ABC):
         """The target's states for text; for a guess what the model made of its parent."""
         if features is not None:
             return self.of_text(reads, features)
-        found = []
+        states = []
         for read in reads:
-            own = self.outputs[read.seq_id]
-            found += [self.of_guess(own[1 + parent]) for parent in read.parents or [len(own) - 2]]
-        return torch.stack(found)
+            outputs = self.outputs[read.seq_id]
+            states += [self.of_guess(outputs[1 + parent]) for parent in read.parents or [len(outputs) - 2]]
+        return torch.stack(states)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
         """Forget all guesses: accepted ones are read from the target's states."""
         self.drop(seq_ids)
 
     def cut_tails(self, wishes: Sequence[DraftRow]) -> None:
-        """The same for guesses that nothing was said about."""
+        """Forget guesses that were neither confirmed nor refuted."""
         self.drop([wish.seq_id for wish in wishes])
 
     def drop(self, seq_ids: Sequence[int]) -> None:

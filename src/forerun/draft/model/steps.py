@@ -63,21 +63,21 @@ def worth(
     survival: Mapping[int, list[float]],
 ) -> Sequence[int]:
     """The next guess of every chain, or -1 where it survives with too little; what survives is added by row."""
-    offer, found = draws.offer(logits, [start.row for start in starts], paths, 1), []
+    offer, guesses = draws.offer(logits, [start.row for start in starts], paths, 1), []
     assert offer.survival is not None, "it was asked for"
     for start, tokens, shares in zip(starts, offer.tokens, offer.survival, strict=True):
-        own = survival[start.row]
-        chance = shares[0] * (own[-1] if own else 1.0)
-        found.append(tokens[0] if chance >= start.price else -1)
-        if found[-1] >= 0:
-            own.append(chance)
-    return found
+        chances = survival[start.row]
+        chance = shares[0] * (chances[-1] if chances else 1.0)
+        guesses.append(tokens[0] if chance >= start.price else -1)
+        if guesses[-1] >= 0:
+            chances.append(chance)
+    return guesses
 
 
 def unseen_chains(
     draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"], read: ReadUnseen
 ) -> Chains:
-    """The same on the device. A chain ends where its depth says, or where there is no room to read on."""
+    """Chains that stay on the device. One ends where its depth says, or where there is no room to read on."""
     batch, deepest = len(draws.rows), max(start.depth for start in starts)
     guesses = torch.full((batch, deepest), -1, dtype=torch.long, device=draws.device)
     chains = Chains([0] * batch, {}, guesses=guesses, law_row=[[-1] * deepest for _ in range(batch)])

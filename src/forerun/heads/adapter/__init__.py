@@ -1,1 +1,1 @@
-"""Adapters for early exit: their format, network, drafter and training."""
+"""Early exit: its drafter, and the adapters for it: their format, network and training."""

@@ -1,1 +1,1 @@
-"""What computes: a protocol, and its three sides: torch's operators on a CPU, compiled kernels, a GPU."""
+"""Backends, which compute layers, behind one protocol: compiled kernels and torch's operators on CPUs, and a GPU."""

@@ -186,7 +186,7 @@ class NativeExecutor:
         weakref.finalize(self, self.lib.forerun_free_decoder, self.pointer)
 
     def layer(self, layer: Layer) -> CLayer:
-        """A layer's pointers."""
+        """A layer, as pointers to its tensors."""
         a, mlp = layer.attention, layer.mlp
         return CLayer(
             qkv=native(a.qkv).pointer,
@@ -201,7 +201,7 @@ class NativeExecutor:
         )
 
     def compiled(self, entry: StateEntry) -> CEntry:
-        """An entry's pointers."""
+        """An entry, as pointers to its tensors."""
         norms = {name: getattr(entry, name) for name in ("token_norm", "state_norm", "output_norm")}
         return CEntry(
             map=None if entry.map is None else native(entry.map).pointer,
@@ -214,7 +214,7 @@ class NativeExecutor:
     def experts(self, router: Router, experts: Sequence[GatedMlp]) -> CExperts:
         """Pointers to a layer's router and experts."""
         clamp, mlps = experts[0].clamp, (CGated * len(experts))(*map(gated, experts))
-        found = CExperts(
+        pointers = CExperts(
             count=len(experts),
             active=router.active,
             normalised=router.normalised,
@@ -223,8 +223,8 @@ class NativeExecutor:
             alpha=clamp.alpha if clamp else 0.0,
             limit=clamp.limit if clamp else 0.0,
         )
-        self.kept.append(found)
-        return found
+        self.kept.append(pointers)
+        return pointers
 
     def keep(self, tensor: Tensor) -> int:
         """Its address, for as long as this lives."""
