@@ -258,9 +258,9 @@ def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftT
             rows[chain.row, : len(chain.emitted)] = torch.arange(first, first + len(chain.emitted))
         first += len(chain.emitted)
     if law_of is not None:
-        unjudged_rows = law_of.row[:, : rows.shape[1]].to(rows.device)
-        part = rows[:, : unjudged_rows.shape[1]]  # a view
-        part.copy_(torch.where(unjudged_rows >= 0, first + unjudged_rows, part))
+        law_rows = law_of.row[:, : rows.shape[1]].to(rows.device)
+        part = rows[:, : law_rows.shape[1]]
+        part.copy_(torch.where(law_rows >= 0, first + law_rows, part))
         laws.append(law_of.dense(draws.vocab))
     return replace(tree.to(draws.device), q=DraftLaw(upload_tensor(rows, draws.device), torch.cat(laws)))
 

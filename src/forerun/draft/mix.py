@@ -171,8 +171,8 @@ class MixDrafter:
         if budget.arm < len(self.members):
             return parts[budget.arm].grown(row, budget.arm, [1.0])
         grown = [part.grown(row, arm, self.chances(arm)) for arm, part in parts.items()]
-        self.guessed[draws.seq_ids[row]] = [branches for branches in grown if len(branches.tree.tokens) > 1]
-        return MixedRow(merge([branches.tree for branches in grown], budget))
+        self.guessed[draws.seq_ids[row]] = [mixed for mixed in grown if len(mixed.tree.tokens) > 1]
+        return MixedRow(merge([mixed.tree for mixed in grown], budget))
 
     def chances(self, arm: int) -> list[float]:
         """What guesses of a member that does not say so survive with, by depth."""
@@ -281,9 +281,7 @@ def plan_mix(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftP
     if len(spec.members) < 2:
         refuse(spec, "a mix has two members or more, as in mix[ngram,model:DIR]")
     if any(member.name == spec.name for member in spec.members):
-        flat = [
-            nested for member in spec.members for nested in (member.members if member.name == spec.name else (member,))
-        ]
+        flat = [one for member in spec.members for one in (member.members if member.name == spec.name else (member,))]
         refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
     plans, names = list[DraftPlan](), list[str]()
     for member in spec.members:

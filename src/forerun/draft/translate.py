@@ -79,10 +79,8 @@ class TranslatingDrafter:
         """Chains of the target's tokens that spell the model's likeliest texts."""
         roots = [self.root(seq_id) for seq_id in draws.seq_ids]
         rows = [RowSampling(s, LIKELIEST, 0, 0, [root], 1) for s, root in zip(draws.seq_ids, roots, strict=True)]
-        vocabulary = self.transcriber.own
-        own_draws = Draws(
-            rows, self.model.vocab_size, device=draws.device, num_ids=vocabulary.num_ids, kernels=draws.kernels
-        )
+        num_ids = self.transcriber.own.num_ids
+        own_draws = Draws(rows, self.model.vocab_size, device=draws.device, num_ids=num_ids, kernels=draws.kernels)
         depths = [self.depth(*pair) for pair in zip(draws.seq_ids, budgets, strict=True)]
         asked = [self.own_budget(*pair) for pair in zip(draws.seq_ids, depths, strict=True)]
         draft = self.model.propose(own_draws, asked)
