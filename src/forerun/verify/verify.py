@@ -29,7 +29,7 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
     the draws must have been made for rejection, since the drafter must not share the noise of its judge.
     """
     lawful = None if rule == "coupled" else tree.rows_with_law()
-    if lawful is None and (judged := draws.verdict(tree, logits)) is not None:
+    if lawful is None and (judged := draws.verdict(tree, logits)) is not None:  # `follow`, compiled with its draws
         return Verdict(judged)
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
