@@ -99,7 +99,7 @@ class Way:
         return self.budget if depth == self.budget.depth else replace(self.budget, depth=depth, nodes=self.nodes(depth))
 
 
-Taken = Sequence[tuple[Way, int]]  # how rows are drafted: ways, and how far
+TakenWays = Sequence[tuple[Way, int]]  # how rows are drafted: ways, and how far
 
 
 @dataclass(slots=True)
@@ -107,9 +107,9 @@ class RetryTimer:
     """When something was last in use, and when it is due for a trial."""
 
     num_rounds: int = 0  # in use; with many rows a round counts as several
-    rested: int = 0  # rounds since it was last in use, in which it could have been
+    num_idle: int = 0  # rounds since it was last in use, in which it could have been
     patience: int = RETRY
-    vain: int = 0  # trials in a row that were no better than was thought
+    num_vain: int = 0  # trials in a row that were no better than was thought
     hopeful: bool = False  # the next trial is soon
 
     @property
@@ -120,11 +120,11 @@ class RetryTimer:
     @property
     def due(self) -> bool:
         """Whether it should be tried."""
-        return self.new or self.rested >= (SOON if self.hopeful else self.patience)
+        return self.new or self.num_idle >= (SOON if self.hopeful else self.patience)
 
     def wake(self) -> None:
         """Something has changed: it is tried again as if it were new, in fewer rounds."""
-        self.patience, self.vain = min(RETRY, self.patience), 0
+        self.patience, self.num_vain = min(RETRY, self.patience), 0
         self.num_rounds = min(self.num_rounds, TRIES - AGAIN)
 
     def count(self, num_rows: int, patience: int | None, hopeful: bool = False) -> None:
@@ -133,12 +133,12 @@ class RetryTimer:
         Behind a trial the next one waits for `patience`; `hopeful`: it was better than was thought.
         """
         if num_rows == 0:
-            self.rested += 1
+            self.num_idle += 1
             return
-        self.num_rounds, self.rested = self.num_rounds + min(num_rows, MANY_ROWS), 0
-        self.vain = 0 if patience is None or hopeful else min(self.vain + 1, VAIN)
+        self.num_rounds, self.num_idle = self.num_rounds + min(num_rows, MANY_ROWS), 0
+        self.num_vain = 0 if patience is None or hopeful else min(self.num_vain + 1, VAIN)
         longest = RETRY if self.hopeful else LONGEST  # one bad trial behind good ones does not settle it
-        self.patience = RETRY if patience is None else min(max(SHORTEST, patience) << self.vain, longest)
+        self.patience = RETRY if patience is None else min(max(SHORTEST, patience) << self.num_vain, longest)
         self.hopeful = hopeful
 
 
@@ -326,7 +326,7 @@ class Arms:
             share = sum(number in ways for ways in rows) / len(rows)
             arm.covered += COVER_SHARE * (share - arm.covered)
 
-    def time(self, taken: Taken, outcome: Outcome, planning_s: float) -> None:
+    def time(self, taken: TakenWays, outcome: Outcome, planning_s: float) -> None:
         """Learn what drafting these rows took, where finding out that nothing should be drafted takes `planning_s`."""
         active = {member for way, _ in taken for member in way.members}
         drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.control.arms import BEHIND, SPREAD, Arms, Way
-from forerun.control.pass_costs import Alone, Beside
+from forerun.control.pass_costs import PassesAlone, PassesBesidePrompts
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
@@ -51,7 +51,7 @@ class Drafts:
     """The drafts of a round that is being planned: how deep each row is, what they give and what they take."""
 
     arms: Arms
-    passes: Alone | Beside  # what the target's pass takes
+    passes: PassesAlone | PassesBesidePrompts  # what the target's pass takes
     depths: list[int]
     num_tokens: float | int  # in that pass
     gain: float
@@ -60,7 +60,7 @@ class Drafts:
     num_unread: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def none(cls, arms: Arms, passes: Alone | Beside, num_rows: int) -> Drafts:
+    def none(cls, arms: Arms, passes: PassesAlone | PassesBesidePrompts, num_rows: int) -> Drafts:
         """Of a round in which nothing is drafted."""
         return cls(arms, passes, [0] * num_rows, num_tokens=num_rows, gain=float(num_rows))
 

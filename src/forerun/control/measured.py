@@ -19,11 +19,11 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.advice import Advice
-from forerun.control.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, RetryTimer, Taken, Way
+from forerun.control.arms import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Arms, RetryTimer, TakenWays, Way
 from forerun.control.choices import Choice, Drafts, Planned, Ways, best_of, fallbacks, favoring_plain, sets, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.forecast import forecast
-from forerun.control.pass_costs import Alone, Beside, Kind, PassCosts
+from forerun.control.pass_costs import Kind, PassCosts, PassesAlone, PassesBesidePrompts
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.economy import damped
 from forerun.tree import DraftTree
@@ -250,7 +250,7 @@ class MeasuredDepth:
         """What a round of this choice would give."""
         return self.drafts_of(choice).tokens_per_s()
 
-    def passes(self, num_rows: int, taken: Sequence[Way]) -> Alone | Beside:
+    def passes(self, num_rows: int, taken: Sequence[Way]) -> PassesAlone | PassesBesidePrompts:
         """What passes of the round to come take in which these ways are taken, without what prompts take there."""
         kind = self.kind(num_rows, taken)
         return self.costs.beside_prompts(kind, num_rows) if self.reads else self.costs.alone(kind)
@@ -335,12 +335,12 @@ class MeasuredDepth:
         """Seconds that the last round would have taken without drafts."""
         return self.costs.of(self.kind(num_rows, ())).expect(num_rows) if self.costs.kinds else None
 
-    def drafts(self, outcome: Outcome) -> Taken:
+    def drafts(self, outcome: Outcome) -> TakenWays:
         """The ways in which rows were drafted, and how far."""
         drafted = [(row, self.drafted(row)) for row in outcome.rows]
         return [(way[0], way[0].steps(row, way[1])) for row, way in drafted if way is not None]
 
-    def accepted(self, outcome: Outcome, cheap: bool = False) -> Taken:
+    def accepted(self, outcome: Outcome, cheap: bool = False) -> TakenWays:
         """Learn what was accepted in the round of the last choice; how rows were drafted."""
         self.pending, self.came_true = False, True
         drafted = [(row, self.drafted(row)) for row in outcome.rows]
@@ -378,14 +378,14 @@ class MeasuredDepth:
             tried = self.tried == -1
             self.plain.count(0 if taken else 1, self.patience if tried else None, cheap and tried)
 
-    def time(self, taken: Taken, outcome: Outcome) -> bool:
+    def time(self, taken: TakenWays, outcome: Outcome) -> bool:
         """Learn what rounds and drafts took; whether the target's part took much less than was expected."""
         if not taken:
             self.planning_s += (damped(outcome.draft_s, self.planning_s) - self.planning_s) / 8
         self.arms.time(taken, outcome, self.planning_s)
         return self.time_pass(taken, outcome)
 
-    def time_pass(self, taken: Taken, outcome: Outcome) -> bool:
+    def time_pass(self, taken: TakenWays, outcome: Outcome) -> bool:
         """Learn what the target's part took; of a round that read prompts, what a token of theirs takes beside rows."""
         num_rows, num_tokens, taken_s = len(outcome.rows), outcome.num_tokens, outcome.pass_s + outcome.verdict_s
         if outcome.num_prompt_tokens:

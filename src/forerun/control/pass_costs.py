@@ -128,7 +128,7 @@ class PassCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class PassesBesidePrompts:
     """Seconds of rounds that read prompts too, without the prompts, by the tokens of `num_rows` texts and guesses.
 
     A pass over many tokens is limited by arithmetic: a guess takes `token_s` there, as every token of a prompt does,
@@ -150,7 +150,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class PassesAlone:
     """Seconds of rounds that read no prompts. Larger passes than were seen cost what a line through those says, and
     `token_s` at least for every token more: at some size passes become limited by arithmetic, as those of prompts are.
     """
@@ -218,13 +218,13 @@ class PassCosts:
         each_s = max(0.0, more_s) / (num_tokens - num_rows)
         self.prompt_s += (damped(each_s, self.prompt_s) - self.prompt_s) / (8 if self.prompt_s else 1)
 
-    def alone(self, kind: Kind) -> Alone:
+    def alone(self, kind: Kind) -> PassesAlone:
         """What rounds of this kind are taken to cost where no prompts are read."""
-        return Alone(self.of(kind), self.level.factor * self.prompt_s)
+        return PassesAlone(self.of(kind), self.level.factor * self.prompt_s)
 
-    def beside_prompts(self, kind: Kind, num_rows: int) -> Beside:
+    def beside_prompts(self, kind: Kind, num_rows: int) -> PassesBesidePrompts:
         """What rounds of this kind are taken to cost where prompts are read in the same pass, without the prompts."""
-        return Beside(self.of(kind), num_rows, self.level.factor * self.prompt_s)
+        return PassesBesidePrompts(self.of(kind), num_rows, self.level.factor * self.prompt_s)
 
 
 def size_class(num_tokens: int) -> int:

@@ -92,8 +92,8 @@ class TranslatingDrafter:
 
     def root(self, seq_id: int) -> int:
         """The last token of the model's text; 0 where there is no text."""
-        following = self.model.sequences.get(seq_id)
-        return 0 if following is None or following.root is None else following.root
+        drafted = self.model.sequences.get(seq_id)
+        return 0 if drafted is None or drafted.root is None else drafted.root
 
     def depth(self, seq_id: int, budget: Budget) -> int:
         """How many of the target's tokens are wanted."""
@@ -103,8 +103,8 @@ class TranslatingDrafter:
         """How many of the model's tokens `depth` of the target's and one more will be, going by the text so far."""
         if depth == 0:
             return NO_DRAFT
-        following = self.model.sequences[seq_id]
-        rate = (len(following.text) + 1) / self.transcripts[seq_id].num_told
+        drafted = self.model.sequences[seq_id]
+        rate = (len(drafted.text) + 1) / self.transcripts[seq_id].num_told
         return Budget(math.ceil((depth + 1) * rate))
 
     def translated(self, seq_id: int, guesses: Sequence[int], depth: int) -> list[int]:

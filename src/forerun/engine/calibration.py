@@ -17,7 +17,7 @@ from forerun.accept.outcome import Outcome, Stats
 from forerun.annotations import ProgressCallback
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
-from forerun.control.arms import BEHIND, Taken
+from forerun.control.arms import BEHIND, TakenWays
 from forerun.control.controller import Load
 from forerun.control.kept_costs import as_json, from_json, keep, read_kept
 from forerun.control.measured import MeasuredDepth
@@ -58,7 +58,7 @@ class Script:
     depth: int = 0
     counts: bool = False
     reads: bool = False  # whether what counts is how long drafters take for a text that is new to them
-    rounds: dict[tuple[Kind, int], tuple[Taken, Outcome]] = field(default_factory=dict)
+    rounds: dict[tuple[Kind, int], tuple[TakenWays, Outcome]] = field(default_factory=dict)
 
     def skips(self, load: Load) -> bool:
         """Never: every round is to be measured."""

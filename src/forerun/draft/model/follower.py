@@ -90,13 +90,13 @@ class Follower:
         for i, (seq_id, tokens, root) in enumerate(news.rows()):
             if seq_id not in self.sequences:
                 self.sequences[seq_id] = DraftedText(salt=news.salts[i] if news.salts else None)
-            following = self.sequences[seq_id]
-            assert not tokens or following.root in (None, tokens[0]), "a sequence's news begin with its last root"
-            following.text.extend(tokens)
-            following.root = root
-            following.highest = max(following.highest, *tokens, root)
+            drafted = self.sequences[seq_id]
+            assert not tokens or drafted.root in (None, tokens[0]), "a sequence's news begin with its last root"
+            drafted.text.extend(tokens)
+            drafted.root = root
+            drafted.highest = max(drafted.highest, *tokens, root)
             if self.taps and news.features is not None:
-                following.features = news.features[news.offsets[i] : news.offsets[i + 1]]
+                drafted.features = news.features[news.offsets[i] : news.offsets[i + 1]]
         self.confirm(news.seq_ids)
         if self.taps and news.adopted:
             self.take_over(news.seq_ids)
@@ -107,12 +107,12 @@ class Follower:
         """Keep of the tails what the texts confirm, and forget the rest."""
         kept, paths = [], []
         for seq_id in seq_ids:
-            following = self.sequences[seq_id]
-            following.settle()
-            if following.tail:
+            drafted = self.sequences[seq_id]
+            drafted.settle()
+            if drafted.tail:
                 kept.append(seq_id)
-                paths.append(following.path(self.unread(seq_id)))
-                following.clear()
+                paths.append(drafted.path(self.unread(seq_id)))
+                drafted.clear()
             elif seq_id in self.runner.tails:  # of a proposal that raised
                 self.runner.drop([seq_id])
         if kept:
@@ -135,11 +135,11 @@ class Follower:
         """Read these sequences' text from the target's states; where there is no room the youngest are lost."""
         rows = []
         for seq_id in seq_ids:
-            following = self.sequences[seq_id]
-            if len(following.text) > self.window:
+            drafted = self.sequences[seq_id]
+            if len(drafted.text) > self.window:
                 self.lose(seq_id)
-            unread = 0 if following.lost else len(self.unread(seq_id))
-            if unread and (following.features is None or len(following.features) < unread):
+            unread = 0 if drafted.lost else len(self.unread(seq_id))
+            if unread and (drafted.features is None or len(drafted.features) < unread):
                 raise WrongTarget(
                     f"{self.arms[0]} reads the target's states, and is told text without them: build the drafter for "
                     f"the engine that runs it, which shows them, as LLM(model, draft=...) does"
@@ -245,20 +245,20 @@ class Follower:
 
     def late(self, seq_id: int) -> Sequence[int] | None:
         """The final tokens that are not part of a sequence's text, its root; None where it cannot be drafted."""
-        following = self.sequences.get(seq_id)
-        return None if following is None or following.root is None else [following.root]
+        drafted = self.sequences.get(seq_id)
+        return None if drafted is None or drafted.root is None else [drafted.root]
 
     @property
     def window(self) -> int:
         """The longest text that can be read."""
         return self.runner.window
 
-    def room(self, following: DraftedText, late: Sequence[int]) -> int:
+    def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
         """The deepest draft behind the text and `late`; its last guess need not be read."""
-        highest = max([following.highest, *late])
-        if following.lost or highest >= self.ids.num_own:  # its vocabulary may be the smaller one
+        highest = max([drafted.highest, *late])
+        if drafted.lost or highest >= self.ids.num_own:  # its vocabulary may be the smaller one
             return 0
-        return max(0, self.window + 1 - len(following.text) - len(late))
+        return max(0, self.window + 1 - len(drafted.text) - len(late))
 
     def unread(self, seq_id: int) -> list[int]:
         """The final text, up to its root, that the cache does not hold."""
@@ -324,10 +324,10 @@ class Follower:
         """The target's states after these tokens, with which the unread text begins."""
         states = []
         for read in reads:
-            following = self.sequences[read.seq_id]
-            assert following.features is not None, "text is read with its states"
-            first = len(following.features) - len(self.unread(read.seq_id))
-            states.append(following.features[first : first + len(read.tokens)])
+            drafted = self.sequences[read.seq_id]
+            assert drafted.features is not None, "text is read with its states"
+            first = len(drafted.features) - len(self.unread(read.seq_id))
+            states.append(drafted.features[first : first + len(read.tokens)])
         return torch.cat(states)
 
     def read(

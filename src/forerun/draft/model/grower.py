@@ -293,6 +293,6 @@ class LevelReader:
         if logits is None:
             return None
         for place, token, parent in zip(places, guesses, parents, strict=True):
-            following = self.sequences[self.seq_ids[place.row]]
-            self.numbers[place.row, place.node] = following.add(parent, token)
+            drafted = self.sequences[self.seq_ids[place.row]]
+            self.numbers[place.row, place.node] = drafted.add(parent, token)
         return logits

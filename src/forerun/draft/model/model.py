@@ -35,11 +35,11 @@ class ModelDrafter(Follower):
     def revise(self, revisions: Sequence[Revision]) -> None:
         """Learn texts that are others than observed from some token on; what is still true stays read."""
         for revision in revisions:
-            following = self.sequences.setdefault(revision.seq_id, DraftedText())
-            kept = following.rewrite(revision.first, revision.tokens)
+            drafted = self.sequences.setdefault(revision.seq_id, DraftedText())
+            kept = drafted.rewrite(revision.first, revision.tokens)
             if kept < self.runner.length(revision.seq_id):
                 self.runner.truncate(revision.seq_id, kept)
-                following.clear()
+                drafted.clear()
         self.confirm([revision.seq_id for revision in revisions])
 
     def judge(self, questions: Sequence[Question]) -> JudgeLogits:

@@ -59,9 +59,9 @@ class BlockDrafter(Follower):
         self.blocks = {read.seq_id: rows[list(read.judged)] for read, rows in zip(reads, own, strict=True)}
         return states
 
-    def room(self, following: DraftedText, late: Sequence[int]) -> int:
+    def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
         """The deepest draft behind the text: the whole block has to fit where its places see each other."""
-        return 0 if following.lost else self.decoder.block.deepest(self.window - len(following.text))
+        return 0 if drafted.lost else self.decoder.block.deepest(self.window - len(drafted.text))
 
     def read_roots(self, wishes: list[DraftRow]) -> RootPass:
         """Read the blocks. Gives the wishes that had room, and the logits of all of their guesses."""
