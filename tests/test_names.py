@@ -1,12 +1,13 @@
-"""Names mean one thing: no class or type alias is defined twice, and files that source names exist."""
+"""Names mean one thing: no class or type alias is defined twice, and files that are named exist."""
 
 import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from kit.checkpoints import SRC
+from kit.checkpoints import ROOT, SRC
 
+FOLDERS = ("src", "tests", "scripts", "benchmarks", "recipes", "docs")
 NAMED_FILE = re.compile(r"`([\w/]+\.(?:py|cpp|hpp|js|css))`")
 
 
@@ -32,9 +33,11 @@ def test_every_class_name_is_defined_once() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-def test_files_that_docstrings_and_comments_name_exist() -> None:
+def test_files_that_source_and_documents_name_exist() -> None:
     """By the end of their path: `rules.py` is any file of this name, `verify/rules.py` one in a folder `verify`."""
-    ends = {"/".join(path.parts[-n:]) for path in SRC.rglob("*.*") for n in range(1, len(path.parts))}
-    named = [(path, name) for path in SRC.rglob("*.py") for name in NAMED_FILE.findall(path.read_text("utf-8"))]
-    assert len(named) > 50
-    assert [f"{path.relative_to(SRC)}: {name}" for path, name in named if name not in ends] == []
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    ends = {"/".join(path.parts[-n:]) for path in files for n in range(1, len(path.relative_to(ROOT).parts) + 1)}
+    pages = [*SRC.rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    named = [(path, name) for path in pages for name in NAMED_FILE.findall(path.read_text("utf-8"))]
+    assert len(named) > 100
+    assert [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in ends] == []
