@@ -90,6 +90,12 @@ class DraftTree:
         return cls(tokens=roots[:, None], parents=torch.full_like(roots, -1)[:, None], depth=0)
 
     @classmethod
+    def of_roots(cls, roots: Sequence[int]) -> DraftTree:
+        """No guesses, behind roots that the host knows."""
+        known = HostView([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
+        return replace(cls.bare(torch.tensor(roots, dtype=torch.long)), known=known)
+
+    @classmethod
     def chains(
         cls, roots: Int[Tensor, " batch"], guesses: Int[Tensor, "batch depth"], q: DraftLaw | None = None
     ) -> DraftTree:

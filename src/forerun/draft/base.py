@@ -11,14 +11,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.config import Speculation
 from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
-from forerun.tree import DraftTree, HostView
+from forerun.tree import DraftTree
 
 MERGED = "merged"  # the arm of a mix in which all of its members draft one tree
 AHEAD = 8  # guesses that `Outlook.expected` looks at: who drafts less far can expect no more than that
@@ -130,12 +129,6 @@ class Draft:
     resume: Resume | None = None
     pass_s: float = 0.0
     arm_s: Sequence[float] = ()
-
-    @classmethod
-    def none(cls, roots: Sequence[int]) -> Draft:
-        """A draft without guesses: roots alone."""
-        known = HostView([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
-        return cls(replace(DraftTree.bare(torch.tensor(roots, dtype=torch.long)), known=known))
 
 
 @dataclass(frozen=True, slots=True)

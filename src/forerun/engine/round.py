@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-import torch
 from torch.nn.functional import pad
 
 from forerun.accept.commit import accept, host_trees
@@ -30,7 +29,7 @@ from forerun.guard import attempt
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftTree, HostView
+from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
 from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
@@ -112,9 +111,8 @@ class Rounds:
     def draft(self, plan: RoundPlan) -> Draft:
         """Guesses for the drawing rows, on the device; their roots alone where none are wanted or affordable."""
         roots = [row.sequence.tokens[-1] for row in plan.drawing]
-        known = HostView([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
-        bare = replace(DraftTree.bare(torch.tensor(roots, dtype=torch.long)), known=known)
-        draft, tree = Draft(bare), bare
+        tree = bare = DraftTree.of_roots(roots)
+        draft = Draft(bare)
         if plan.drafts and plan.drawing:
             forced: Seq[Seq[int]] = [()] * len(roots)
             if plan.constrained:

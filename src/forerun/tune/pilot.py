@@ -60,7 +60,7 @@ class PilotDrafter:
         for number, (row, budget) in enumerate(zip(draws.rows, budgets, strict=True)):
             drafts = [own[number] for own in found][: budget.depth if each_depth else 1]
             self.seen.setdefault(row.seq_id, {})[len(row.tokens)] = drafts if budget.depth else []
-        return Draft.none([row.tokens[-1] for row in draws.rows])
+        return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """The drafter's own."""

@@ -29,6 +29,7 @@ from forerun.errors import WrongTarget
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States
 from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
 
 CHUNK_TOKENS = 512  # most tokens of committed text in one pass
 TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out their paths behind the kept text
@@ -158,7 +159,7 @@ class Follower:
         passed = self.read_roots(wishes if self.taps else self.catch_up(wishes, TAIL_TOKENS))
         granted = {wish.seq_id: wish.budget for wish in passed.wishes}
         if not granted:
-            return replace(Draft.none([row.tokens[-1] for row in draws.rows]), pass_s=self.pass_s)
+            return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]), pass_s=self.pass_s)
         draft = self.finish(draws, self.grow(draws, granted, passed.logits), granted)
         return replace(draft, pass_s=self.pass_s)
 

@@ -31,6 +31,7 @@ from forerun.models.loading import HELD_BYTES
 from forerun.models.runner import Runner
 from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
 
 
 class MedusaDrafter:
@@ -69,7 +70,7 @@ class MedusaDrafter:
         granted = [self.granted(seq_id, budget) for seq_id, budget in zip(draws.seq_ids, budgets, strict=True)]
         rows = [row for row, budget in enumerate(granted) if budget.depth]
         if not rows:
-            return Draft.none([row.tokens[-1] for row in draws.rows])
+            return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
         states = {row: self.states[draws.seq_ids[row]] for row in rows}
         roots = {row: draws.rows[row].tokens[-1] for row in rows}
 
