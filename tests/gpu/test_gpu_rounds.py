@@ -164,9 +164,12 @@ def test_what_cannot_be_captured_runs_without_and_what_can_is_captured_afterward
     assert graphs.num_replays == 2
 
 
-def test_a_rounds_times_are_the_devices(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass takes time on the card, which is not found in the verdict that waits for it."""
-    llm = make(target_dir, "ngram", speculation=4)
+@pytest.mark.parametrize("chunk_tokens", ["auto", 2])
+def test_a_rounds_times_are_the_devices(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int | str
+) -> None:
+    """The pass takes time on the card, which is not found in the verdict that waits for it, if there is one."""
+    llm = make(target_dir, "ngram", speculation=4, chunk_tokens=chunk_tokens)
     llm.generate(PROMPTS, GREEDY)
     outcomes: list[Outcome] = []
     monkeypatch.setattr(Stats, "record", lambda stats, outcome: outcomes.append(outcome))

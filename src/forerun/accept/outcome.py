@@ -81,7 +81,7 @@ class Outcome:
 class RoundClock:
     """Where the time of a round goes: begun with it, marked when its draft and when its pass are on their way.
 
-    A GPU does its work after the calls, so its marks are events, which may be read once the round has synchronised.
+    A GPU does its work after the calls, so its marks are events. A round that draws nothing does not wait for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,6 +104,8 @@ class RoundClock:
 
         `draft_pass_s` is what the calls of drafters' passes took.
         """
+        if self.events:
+            self.events[-1].synchronize()
         round_s = time.perf_counter() - self.called_s[0]
         draft_s, pass_s = self.called_s[1] - self.called_s[0], self.called_s[2] - self.called_s[1]
         if self.events:
