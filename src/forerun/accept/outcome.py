@@ -81,7 +81,8 @@ class Outcome:
 class RoundClock:
     """Where the time of a round goes: begun with it, marked when its draft and when its pass are on their way.
 
-    A GPU does its work after the calls, so its marks are events. A round that draws nothing does not wait for them.
+    A GPU does its work after the calls, so its marks are events. `times` waits for them: a round that drew nothing has
+    not.
     """
 
     def __init__(self, device: torch.device) -> None:

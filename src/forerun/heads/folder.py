@@ -87,7 +87,7 @@ class HeadFolder:
 
     @property
     def make(self) -> MakeLinear:
-        """How a linear layer is made of weights on a CPU."""
+        """How a linear layer is made of weights."""
         return partial(self.backend.linear, quantize=self.target.quantize)
 
     def refuse_devices(self, heads: str) -> None:
