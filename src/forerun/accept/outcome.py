@@ -81,8 +81,7 @@ class Outcome:
 class RoundClock:
     """Where the time of a round goes: begun with it, marked when its draft and when its pass are on their way.
 
-    A GPU does its work after the calls, so its marks are events. `times` waits for them: a round that drew nothing has
-    not.
+    A GPU does its work after the calls, so its marks are events. `times` waits for them; a round may draw nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,15 +104,13 @@ class RoundClock:
 
         `draft_pass_s` is what the calls of drafters' passes took.
         """
+        draft_s, pass_s = (later - each for each, later in pairwise(self.called_s))
         if self.events:
             self.events[-1].synchronize()
-        round_s = time.perf_counter() - self.called_s[0]
-        draft_s, pass_s = self.called_s[1] - self.called_s[0], self.called_s[2] - self.called_s[1]
-        if self.events:
             drafting_s = draft_s
             draft_s, pass_s = (each.elapsed_time(later) / 1000 for each, later in pairwise(self.events))
             draft_pass_s += max(0.0, draft_s - drafting_s)
-        return draft_s, draft_pass_s, pass_s, max(0.0, round_s - draft_s - pass_s)
+        return draft_s, draft_pass_s, pass_s, max(0.0, time.perf_counter() - self.called_s[0] - draft_s - pass_s)
 
     @property
     def captured(self) -> bool:
