@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun.cache.paged import PagedCache
 from forerun.config import Speculation
+from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Committed
 from forerun.draft.model.model import ModelDrafter
 from forerun.engine.sequence import Sequence
@@ -68,6 +69,12 @@ def source(adapter: AdapterStudent, tmp_path_factory: pytest.TempPathFactory) ->
     found = source_of(data, SETTINGS, adapter)
     yield found
     found.llm.close()
+
+
+def test_answers_are_drafted_as_far_as_that_pays(source: AnswerSource) -> None:
+    """The engine is built without a drafter, and is given the recorder's later."""
+    assert source.llm.engine.drafter is source.recorder
+    assert isinstance(source.llm.engine.controller, MeasuredDepth)
 
 
 def same(one: TargetText, other: TargetText) -> bool:

@@ -69,7 +69,7 @@ class Rounds:
         self.runner = runner
         self.drafter = drafter
         self.drafter_name = "" if drafter is None else ", ".join(drafter.arms)
-        self.controller = controller or (FixedDepth() if drafter is None else MeasuredDepth())
+        self.controller = controller or MeasuredDepth()  # a drafter may come later
         self.options = options
         self.num_ids = num_ids
         self.draws = draws
