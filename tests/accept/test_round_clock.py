@@ -1,9 +1,13 @@
-"""RoundClock on a GPU, by stand-ins for its events: times of a round that nothing else has waited for."""
+"""Where a round's time goes, on a GPU by stand-ins for its events, and whether a graph was captured in it."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from forerun.accept import outcome
 from forerun.accept.outcome import RoundClock
+from forerun.device import Captures
 
 
 class WorkingEvent:
@@ -37,3 +41,48 @@ def test_times_of_a_round_without_a_verdict_wait_for_its_pass(monkeypatch: pytes
     clock.mark()
     draft_s, _, pass_s, verdict_s = clock.times(0.0)
     assert (draft_s, pass_s, verdict_s) == (1.0, 1.0, 0.0)
+
+
+def test_a_rounds_time_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([5.0, 5.25, 7.0, 7.5])
+    monkeypatch.setattr(outcome, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    clock = RoundClock(torch.device("cpu"))
+    clock.mark()
+    clock.mark()
+    assert clock.times(draft_pass_s=0.125) == (0.25, 0.125, 1.75, 0.5)
+
+
+def test_on_a_gpu_the_device_says_when_its_work_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls return at once. What drafters take behind theirs is theirs, and the verdict waits for the rest."""
+
+    class Event:
+        places = iter([0.0, 40.0, 100.0])  # ms
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            self.place = next(self.places)
+
+        def synchronize(self) -> None:
+            """All is done."""
+
+        def elapsed_time(self, later: "Event") -> float:
+            return later.place - self.place
+
+    times = iter([1.0, 1.01, 1.02, 1.125])
+    monkeypatch.setattr(outcome, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    clock = RoundClock(torch.device("cuda", 0))
+    clock.mark()
+    clock.mark()
+    assert clock.times(draft_pass_s=0.005) == pytest.approx((0.04, 0.035, 0.06, 0.025))
+
+
+def test_a_capture_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Captures, "num", 3)
+    clock = RoundClock(torch.device("cpu"))
+    assert not clock.captured
+    monkeypatch.setattr(Captures, "num", 4)
+    assert clock.captured

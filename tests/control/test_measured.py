@@ -498,3 +498,16 @@ def test_drafts_add_up() -> None:
     assert drafts.gain == pytest.approx(2 + 1.5 + 0.7)
     expected_s = 0.1 + controller.arms.arms[0].drafting_s(3, 2) + controller.arms.arms[1].drafting_s(2, 1)
     assert drafts.tokens_per_s() == pytest.approx(drafts.gain / expected_s)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_what_captures_of_graphs_take_teaches_nothing(batch: int) -> None:
+    """Each new number of guesses costs a capture, once; drafting that pays goes on as without."""
+    world = World([0.8], [0.005])
+    shares = {}
+    for noticed in (True, False):
+        controller = calibrated(world, batch)
+        played = list(rounds(controller, world, 60, batch, capture_s=5.0, noticed=noticed))
+        shares[noticed] = share_of_best(world, played[10:])
+    assert shares[True] >= 0.9
+    assert shares[False] < shares[True], "unnoticed captures would have been learned from"

@@ -95,9 +95,20 @@ class World:
 
 
 def rounds(
-    controller: Controller, world: World, count: int, batch: int = 1, wish: Speculation | None = None, seed: int = 0
+    controller: Controller,
+    world: World,
+    count: int,
+    batch: int = 1,
+    wish: Speculation | None = None,
+    seed: int = 0,
+    capture_s: float = 0.0,
+    noticed: bool = True,
 ) -> Iterator[Sequence[Budget]]:
-    """The budgets of so many rounds, each reported to the controller."""
+    """The budgets of so many rounds, each reported to the controller.
+
+    The first round of each number of guesses takes `capture_s` more, and says so where that is `noticed`.
+    """
+    captured: set[int] = set()
     dice, wish = random.Random(seed), wish or AUTO_WISH
     members_dice = random.Random(seed)
     came_true = [[NO_RUN] * len(world.chances)] * batch
@@ -117,7 +128,11 @@ def rounds(
         pass_s *= dice.uniform(1 - world.noise, 1 + world.noise)
         draft_s = [each * dice.uniform(1 - world.noise, 1 + world.noise) for each in draft_s]
         arm_s = draft_s if world.is_mix and any(budget.depth for budget in budgets) else ()
-        controller.record(Outcome(rows, 0, sum(draft_s), pass_s, 0.0, arm_s))
+        num_guesses = sum(budget.nodes for budget in budgets)
+        new = capture_s > 0 and num_guesses not in captured
+        captured.add(num_guesses)
+        taken_s = pass_s + capture_s * new
+        controller.record(Outcome(rows, 0, sum(draft_s), taken_s, 0.0, arm_s, captured=new and noticed))
         yield budgets
 
 
