@@ -392,14 +392,3 @@ def test_lengths_are_told_what_rounds_took_and_gave(
     assert [(t.num_guesses, t.num_tokens) for t in timings] == [(3, 8), (1, 2)]
     assert all(min(t.draft_s, t.pass_s) > 0 for t in timings)
     assert 0 < draft.pass_s <= sum(t.draft_s + t.pass_s for t in timings)
-
-
-def test_members_are_told_and_forget_together(small: Runner, large: Runner) -> None:
-    lower, judge = model(small), model(large)
-    drafter = told(cascade(lower, judge), ROWS)
-    drafter.propose(draws_of(ROWS, VOCAB), BUDGETS)
-    assert set(lower.sequences) == set(judge.sequences) == {row.seq_id for row in ROWS}
-    assert drafter.outlook([3, 77]).unread[1] == drafter.outlook([3, 77]).limit[1] == 0
-    drafter.forget([0, 1, 2, 3, 4, 1000])
-    assert lower.sequences == judge.sequences == {}
-    assert drafter.propose(draws_of(ROWS, VOCAB), BUDGETS).tree.depth == 0

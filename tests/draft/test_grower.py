@@ -97,6 +97,7 @@ def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget]
     assert (survival is None) == all(budget.width == 1 and budget.price == 0 for budget in budgets)
     children, paths, depths = tree.children().tolist(), tree.path_tokens().tolist(), tree.depths()
     assert tree.tokens[:, 0].tolist() == [row.text[-1] for row in rows]
+    assert tree.depth == int(depths.max())
     for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
         assert int(tree.valid[b].sum()) - 1 <= budget.nodes
         assert int(depths[b].max()) <= min(budget.depth, tree.depth)
@@ -160,20 +161,6 @@ def test_without_a_price_the_depth_is_reached_and_guesses_are_spread(depth: int,
     assert per_level[0] == min(width, -(-(depth + extra) // depth))
     if width == 1 or extra == 0:
         assert per_level == [1] * depth
-
-
-def test_a_width_of_one_gives_chains() -> None:
-    rows = make_rows(3)
-    budgets = [Budget(4), Budget(2), Budget(0)]
-    tree = grow(rows, budgets, draws_of(rows, VOCAB, temperature=1.0)).tree
-    assert tree.width == 1
-    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3], [-1, 0, 1, -1, -1], [-1, -1, -1, -1, -1]]
-
-
-def test_fewer_nodes_than_depth_stop_the_chain() -> None:
-    rows = make_rows(1)
-    tree = grow(rows, [Budget(5, nodes=2)], draws_of(rows, VOCAB)).tree
-    assert tree.parents.tolist() == [[-1, 0, 1]]
 
 
 def test_where_the_cache_is_full_a_settled_tree_keeps_what_was_drawn() -> None:
@@ -275,6 +262,7 @@ def test_trees_are_the_likeliest_paths_of_all(budgets: list[Budget], temperature
         paths = all_paths(draws, b, row.text, budget, tied)
         expected = best_of(paths, budget.nodes, budget.depth)
         if not priced:  # chains, whose survival nobody asks for
+            assert draft.tree.width == 1
             assert found == list(paths)[: budget.nodes]
             continue
         assert found == list(expected)
@@ -321,10 +309,3 @@ def test_a_static_tree_has_its_shape(
             ranks = [other[-1] for other in expected if other[:-1] == path]
             in_turn = ranks == list(range(len(ranks))) and bool(ranks) and temperature > 0
             assert (tree.q.row[1, node] >= 0) == in_turn, "a law is told where all that was drawn is there"
-
-
-def test_nobody_to_draft_gives_roots_alone() -> None:
-    rows = make_rows(2)
-    draft = grow(rows, [Budget(0), Budget(0)], draws_of(rows, VOCAB))
-    assert draft.tree.tokens.tolist() == [[1], [4]]
-    assert draft.tree.depth == 0

@@ -1,6 +1,5 @@
 """The model drafter against plain reading of its checkpoint, after any history and in any want of memory."""
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +8,12 @@ import torch
 from torch import Tensor
 
 from draft.rounds import Row, committed, draws_of
-from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.chains import Chains
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, States
-from forerun.shape import StaticTree
 from kit.assertions import assert_same
 from kit.checkpoints import SMALL
 from kit.engines import CountingRunner
@@ -78,45 +75,6 @@ def test_a_chain_at_temperature_0_is_the_models_greedy_text(blueprint: Blueprint
     assert tree.tokens[0].tolist() == [row.text[-1], *plain_greedy(blueprint, row.text, 7)]
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("width", [1, 3, "static"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_after_any_history_it_is_as_if_told_at_once(blueprint: Blueprint, temperature: float, width: int | str) -> None:
-    """Random rounds: of each tree a random path is accepted, as far as chance will have it, then another token."""
-    rng, shape = random.Random(width), Speculation(tree=StaticTree([[0], [1], [0, 0], [1, 2], [0, 0, 0]]))
-    drafter = make(blueprint)
-    texts = {seq_id: random_text(5 + 9 * seq_id, seq_id) for seq_id in range(4)}
-    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
-    for _ in range(6):
-        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
-        budgets = [
-            Budget.of(shape, rng.randint(0, 4))
-            if width == "static"
-            else Budget(rng.randint(0, 4), width, rng.randint(4, 9))
-            for _ in rows
-        ]
-        draft = propose(drafter, rows, budgets, temperature)
-        assert_same(draft, fresh(blueprint, rows, budgets, temperature))
-        news = []
-        for b, row in enumerate(rows):
-            node, children = 0, draft.tree.children()[b].tolist()
-            while rng.random() < 0.7 and (below := [c for c in children[node] if c >= 0]):
-                node = rng.choice(below)
-                texts[row.seq_id].append(int(draft.tree.tokens[b, node]))
-            texts[row.seq_id].append(rng.randrange(3, VOCAB))
-            news.append(Row(row.seq_id, texts[row.seq_id]))
-        drafter.observe(committed(news, [len(row.text) - 1 for row in rows]))
-        for seq_id, text in texts.items():
-            length = drafter.runner.length(seq_id)
-            if length:
-                runner = blueprint.load(512)
-                runner.read([Read(0, text[:length])])
-                runner.keep([0], [range(length)])
-                other = torch.stack([runner.cache.keys, runner.cache.values])[:, :, :, :length]
-                assert torch.equal(kept_text(drafter, seq_id), other)
-        drafter.runner.cache.check()
-
-
 def test_guesses_that_were_confirmed_are_not_read_again(blueprint: Blueprint) -> None:
     drafter, text = make(blueprint), random_text(30, 0)
     drafter.observe(committed([Row(0, text)]))
@@ -158,20 +116,6 @@ def test_asking_again_gives_the_same(blueprint: Blueprint) -> None:
     first = propose(drafter, rows, budgets)
     assert_same(propose(drafter, rows, budgets), first)
     assert_same(propose(drafter, rows[::-1], budgets[::-1]), fresh(blueprint, rows[::-1], budgets[::-1]))
-
-
-@pytest.mark.parametrize("budget", [Budget(4), Budget(3, 2, 7)])
-def test_a_tail_counts_as_text_and_is_forgotten(blueprint: Blueprint, budget: Budget) -> None:
-    text, more = random_text(20, 0), random_text(6, 1)
-    rows, longer = [Row(0, text), Row(1, text)], [Row(0, text + more), Row(1, text)]
-    drafter = make(blueprint)
-    drafter.observe(committed(rows))
-    tail = committed([Row(0, text + more)], [len(text) - 1])
-    assert_same(propose(drafter, longer, [budget] * 2, tail=tail), fresh(blueprint, longer, [budget] * 2))
-    assert_same(propose(drafter, rows, [budget] * 2), fresh(blueprint, rows, [budget] * 2))
-    drafter.observe(committed([Row(0, [*text, *more[:3], 9])], [len(text) - 1]))
-    now = [Row(0, [*text, *more[:3], 9]), rows[1]]
-    assert_same(propose(drafter, now, [budget] * 2), fresh(blueprint, now, [budget] * 2))
 
 
 def test_a_row_does_not_depend_on_its_batch_mates(blueprint: Blueprint) -> None:
@@ -233,29 +177,10 @@ def test_want_of_memory_makes_drafts_shallower_the_youngest_first(blueprint: Blu
     assert drafter.runner.cache.num_free_tokens == 256
 
 
-def test_a_cache_without_tokens_never_drafts(blueprint: Blueprint) -> None:
-    drafter, row = make(blueprint, num_tokens=0), Row(0, [1, 5, 6])
-    drafter.observe(committed([row]))
-    assert drafter.outlook([0]).limit == [0]
-    assert propose(drafter, [row], [Budget(4)]).tree.tokens.tolist() == [[6]]
-
-
 def test_unknown_sequences_get_a_root_alone(blueprint: Blueprint) -> None:
     drafter, row = make(blueprint), Row(0, [1, 5, 6])
     assert drafter.outlook([0]) == type(drafter.outlook([0]))([0], [0], [None], ends_early=True)
     assert propose(drafter, [row], [Budget(4)]).tree.tokens.tolist() == [[6]]
-
-
-def test_forget_leaves_nothing(blueprint: Blueprint) -> None:
-    drafter, rows = make(blueprint), [Row(s, random_text(40, s)) for s in range(2)]
-    drafter.observe(committed(rows))
-    propose(drafter, rows, [Budget(3, 2, 6), Budget(4)])
-    drafter.forget([0, 1, 55])
-    assert drafter.sequences == {}
-    assert drafter.runner.tails == {}
-    assert drafter.runner.cache.num_rows == 0
-    drafter.observe(committed(rows))
-    assert drafter.outlook([0]).unread == [40]
 
 
 @pytest.mark.parametrize("vocab", [600, 450])

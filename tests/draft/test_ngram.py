@@ -52,21 +52,6 @@ def test_it_copies_from_the_latest_place_of_the_longest_suffix(
     assert drafter.outlook([5]).limit == [sys.maxsize if expected else 0]
 
 
-@given(text=LETTERS, lengths=LENGTHS, seed=st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
-def test_state_depends_on_the_text_alone_not_on_its_chunks(
-    text: list[int], lengths: tuple[int, int], seed: int
-) -> None:
-    min_n, max_n = lengths
-    rows = [Row(0, text), Row(1, text[::-1])]
-    grown, rebuilt = NgramDrafter(max_n, min_n), NgramDrafter(max_n, min_n)
-    for news in chunked(rows, seed):
-        grown.observe(news)
-        grown.propose(draws_of(rows[::-1], VOCAB), [Budget(3), Budget(4)])
-    rebuilt.observe(committed(rows))
-    assert grown.histories == rebuilt.histories
-
-
 @given(text=LETTERS, more=LETTERS, lengths=LENGTHS, depth=st.integers(1, 9))
 @settings(max_examples=200, deadline=None)
 def test_a_tail_counts_as_text_and_is_forgotten(
@@ -131,12 +116,6 @@ def test_it_expects_what_matches_of_a_length_have_given(
     assert drafter.propose(draws_of([row], VOCAB), [Budget(depth)]).survival is None
 
 
-def test_a_copy_that_meets_the_end_of_the_text_repeats_its_period() -> None:
-    drafter, row = NgramDrafter(max_n=2), Row(0, [9, 1, 2, 3, 1, 2])
-    drafter.observe(committed([row]))
-    assert guesses(drafter, [row], [Budget(8)]) == [[3, 1, 2, 3, 1, 2, 3, 1]]
-
-
 def test_rows_keep_their_own_budgets_and_unknown_rows_get_a_root_alone() -> None:
     drafter = NgramDrafter()
     rows = [Row(4, [5, 6, 5]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7])]
@@ -144,13 +123,3 @@ def test_rows_keep_their_own_budgets_and_unknown_rows_get_a_root_alone() -> None
     tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
     assert tree.tokens.tolist() == [[5, 6, 5], [1, -1, -1], [7, -1, -1]]
     assert tree.tokens.dtype == torch.long
-
-
-def test_forget_leaves_nothing() -> None:
-    drafter = NgramDrafter()
-    drafter.observe(committed([Row(0, [1, 1, 1]), Row(1, [2, 2])]))
-    drafter.forget([0, 77])
-    assert set(drafter.histories) == {1}
-    assert drafter.outlook([0]).limit == [0]
-    drafter.forget([1])
-    assert drafter.histories == {}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from draft.rounds import Beside, Row, committed, draws_of
-from forerun.config import EngineOptions, Speculation, Verification
+from forerun.config import EngineOptions, Speculation
 from forerun.device import Placement
 from forerun.draft.base import Budget
 from forerun.draft.plan import DraftContext
@@ -247,16 +247,6 @@ def test_tokens_are_those_of_plain_decoding(
     assert drafter.adapter.cache.num_rows == 0
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_under_rejection_rules_greedy_tokens_are_plain_too(
-    bench_of: Benches, verification: Verification, tmp_path: Path
-) -> None:
-    bench, spec = bench_of("float32"), f"early-exit:2:{adapter_of(TARGET, tmp_path / 'a', 2, range(3, 5))}"
-    engine = engine_of(bench, spec, 2048, 2048, verification=verification)
-    assert run(engine, texts_of(bench, engine, 5, MIXED, greedy=True)) == plain(bench, 5, greedy=True)
-    assert engine.stats.num_accepted > 0
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("norm", [False, True])
@@ -320,21 +310,6 @@ def test_passes_of_fixed_shape_read_states_too(bench_of: Benches, tmp_path: Path
         assert isinstance(llm.engine.runner, GraphRunner) == (device != "cpu")
     assert found[:3] == found[3:]
     assert found[2][0] > 0
-
-
-def test_a_tail_is_as_if_observed_and_forgotten_on_return(bench_of: Benches, tmp_path: Path) -> None:
-    bench, spec = bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"
-    rows = [Row(s, random_text(30, s)) for s in range(2)]
-    longer = [rows[0], Row(1, [*rows[1].text, *random_text(30, 7)[20:]])]
-    drafter = beside(bench, spec)
-    drafter.observe(committed(rows))
-    for told, tail in ((longer, committed(longer[1:], [29])), (rows, None)):
-        anew = beside(bench, spec)
-        anew.observe(committed(told))
-        draws, budgets = draws_of(told, VOCAB, temperature=1.0), [Budget(4, 2, 7), Budget(3)]
-        found, expected = (d.propose(draws, budgets, t).tree for d, t in ((drafter, tail), (anew, None)))
-        assert torch.equal(found.tokens, expected.tokens)
-        assert torch.equal(found.parents, expected.parents)
 
 
 def test_it_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:

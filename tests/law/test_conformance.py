@@ -175,6 +175,9 @@ def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Dra
         budgets = [Budget(4, 2, 7, arm), Budget(3, arm=arm)]
         assert_same(asked(drafter, longer, budgets, tail=tail), asked(told_at_once(make, longer), longer, budgets))
         assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
+    now = [rows[0], Row(1, [*longer[1].text[:33], 9])]  # of the tail a part has come true
+    tell(drafter, committed(now[1:], [29]))
+    assert_same(asked(drafter, now, budgets), asked(told_at_once(make, now), now, budgets))
 
 
 @pytest.mark.sampled(8)

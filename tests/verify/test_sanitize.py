@@ -283,11 +283,6 @@ def test_columns_beyond_every_limit_are_cut_off() -> None:
     assert clean.depth == 3
 
 
-def test_a_depth_that_was_understated_cuts() -> None:
-    clean = sanitize(replace(example(), depth=1), ROOTS, loose(3), VOCAB)
-    assert clean.tokens.tolist() == [[0, 1, 2, -1, -1], [3, 2, -1, -1, -1], [1, -1, -1, -1, -1]]
-
-
 def test_nothing_reads_a_tensor_on_the_host() -> None:
     with FakeTensorMode():
         nothing = torch.zeros(2, 4, dtype=torch.int64)

@@ -104,22 +104,6 @@ def test_block_judges_trees_by_the_token_rule() -> None:
     assert 0 < by_token.length.sum() < VOCAB
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_verdict_does_not_depend_on_batch_mates(rule: Verification) -> None:
-    texts = [[seed, seed + 1] for seed in range(6)]
-    guesses = torch.randint(0, VOCAB, (6, 3), generator=torch.Generator().manual_seed(1))
-    guesses[2, 1:] = -1
-    law = torch.full((VOCAB,), 1 / VOCAB)
-    tree = with_law(DraftTree.chains(torch.tensor([text[-1] for text in texts]), guesses), law)
-    together = verify(tree, logits_of(tree), draws_for(texts, rejection=True), rule)
-    assert 0 < together.length.sum() < 16
-    for b, text in enumerate(texts):
-        own = with_law(DraftTree.chains(torch.tensor([text[-1]]), guesses[b : b + 1]), law)
-        alone = verify(own, logits_of(own), draws_for([text], rejection=True), rule)
-        assert torch.equal(alone.path[0], together.path[b])
-        assert torch.equal(alone.next_token[0], together.next_token[b])
-
-
 def mixed_trees(seed: int) -> list[DraftTree]:
     """Nothing guessed, a chain and a tree without a law, chains and trees with one, each alone in its batch."""
     chance = torch.Generator().manual_seed(seed)
