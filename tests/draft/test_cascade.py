@@ -22,6 +22,7 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from kit.checkpoints import SMALL, TARGET
+from kit.drafters import Stateless
 from kit.engines import CountingRunner
 from kit.texts import VOCAB, story
 
@@ -67,21 +68,14 @@ def lowers(small: Runner, large: Runner) -> list[Drafter]:
     return [model(large), model(small), NgramDrafter(), cascade(NgramDrafter(), model(small), 2), Silent(), Wild()]
 
 
-class Silent:
+class Silent(Stateless):
     """Never guesses."""
-
-    taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("silent",)
-
-    def observe(self, news: Committed) -> None: ...
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         return Draft(DraftTree.bare(draws.roots_tokens))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [0] * len(seq_ids))
-
-    def forget(self, seq_ids: Sequence[int]) -> None: ...
 
 
 class Wild(Silent):

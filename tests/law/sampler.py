@@ -4,6 +4,9 @@ A model is a table of logits: row t says what may follow token t. All sequences 
 their seed alone, so that what they emit can be counted.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.rules import Verdict
 from forerun.verify.verify import verify
+from kit.unchecked import unchecked
 
 
 def sequences(count: int, params: SamplingParams, root: int, seed: int) -> list[RowSampling]:
@@ -96,3 +100,22 @@ def transitions(text: Tensor, root: int, position: int, vocab: int) -> Tensor:
 def continued(text: Tensor) -> list[list[int]]:
     """What each sequence has gained, on the host."""
     return [[token for token in line if token >= 0] for line in text.tolist()]
+
+
+def first_pairs(law: list[float], rule: Verification, propose: Callable[[Draws, list[list[int]]], DraftTree]) -> float:
+    """P-value of the first two tokens of 3,000 sequences of a target of this law, drafted and judged for two rounds.
+
+    Each round is drafted from its draws and from what the sequences have said before it.
+    """
+    count, vocab, p = 3_000, len(law), torch.tensor(law, dtype=torch.float64)
+    target, rows = p.log().float().expand(vocab, vocab), sequences(count, SamplingParams(), 1, seed=2)
+    gained: list[list[int]] = [[] for _ in rows]
+    for _ in range(2):
+        with unchecked():
+            draws = Draws(rows, vocab, rejection=rule != "coupled")
+            tree = propose(draws, gained)
+            news = continued(emitted(tree, judged_round(draws, tree, target, rule)))
+        gained = [old + new for old, new in zip(gained, news, strict=True)]
+        rows = [replace(row, tokens=[*row.tokens, *new]) for row, new in zip(rows, news, strict=True)]
+    counts = torch.bincount(torch.tensor([vocab * text[0] + text[1] for text in gained]), minlength=vocab**2)
+    return chi_square(counts.view(1, -1), count * (p[:, None] * p).view(1, -1))

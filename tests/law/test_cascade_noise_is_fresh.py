@@ -5,41 +5,33 @@ since. Its noise must be another's all the same; mutants that do not see to it m
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
-from sampler import chi_square, continued, drafted, emitted, judged_round, sequences
+from sampler import drafted, first_pairs
 from torch import Tensor
 
 from forerun.config import Verification
-from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.cascade import CascadeDrafter, Chain
 from forerun.draft.judge import JudgeLogits, Question
 from forerun.draft.lengths import FixedLength
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
-from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from kit.unchecked import unchecked
+from kit.drafters import Stateless
 
-VOCAB, COUNT, ROUNDS = 3, 3_000, 2
+VOCAB = 3
 P = [0.16, 0.44, 0.40]
-TARGET = torch.tensor(P).log().expand(VOCAB, VOCAB)
 MIDDLE = torch.tensor([0.04, 0.25, 0.71]).log().expand(VOCAB, VOCAB)
 LOW = torch.tensor([0.4, 0.2, 0.4]).log().expand(VOCAB, VOCAB)
 
 
-class Table:
+class Table(Stateless):
     """A model that is a table of logits, as lower member and as judge; tokens are independent of each other."""
-
-    taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("table",)
 
     def __init__(self, logits: Tensor, drawn: bool = True) -> None:
         self.logits, self.drawn = logits, drawn
-
-    def observe(self, news: Committed) -> None: ...
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         depth = max(budget.depth for budget in budgets)
@@ -50,11 +42,6 @@ class Table:
     def judge(self, questions: Sequence[Question]) -> JudgeLogits:
         last = [token for asked in questions for token in (asked.late[-1], *asked.guesses)]
         return JudgeLogits(range(len(questions)), self.logits[torch.tensor(last)], 0.0)
-
-    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook([0] * len(seq_ids), [99] * len(seq_ids))
-
-    def forget(self, seq_ids: Sequence[int]) -> None: ...
 
 
 class RoundByRound(CascadeDrafter):
@@ -84,27 +71,15 @@ CASCADES: dict[str, Callable[[], CascadeDrafter]] = {
 }
 
 
-def first_pairs(drafter: CascadeDrafter, rule: Verification) -> float:
-    """P-value of the first two tokens of many sequences that were drafted and judged for several rounds."""
-    rows = sequences(COUNT, SamplingParams(), 1, seed=2)
-    gained: list[list[int]] = [[] for _ in rows]
-    for _ in range(ROUNDS):
-        with unchecked():
-            draws = Draws(rows, VOCAB, rejection=rule != "coupled")
-            tree = drafter.propose(draws, [Budget(2)] * COUNT).tree
-            text = emitted(tree, judged_round(draws, tree, TARGET, rule))
-        news = continued(text)
-        gained = [old + new for old, new in zip(gained, news, strict=True)]
-        rows = [replace(row, tokens=[*row.tokens, *new]) for row, new in zip(rows, news, strict=True)]
-    counts = torch.bincount(torch.tensor([VOCAB * text[0] + text[1] for text in gained]), minlength=VOCAB**2)
-    p = torch.tensor(P, dtype=torch.float64)
-    return chi_square(counts.view(1, -1), COUNT * (p[:, None] * p).view(1, -1))
+def bias(drafter: CascadeDrafter, rule: Verification) -> float:
+    """P-value of what is said where this drafts two guesses a round."""
+    return first_pairs(P, rule, lambda draws, _: drafter.propose(draws, [Budget(2)] * len(draws.rows)).tree)
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
 def test_what_is_drafted_again_is_drawn_afresh(kind: str, rule: Verification) -> None:
-    assert first_pairs(CASCADES[kind](), rule) > 1e-4
+    assert bias(CASCADES[kind](), rule) > 1e-4
 
 
 def rounds_by_their_own_root(patch: pytest.MonkeyPatch) -> None:
@@ -135,4 +110,4 @@ def test_block_with_noise_that_was_looked_at_is_biased(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    assert first_pairs(CASCADES["judge alone, in rounds"](), "block") < 1e-6
+    assert bias(CASCADES["judge alone, in rounds"](), "block") < 1e-6

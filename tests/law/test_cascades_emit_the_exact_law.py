@@ -15,7 +15,7 @@ from exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Model, Sc
 from torch import Tensor
 
 from forerun.draft import base
-from forerun.draft.base import Budget, Committed, Outlook
+from forerun.draft.base import Budget, Committed
 from forerun.draft.cascade import CascadeDrafter, Chain
 from forerun.draft.judge import JudgeLogits, Question
 from forerun.draft.lengths import FixedLength, RoundTiming
@@ -24,6 +24,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify import verify as verifying
 from forerun.verify.rules import AcceptLaw, Walk, walk
+from kit.drafters import Stateless
 from kit.unchecked import unchecked
 
 FAMILIES = [family for family in families(12) if family.vocab == 3]
@@ -60,21 +61,7 @@ def scripted() -> Iterator[None]:
         yield
 
 
-class Toy:
-    """What all members share: they know a text by its tokens behind the one root there is."""
-
-    taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("toy",)
-
-    def observe(self, news: Committed) -> None: ...
-
-    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook([0] * len(seq_ids), [99] * len(seq_ids))
-
-    def forget(self, seq_ids: Sequence[int]) -> None: ...
-
-
-class Guesser(Toy):
+class Guesser(Stateless):
     """Chains drawn from a model, with their laws; or its likeliest tokens, with none."""
 
     def __init__(self, model: Model, drawn: bool = True, room: Callable[[Context], bool] = lambda _: True) -> None:
@@ -97,7 +84,7 @@ class Guesser(Toy):
         return base.Draft(tree)
 
 
-class ToyJudge(Toy):
+class ToyJudge(Stateless):
     """A model that reads anything and drafts by itself; or has no room behind some texts."""
 
     def __init__(self, model: Model, full: Callable[[Context], bool] = lambda _: False) -> None:
@@ -219,9 +206,7 @@ def test_lengths_that_change() -> None:
 def test_a_lower_member_that_chooses(chosen: list[Family]) -> None:
     """Without a law its guesses are judged by `follow`, and what is emitted has the judge's law all the same."""
     for family in chosen:
-        drafts = drafts_of(
-            lambda f=family: CascadeDrafter(Guesser(f.q, drawn=False), ToyJudge(f.mid), FixedLength(2)), 3
-        )
+        drafts = drafts_of(choosing(family, 2), 3)
         check_chains(drafts, family.mid, 3)
         check(drafts, family)
 

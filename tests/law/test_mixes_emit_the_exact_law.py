@@ -14,11 +14,12 @@ import torch
 from exact import RULES, TOLERANCE, Draft, Family, Model, Script, deviation, families
 
 from forerun.draft import base
-from forerun.draft.base import Budget, Committed, Outlook
+from forerun.draft.base import Budget, Committed
 from forerun.draft.mix import MemberDraft, MixDrafter, MixedRow
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
+from kit.drafters import Stateless
 from kit.unchecked import unchecked
 
 FAMILIES = [family for family in families(16) if family.vocab == 3]
@@ -32,16 +33,11 @@ class Dice:
     script = Script([])
 
 
-class Member:
+class Member(Stateless):
     """Chains drawn from a model, or its likeliest ones; with their laws, and how likely each of them is."""
-
-    taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("member",)
 
     def __init__(self, model: Model, drawn: bool = True, sparse: bool = False) -> None:
         self.model, self.drawn, self.sparse = model, drawn, sparse
-
-    def observe(self, news: Committed) -> None: ...
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
         texts, survival, rows, laws = [], [], [], list[list[float]]()
@@ -66,11 +62,6 @@ class Member:
             ids = torch.tensor([[2, 0, 1]]).repeat(len(laws), 1)
             probs = probs.gather(1, ids)
         return base.Draft(replace(tree, q=DraftLaw(row, probs, ids)), told)
-
-    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook([0] * len(seq_ids), [99] * len(seq_ids))
-
-    def forget(self, seq_ids: Sequence[int]) -> None: ...
 
 
 def drafts_of(make: Callable[[], MixDrafter], budgets: Sequence[Budget]) -> list[list[Draft]]:
