@@ -62,15 +62,6 @@ def said(model: Any, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         return {"logits": logits, "confidence": model.confidence_head(read).sigmoid()}
 
 
-def load(folder: Path) -> Any:
-    """A checkpoint as the package loads it, with attention that a CPU computes."""
-    from speculators import SpeculatorModel, SpeculatorModelConfig
-
-    config = SpeculatorModelConfig.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "eager"
-    return SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
-
-
 def make(kind: str, layers: int, **options: Any) -> None:
     """One of the checkpoints, with weights that are numbers of float16, in which they are stored."""
     from speculators import SpeculatorModel, SpeculatorModelConfig

@@ -1,7 +1,5 @@
 """Block drafters of `speculators` compute here what the package computes, and ours are read by it."""
 
-import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,16 @@ from forerun.heads.convert import convert
 from forerun.heads.folder import HeadFolder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
-from heads.package_block import ANCHORS, CHECKPOINTS, FOLDER, TAPS, TARGET, load, said
+from heads.conversions import CLOSE, assert_comes_back, changed, expected, no_package
+from heads.package import load
+from heads.package_block import ANCHORS, CHECKPOINTS, FOLDER, TAPS, TARGET, said
 from heads.trained import BLOCK_CONFIG, written_block
+from kit.checkpoints import read_json
 from kit.unchecked import unchecked
 
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
 NAMES = list(CHECKPOINTS)
 TEXT = [1, 30, 40]
 TABLE = "model.embed_tokens.weight"
-no_package = pytest.mark.skipif(
-    importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed"
-)
 
 
 def own(folder: Path, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
@@ -61,15 +58,6 @@ def assert_the_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
         assert ours[ours.isfinite()].std() > 0.01, "it says nothing"
 
 
-def expected(name: str) -> dict[str, Tensor]:
-    return load_file(FOLDER / name / "expected.safetensors")
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_the_package_gives_its_logits_once_it_is_converted(name: str, tmp_path: Path) -> None:
     known = expected(name)
@@ -82,20 +70,7 @@ def test_a_checkpoint_of_the_package_gives_its_logits_once_it_is_converted(name:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back_it_is_what_the_package_saved(name: str, tmp_path: Path) -> None:
-    convert(str(FOLDER / name), "dflash", tmp_path / "there", str(TARGET))
-    convert(str(tmp_path / "there"), "speculators", tmp_path / "back", str(TARGET))
-    before, after = (load_file(folder / "model.safetensors") for folder in (FOLDER / name, tmp_path / "back"))
-    assert before.keys() == after.keys()
-    for key, tensor in before.items():
-        assert tensor.dtype == after[key].dtype
-        assert torch.equal(tensor, after[key]), key
-    saved, written = config_of(FOLDER / name), config_of(tmp_path / "back")
-    assert written["speculators_config"].pop("verifier")["name_or_path"] == str(TARGET)
-    saved["speculators_config"].pop("verifier")
-    for config in (saved, written):
-        for key in ("architectures", "auto_map", "transformers_version"):
-            config.pop(key, None)
-    assert written == saved
+    assert_comes_back(name, "dflash", tmp_path, str(TARGET))
 
 
 def read_states(folder: Path) -> tuple[list[int], Tensor]:
@@ -105,7 +80,7 @@ def read_states(folder: Path) -> tuple[list[int], Tensor]:
     taps = BlockBlueprint.of(HeadFolder.of(str(folder), target)).tensors.config.taps
     found = target.load(64).read([Read(0, TEXT)], taps=taps).taps
     assert found is not None
-    return config_of(folder / "theirs")["aux_hidden_state_layer_ids"], found
+    return read_json(folder / "theirs" / "config.json")["aux_hidden_state_layer_ids"], found
 
 
 def test_numbers_of_layers_are_one_more_in_speculators(tmp_path: Path) -> None:
@@ -117,7 +92,7 @@ def test_numbers_of_layers_are_one_more_in_speculators(tmp_path: Path) -> None:
     table = load_file(TARGET / "model.safetensors")[TABLE]
     torch.testing.assert_close(states[:, told.index(0)], table[TEXT].float())
     convert(str(ours / "theirs"), "dflash", tmp_path / "back", str(TARGET))
-    assert config_of(tmp_path / "back")["dflash_config"]["target_layer_ids"] == ids
+    assert read_json(tmp_path / "back" / "config.json")["dflash_config"]["target_layer_ids"] == ids
 
 
 @pytest.mark.full
@@ -185,25 +160,6 @@ def test_the_recorded_logits_are_the_packages(name: str, tmp_path: Path) -> None
         torch.testing.assert_close(tensor, known[key], **CLOSE)
 
 
-def changed(name: str, folder: Path, **keys: object) -> Path:
-    """A copy of a checkpoint of the package with other fields."""
-    folder.mkdir()
-    (folder / "model.safetensors").symlink_to(FOLDER / name / "model.safetensors")
-    config = config_of(FOLDER / name)
-    layer = config["transformer_layer_config"] | {k: v for k, v in keys.items() if k in FIELDS_OF_LAYERS}
-    keys = {k: v for k, v in keys.items() if k not in FIELDS_OF_LAYERS}
-    (folder / "config.json").write_text(json.dumps(config | {"transformer_layer_config": layer} | keys))
-    return folder
-
-
-FIELDS_OF_LAYERS = (
-    "num_hidden_layers",
-    "use_sliding_window",
-    "sliding_window",
-    "layer_types",
-    "hidden_act",
-    "vocab_size",
-)
 MIXED = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 
 

@@ -21,6 +21,7 @@ from forerun.heads.kinds import head_folders
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
+from heads.conversions import same_tensors
 from heads.trained import eagle_of, first_eagle_of, heads_of
 from kit.checkpoints import TARGET
 from kit.texts import STARTS
@@ -60,11 +61,6 @@ def as_published(folder: Path, new: Path, file: str, prefix: str = "", **keys: o
     tensors = {prefix + name: tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     torch.save(tensors, new / file)
     return new
-
-
-def same_tensors(one: Path, other: Path) -> bool:
-    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def counts(draft: str) -> tuple[int, int]:

@@ -1,9 +1,7 @@
 """MTP modules of `speculators` compute here what the package computes, and ours are read by it: equal logits."""
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +14,18 @@ from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.drafter import MtpBlueprint
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
+from heads.conversions import CLOSE, assert_comes_back, expected, no_package, same_tensors
 from heads.modules import apart
 from heads.package_mtp import FOLDER, NAME, PLACES, TARGET, load, logits_of
+from kit.checkpoints import read_json
 from kit.unchecked import unchecked
 
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
 THEIRS = FOLDER / NAME
-no_package = pytest.mark.skipif(
-    importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed"
-)
 
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, Tensor]:
-    return load_file(THEIRS / "expected.safetensors")
+    return expected(NAME)
 
 
 def own_logits(folder: Path, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,11 +39,6 @@ def own_logits(folder: Path, states: Tensor, tokens: Tensor) -> tuple[Tensor, Te
     return found[0], found[1]
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
-
-
 def test_a_module_of_the_package_gives_its_logits_once_converted(known: dict[str, Tensor], tmp_path: Path) -> None:
     new = convert(str(THEIRS), "mtp", tmp_path / "ours", str(TARGET))
     assert new.draft == f"mtp:{tmp_path / 'ours'}"
@@ -58,28 +49,14 @@ def test_a_module_of_the_package_gives_its_logits_once_converted(known: dict[str
 
 
 def test_there_and_back_it_is_what_the_package_saved(tmp_path: Path) -> None:
-    convert(str(THEIRS), "mtp", tmp_path / "there", str(TARGET))
-    convert(str(tmp_path / "there"), "speculators", tmp_path / "back", str(TARGET))
-    before, after = (load_file(folder / "model.safetensors") for folder in (THEIRS, tmp_path / "back"))
-    assert before.keys() == after.keys()
-    for key, tensor in before.items():
-        assert tensor.dtype == after[key].dtype
-        assert torch.equal(tensor, after[key]), key
-    saved, written = config_of(THEIRS), config_of(tmp_path / "back")
-    assert written["speculators_config"].pop("verifier")["name_or_path"] == str(TARGET)
-    saved["speculators_config"].pop("verifier")
-    layers = [config.pop("transformer_layer_config") for config in (saved, written)]
-    assert all(layers[1][key] == value for key, value in layers[0].items() if key in layers[1])
-    assert layers[1]["num_hidden_layers"] == layers[0]["num_hidden_layers"] == 5
-    for config in (saved, written):
-        for key in ("architectures", "auto_map", "transformers_version"):
-            config.pop(key, None)
-    assert written == saved
+    assert_comes_back(NAME, "mtp", tmp_path, str(TARGET))
 
 
 def ours(folder: Path, **keys: object) -> Path:
     """A module of ours whose layer is qwen3's."""
-    values = config_of(TARGET) | {"model_type": "qwen3", "num_hidden_layers": 1, "rms_norm_eps": 1e-5} | keys
+    values = (
+        read_json(TARGET / "config.json") | {"model_type": "qwen3", "num_hidden_layers": 1, "rms_norm_eps": 1e-5} | keys
+    )
     made = apart(TARGET, folder, 1, "qwen", **{key: value for key, value in values.items() if key != "architectures"})
     tensors = load_file(made / "model.safetensors")
     head_dim = values["hidden_size"] // values["num_attention_heads"]
@@ -113,9 +90,7 @@ def test_a_module_of_ours_comes_back_from_speculators_as_it_was(tmp_path: Path) 
     made = ours(tmp_path / "ours")
     convert(str(made), "speculators", tmp_path / "theirs", str(TARGET))
     convert(str(tmp_path / "theirs"), "mtp", tmp_path / "back", str(TARGET))
-    before, after = (load_file(folder / "model.safetensors") for folder in (made, tmp_path / "back"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    assert same_tensors(made, tmp_path / "back")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +106,7 @@ def test_what_speculators_cannot_say_is_refused_and_nothing_is_written(
     count: int, keys: dict[str, object], told: str, tmp_path: Path
 ) -> None:
     made = ours(tmp_path / "ours")
-    (made / "config.json").write_text(json.dumps(config_of(made) | keys))
+    (made / "config.json").write_text(json.dumps(read_json(made / "config.json") | keys))
     if count == 2:
         tensors = load_file(made / "model.safetensors")
         first = {name: tensor for name, tensor in tensors.items() if ".0." in name}

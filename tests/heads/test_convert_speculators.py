@@ -1,6 +1,5 @@
 """Checkpoints of `speculators` compute here what the package computes, and ours are read by it: equal logits."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from forerun.heads.student import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.train.kinds import make_student
+from heads.conversions import CLOSE, assert_comes_back, changed, expected, no_package
 from heads.package import ANCHORS, CHECKPOINTS, DEPTHS, FOLDER, TAPS, TARGET, guesses_of, load, logits_of
 from heads.trained import eagle_of
 from kit.unchecked import unchecked
 
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
 NAMES = list(CHECKPOINTS)
 
 
@@ -52,10 +51,6 @@ def own_logits(folder: Path, states: Tensor, tokens: Tensor) -> tuple[Tensor, Te
     return first, torch.cat(second)
 
 
-def expected(name: str) -> dict[str, Tensor]:
-    return load_file(FOLDER / name / "expected.safetensors")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_the_package_gives_its_logits_as_it_is_and_converted(name: str, tmp_path: Path) -> None:
     known = expected(name)
@@ -70,23 +65,10 @@ def test_a_checkpoint_of_the_package_gives_its_logits_as_it_is_and_converted(nam
 
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back_it_is_what_the_package_saved(name: str, tmp_path: Path) -> None:
-    convert(str(FOLDER / name), "eagle", tmp_path / "there")
-    convert(str(tmp_path / "there"), "speculators", tmp_path / "back")
-    before, after = (load_file(folder / "model.safetensors") for folder in (FOLDER / name, tmp_path / "back"))
-    assert before.keys() == after.keys()
-    for key, tensor in before.items():
-        assert tensor.dtype == after[key].dtype
-        assert torch.equal(tensor, after[key]), key
-    saved, written = (json.loads((folder / "config.json").read_text()) for folder in (FOLDER / name, tmp_path / "back"))
-    for config in (saved, written):
-        config.pop("architectures")
-        config.pop("auto_map", None)
-        config.pop("transformers_version", None)
-        config["transformer_layer_config"].pop("transformers_version", None)
-    assert written == saved
+    assert_comes_back(name, "eagle", tmp_path)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed")
+@no_package
 @pytest.mark.parametrize("options", [{}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True}], ids=str)
 def test_the_package_computes_what_we_compute_with_a_layer_of_ours(options: dict[str, Any], tmp_path: Path) -> None:
     ours = eagle_of(TARGET, tmp_path / "ours", eagle_aux_hidden_state_layer_ids=list(TAPS), **options)
@@ -99,7 +81,7 @@ def test_the_package_computes_what_we_compute_with_a_layer_of_ours(options: dict
         torch.testing.assert_close(own, wanted, **CLOSE)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed")
+@no_package
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recorded_logits_are_the_packages(name: str, tmp_path: Path) -> None:
     known = expected(name)
@@ -139,17 +121,6 @@ def test_a_portable_block_with_a_selector_has_no_confidence_head(tmp_path: Path)
     convert(str(tmp_path), "speculators", tmp_path / "theirs", str(TARGET))
     with pytest.raises(InvalidRequest, match="no confidence head beside a selector"):
         make_student("block", target, StudentSizes(**own, confidence=True), 0)
-
-
-def changed(name: str, folder: Path, **keys: object) -> Path:
-    """A copy of a checkpoint with other fields."""
-    folder.mkdir()
-    (folder / "model.safetensors").symlink_to(FOLDER / name / "model.safetensors")
-    config = json.loads((FOLDER / name / "config.json").read_text())
-    layer = config["transformer_layer_config"] | {k: v for k, v in keys.items() if k not in config}
-    keys = {k: v for k, v in keys.items() if k in config}
-    (folder / "config.json").write_text(json.dumps(config | {"transformer_layer_config": layer} | keys))
-    return folder
 
 
 @pytest.mark.parametrize(
