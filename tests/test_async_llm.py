@@ -179,25 +179,6 @@ class Faulty(Exception):
     """A processor's own failure."""
 
 
-def fails(tokens: Sequence[int], logits: Tensor) -> Tensor:
-    """A processor that fails in the middle of its request."""
-    if len(tokens) > 9:
-        raise Faulty("on purpose")
-    return logits
-
-
-def test_an_error_in_a_requests_own_code_reaches_that_request_alone() -> None:
-    async def work(front: AsyncLLM) -> None:
-        good = [asyncio.create_task(front.generate(PROMPTS[i], asking(i))) for i in range(3)]
-        bad = front.generate("The", asking(5, logits_processors=[fails], n=2))
-        with pytest.raises(Faulty, match="on purpose"):
-            await bad
-        assert [seen(await task) for task in good] == [alone(i) for i in range(3)]
-        await first_is_right(front)
-
-    run(work)
-
-
 def test_an_error_of_the_engine_reaches_all_whose_rounds_fail_and_hangs_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,7 +32,7 @@ from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, SRC, TARGET
 from kit.engines import plain
 from kit.oracles import Oracle, seen
-from kit.texts import PROMPTS
+from kit.texts import PROMPTS, random_text
 
 TREE = Speculation(4, 3, 9)
 
@@ -419,11 +419,6 @@ def test_logprobs_are_those_of_transformers() -> None:
             assert_logprobs(answer.logprobs, tokens, len(result.prompt_token_ids), 5)
 
 
-def long_prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [1, *(rng.randrange(3, 512) for _ in range(length - 1))]
-
-
 def scored(seed: int) -> SamplingParams:
     return asking(seed, logprobs=2, prompt_logprobs=2, max_tokens=16, temperature=seed % 2)
 
@@ -434,7 +429,7 @@ LENGTHS = (1, 2, 40, 3, 60, 30)
 @cache
 def scored_alone() -> list[dict[str, object]]:
     """Answers with all their log-probabilities, each alone, its prompt read at once."""
-    requests = [(long_prompt(length, seed), scored(seed)) for seed, length in enumerate(LENGTHS)]
+    requests = [(random_text(length, seed), scored(seed)) for seed, length in enumerate(LENGTHS)]
     return [dict(seen(plain().generate([prompt], asked)[0])) for prompt, asked in requests]
 
 
@@ -445,7 +440,7 @@ CHUNKED = ((None, 7), ("ngram", 1), ("ngram", 64), (f"model:{SMALL}", 7), ("orac
 @pytest.mark.parametrize(("draft", "chunk_tokens"), CHUNKED, ids=lambda value: str(value)[-11:])
 def test_logprobs_do_not_depend_on_drafts_chunks_or_preemption(draft: str | None, chunk_tokens: int) -> None:
     """To the bit, with memory for hardly more than the longest sequence, and rows sent back at random besides."""
-    prompts = [long_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    prompts = [random_text(length, seed) for seed, length in enumerate(LENGTHS)]
     params = [scored(seed) for seed in range(len(prompts))]
     oracle = Oracle()
     oracle.learn(plain().generate(prompts, params), params)

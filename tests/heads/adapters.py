@@ -1,17 +1,31 @@
-"""Adapter folders made for tests: some of a target's own layers, layers that say nothing, layers of another family."""
+"""Adapter folders made for tests: some of a target's own layers, layers that say nothing, layers of another family.
+
+And what exits are asked for, with an adapter and without.
+"""
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draft.rounds import Row, committed, draws_of
+from forerun.config import Speculation
+from forerun.draft.base import Budget, Drafter
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence as TextSequence
 from forerun.fields import read_fields
 from forerun.models.config import config_of
 from forerun.models.projections import tensor_shapes
+from forerun.request import Request
+from forerun.sampling.params import SamplingParams
+from kit.assertions import assert_same
 from kit.checkpoints import written
+from kit.texts import VOCAB, random_text
+from law.fuzz import Bench
 
 STRANGE = {  # another family, and other heads, widths and positions than any target of the tests
     "architectures": ["Qwen3ForCausalLM"],
@@ -63,3 +77,35 @@ def random_tensors(config: Mapping[str, object], folder: Path) -> dict[str, Tens
     shapes = tensor_shapes(config_of(read_fields(folder / "config.json")))
     tensors = {n: torch.randn(s, generator=dice) * 0.1 + ("norm" in n) for n, s in shapes.items()}
     return {n: t for n, t in tensors.items() if n not in ("model.embed_tokens.weight", "lm_head.weight")}
+
+
+def assert_same_guesses(ours: Drafter, theirs: Drafter, rng: random.Random, num_rounds: int) -> int:
+    """That two drafters guess alike after any history, to the bit; the number of guesses."""
+    texts, num_guesses = {seq_id: random_text(3 + 20 * seq_id, seq_id) for seq_id in range(4)}, 0
+    news = committed([Row(s, t) for s, t in texts.items()])
+    for number in range(num_rounds):
+        for drafter in (ours, theirs):
+            drafter.observe(news)
+        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
+        budgets = [Budget(rng.randint(0, 5), 1 if number % 3 else 2, rng.randint(4, 9)) for _ in rows]
+        draws = draws_of(rows, VOCAB, temperature=rng.choice([0.0, 1.0]), rejection=number % 4 == 3)
+        found = ours.propose(draws, budgets)
+        assert_same(found, theirs.propose(draws, budgets))
+        num_guesses += int(found.tree.valid.sum()) - len(rows)
+        for i, row in enumerate(rows):
+            chain = [token for token in found.tree.tokens[i, 1:].tolist() if token >= 0]
+            texts[row.seq_id] += [*chain[: rng.randint(0, len(chain))], rng.randrange(3, VOCAB)]
+        news = committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows])
+    return num_guesses
+
+
+def submitted(bench: Bench, engine: Engine, count: int, shapes: Sequence[Speculation]) -> list[TextSequence]:
+    """Prompts of any length, greedy and sampled in turn; where shapes are mixed, some ask for more."""
+    rng, texts, requests = random.Random(count), list[TextSequence](), bench.requests()
+    for i in range(count):
+        more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and len(shapes) > 3 else {}
+        params = SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, **more)
+        wish = shapes[i % len(shapes)] if engine.drafter else Speculation(0)
+        texts += requests.sequences(Request.of(random_text(rng.choice([1, 2, 30, 70]), i), params, wish))
+        engine.submit(texts[-1])
+    return texts

@@ -29,9 +29,8 @@ from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.runner import Read, Runner
-from forerun.request import Request
 from forerun.sampling.params import SamplingParams
-from heads.adapters import STRANGE, adapter_of, silent_adapter, strange_adapter
+from heads.adapters import STRANGE, adapter_of, assert_same_guesses, silent_adapter, strange_adapter, submitted
 from kit.checkpoints import TARGET, written
 from kit.texts import random_text
 from kit.unchecked import unchecked
@@ -95,27 +94,7 @@ def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
     else:
         adapter_of(TARGET, folder, layer, range(layer, layer + deeper), norm=deeper == 2)
     ours, theirs = beside(bench, f"early-exit:{layer}:{folder}"), beside(bench, f"early-exit:{layer + deeper}")
-    texts = {seq_id: random_text(3 + 20 * seq_id, seq_id) for seq_id in range(4)}
-    news = committed([Row(s, t) for s, t in texts.items()])
-    num_guesses = 0
-    for number in range(8):
-        for drafter in (ours, theirs):
-            drafter.observe(news)
-        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
-        budgets = [Budget(rng.randint(0, 5), 1 if number % 3 else 2, rng.randint(4, 9)) for _ in rows]
-        draws = draws_of(rows, VOCAB, temperature=rng.choice([0.0, 1.0]), rejection=number % 4 == 3)
-        found, expected = ours.propose(draws, budgets).tree, theirs.propose(draws, budgets).tree
-        assert torch.equal(found.tokens, expected.tokens)
-        assert torch.equal(found.parents, expected.parents)
-        assert (found.q is None) == (expected.q is None)
-        if found.q is not None and expected.q is not None:
-            assert torch.equal(found.q.dense(VOCAB), expected.q.dense(VOCAB))
-        num_guesses += int(found.valid.sum()) - len(rows)
-        for i, row in enumerate(rows):
-            chain = [token for token in found.tokens[i, 1:].tolist() if token >= 0]
-            texts[row.seq_id] += [*chain[: rng.randint(0, len(chain))], rng.randrange(3, VOCAB)]
-        news = committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows])
-    assert num_guesses > 20
+    assert assert_same_guesses(ours, theirs, rng, 8) > 20
 
 
 @pytest.mark.sampled(6)
@@ -178,21 +157,6 @@ def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **o
     return engine
 
 
-def texts_of(
-    bench: Bench, engine: Engine, count: int, shapes: tuple[Speculation, ...], greedy: bool = False
-) -> list[object]:
-    """Submitted: prompts of any length, greedy and sampled in turn, some with more to ask."""
-    rng, texts = random.Random(count), []
-    requests = bench.requests()
-    for i in range(count):
-        more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and not greedy else {}
-        params = SamplingParams(temperature=0.0 if greedy else i % 2, seed=i, max_tokens=20, ignore_eos=True, **more)
-        wish = shapes[i % len(shapes)] if engine.drafter else Speculation(0)
-        texts += requests.sequences(Request.of(random_text(rng.choice([1, 2, 30, 70]), i), params, wish))
-        engine.submit(texts[-1])
-    return texts
-
-
 def run(engine: Engine, texts: list[object], anew: Callable[[], Beside] | None = None) -> list[list[int]]:
     """All rounds; with `anew` the adapter's cache is compared now and then with one that is told all at once."""
     with unchecked():
@@ -222,9 +186,9 @@ def check(engine: Engine, anew: Beside) -> None:
             assert torch.equal(found, expected)
 
 
-def plain(bench: Bench, count: int, greedy: bool = False) -> list[list[int]]:
+def plain(bench: Bench, count: int, shapes: tuple[Speculation, ...]) -> list[list[int]]:
     engine = bench.engine()
-    return run(engine, texts_of(bench, engine, count, (Speculation(0),), greedy))
+    return run(engine, submitted(bench, engine, count, shapes))
 
 
 @pytest.mark.sampled(6)
@@ -237,8 +201,8 @@ def test_tokens_are_those_of_plain_decoding(
     bench, spec = bench_of(name), f"early-exit:2:{adapter_of(TARGET, tmp_path / 'a', 2, range(3, 5))}"
     sizes = (256, 200) if batch > 1 else (2048, 2048)
     engine = engine_of(bench, spec, *sizes, max_num_seqs=batch, chunk_tokens=24)
-    texts = texts_of(bench, engine, batch + 1, shapes)
-    assert run(engine, texts, lambda: beside(bench, spec)) == plain(bench, batch + 1)
+    texts = submitted(bench, engine, batch + 1, shapes)
+    assert run(engine, texts, lambda: beside(bench, spec)) == plain(bench, batch + 1, shapes)
     assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
     drafter = engine.drafter
     assert isinstance(drafter, EarlyExitDrafter)
@@ -256,7 +220,7 @@ def test_all_that_is_left_of_the_target_is_always_right(
     """Greedy and sampled, in chains and trees: an adapter that is the target's upper layers is the target."""
     bench, spec = bench_of(name), f"early-exit:3:{adapter_of(TARGET, tmp_path / 'a', 3, range(3, LAYERS), norm)}"
     engine = engine_of(bench, spec, 4096, 4096)
-    assert run(engine, texts_of(bench, engine, 4, CHAINS)) == plain(bench, 4)
+    assert run(engine, submitted(bench, engine, 4, CHAINS)) == plain(bench, 4, CHAINS)
     assert engine.stats.num_accepted == engine.stats.num_drafted > 0
 
 
@@ -264,7 +228,7 @@ def test_all_that_is_left_of_the_target_is_always_right(
 def test_an_adapter_short_of_memory_changes_nothing(bench_of: Benches, num_tokens: int, tmp_path: Path) -> None:
     bench, spec = bench_of("float32"), f"early-exit:2:{adapter_of(TARGET, tmp_path / 'a', 2, range(2, 3))}"
     engine = engine_of(bench, spec, 4096, num_tokens)
-    assert run(engine, texts_of(bench, engine, 5, MIXED), lambda: beside(bench, spec)) == plain(bench, 5)
+    assert run(engine, submitted(bench, engine, 5, MIXED), lambda: beside(bench, spec)) == plain(bench, 5, MIXED)
     assert (engine.stats.num_drafted > 0) == (num_tokens > 0)
 
 

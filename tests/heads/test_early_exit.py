@@ -32,7 +32,7 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from kit.assertions import assert_same
+from heads.adapters import assert_same_guesses, submitted
 from kit.checkpoints import TARGET
 from kit.compiled import require_compiler
 from kit.texts import random_text
@@ -89,24 +89,7 @@ def test_it_guesses_what_a_checkpoint_cut_off_there_guesses(
     runner = bench.with_cache(bench.runner, 2048)
     ours = Beside(runner, EarlyExitDrafter(runner, layer))
     theirs = ModelDrafter(short.load(2048), VOCAB)
-    texts = {seq_id: random_text(3 + 20 * seq_id, seq_id) for seq_id in range(4)}
-    news = committed([Row(s, t) for s, t in texts.items()])
-    num_guesses = 0
-    for number in range(12):
-        ours.observe(news)
-        theirs.observe(news)
-        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
-        width = 1 if number % 3 else 2
-        budgets = [Budget(rng.randint(0, 5), width, rng.randint(4, 9)) for _ in rows]
-        draws = draws_of(rows, VOCAB, temperature=rng.choice([0.0, 1.0]), rejection=number % 4 == 3)
-        found, expected = ours.propose(draws, budgets), theirs.propose(draws, budgets)
-        assert_same(found, expected)
-        num_guesses += int(found.tree.valid.sum()) - len(rows)
-        for i, row in enumerate(rows):
-            chain = [token for token in found.tree.tokens[i, 1:].tolist() if token >= 0]
-            texts[row.seq_id] += [*chain[: rng.randint(0, len(chain))], rng.randrange(3, VOCAB)]
-        news = committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows])
-    assert num_guesses > 30
+    assert assert_same_guesses(ours, theirs, rng, 12) > 30
 
 
 def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) -> Engine:
@@ -116,22 +99,9 @@ def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) 
     return engine
 
 
-def texts_of(bench: Bench, engine: Engine, count: int, shapes: str, drafted: bool = True) -> list[object]:
-    """Submitted: prompts of any length, greedy and sampled in turn; where shapes are mixed, some ask for more."""
-    rng, texts = random.Random(count), []
-    requests = bench.requests()
-    for i in range(count):
-        more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and shapes == "mixed" else {}
-        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True, **more)
-        wish = SHAPES[shapes][i % len(SHAPES[shapes])] if drafted else Speculation(0)
-        texts += requests.sequences(Request.of(random_text(rng.choice([1, 2, 30, 70]), i), params, wish))
-        engine.submit(texts[-1])
-    return texts
-
-
 def plain(bench: Bench, count: int, shapes: str) -> list[list[int]]:
     engine = bench.engine()
-    texts = texts_of(bench, engine, count, shapes, drafted=False)
+    texts = submitted(bench, engine, count, SHAPES[shapes])
     return run(bench, engine, texts, check=False)
 
 
@@ -159,7 +129,7 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
     bench = bench_of(name)
     for shapes in SHAPES:
         engine = engine_of(bench, layer, 256 if batch > 1 else 2048, max_num_seqs=batch, chunk_tokens=24)
-        texts = texts_of(bench, engine, batch + 1, shapes)
+        texts = submitted(bench, engine, batch + 1, SHAPES[shapes])
         assert run(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
         assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
         assert not engine.drafter.sequences  # type: ignore[union-attr]
@@ -238,7 +208,7 @@ def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(
         engine = engine_of(bench, 3, max_num_seqs=4, chunk_tokens=40)
         if forgetful:
             engine.drafter = Forgetful(engine.drafter)  # type: ignore[arg-type]
-        texts, found = texts_of(bench, engine, 6, shapes), recorded(engine)
+        texts, found = submitted(bench, engine, 6, SHAPES[shapes]), recorded(engine)
         with watched(monkeypatch) as work:
             tokens = run(bench, engine, texts, check=False)
         made.append((tokens, found, work.layers_run(), engine.stats.num_accepted))
@@ -291,7 +261,7 @@ def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkey
     bench = bench_of("float32")
     engine = engine_of(bench, 2, max_num_seqs=3)
     engine.controller = Pruning(first)
-    texts = texts_of(bench, engine, 6, "chains")
+    texts = submitted(bench, engine, 6, SHAPES["chains"])
     read = engine.runner.read
 
     def reading(reads: Sequence[Read], *rest: object) -> object:
@@ -356,7 +326,7 @@ def test_an_engine_on_another_runner_does_without_and_says_so(
     bench = bench_of("float32")
     elsewhere = EarlyExitDrafter(bench.with_cache(bench.runner, 512), 2)
     engine = bench.engine(elsewhere)
-    texts_of(bench, engine, 1, "chains")
+    submitted(bench, engine, 1, SHAPES["chains"])
     run(bench, engine, [])
     assert engine.drafter is None
     (record,) = caplog.records

@@ -14,7 +14,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
-from forerun.text.detokenize import IncrementalDecoder
 from forerun.text.tokenizer import LONG_TEXT, Tokenizer
 from kit.checkpoints import DATA, SMALL, TARGET
 
@@ -453,7 +452,3 @@ def test_no_more_of_a_long_text_is_cut_into_tokens_than_shows_its_length(text: s
     cut.clear()
     assert watched.encode_within("once", 64)
     assert cut == [4]
-
-
-def test_the_decoder_is_what_it_says() -> None:
-    assert isinstance(TOKENIZERS["stories"].decoder(), IncrementalDecoder)
