@@ -246,6 +246,13 @@ def made_report(figures: GroupFigures) -> BenchReport:
     return BenchReport(about, Bandwidth(1e10, 2e10), 2 * 10**9, {"code": ["a.py", "b.py"]}, (figures,))
 
 
+def shown(report: BenchReport, width: int = 80) -> str:
+    """The card."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(bench_card(report))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
 def test_the_card_fits_80_columns_and_says_what_the_figures_say() -> None:
     """At the sizes that numbers can have, without a colour."""
     runs = [
@@ -254,9 +261,7 @@ def test_the_card_fits_80_columns_and_says_what_the_figures_say() -> None:
         for depth in (0, 12)
     ]
     figures = group_figures(GROUP, runs)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(bench_card(made_report(figures)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = shown(made_report(figures))
     assert "\x1b" not in text
     assert "…" not in text.replace("1, 2, …", "")
     cell = figures.cells[1]
@@ -277,9 +282,7 @@ def test_a_difference_is_told_with_its_prompt() -> None:
     plain, drafted = (taped(even(d, 2, 0, 1.0, 0.0), GROUP, Turn(0, d), [[1], [d]]) for d in (0, 3))
     report = made_report(group_figures(GROUP, [plain, drafted]))
     assert report.groups[0].differences == (Mismatch(3, 0, 1),)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(bench_card(report))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = shown(report)
     assert "same tokens: NO (1 answers)" in text
     assert "depth 3, repetition 1: b.py" in text
     assert "FAULT" in text
@@ -292,9 +295,7 @@ def test_on_a_gpu_tokens_may_differ_unless_one_gemm_is_asked_for(
     monkeypatch.setattr(BenchReport, "peak_bytes", 10**9)
     plain, drafted = (taped(even(d, 2, 0, 1.0, 0.0), GROUP, Turn(0, d), [[1], [d]]) for d in (0, 3))
     gpu = Placement(torch.device("cuda", 0), fixed=True, one_gemm=one_gemm)
-    console = Console(file=io.StringIO(), width=200)
-    console.print(bench_card(replace(made_report(group_figures(GROUP, [plain, drafted])), placement=gpu)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = shown(replace(made_report(group_figures(GROUP, [plain, drafted])), placement=gpu), 200)
     assert ("FAULT" in text) == one_gemm
     assert ("with --one-gemm they must not" in text) == (not one_gemm)
     assert ("peak memory" in text, "host memory" in text) == (False, True)

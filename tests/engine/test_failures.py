@@ -118,13 +118,21 @@ def sabotaged(where: str, fault: Fault) -> LLM:
     return LLM(str(TARGET), Saboteur(NgramDrafter(), where, fault), dtype="float32", max_num_seqs=4, speculation=4)
 
 
-def answers(llm: LLM, params: Sequence[SamplingParams] | None = None) -> list[RequestOutput | BaseException]:
-    """What becomes of the requests, side by side in an event loop."""
+Answers = list[RequestOutput | BaseException]
 
-    async def main() -> list[RequestOutput | BaseException]:
+
+async def side_by_side(front: AsyncLLM, params: Sequence[SamplingParams]) -> Answers:
+    """What becomes of the requests in an event loop."""
+    asked = [front.generate(PROMPTS[i % 5], each) for i, each in enumerate(params)]
+    return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
+
+
+def answers(llm: LLM, params: Sequence[SamplingParams] = tuple(map(asking, range(NUM)))) -> Answers:
+    """What becomes of them in a loop of their own."""
+
+    async def main() -> Answers:
         async with AsyncLLM(llm) as front:
-            asked = [front.generate(PROMPTS[i % 5], (params or list(map(asking, range(NUM))))[i]) for i in range(NUM)]
-            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
+            return await side_by_side(front, params)
 
     return asyncio.run(main())
 
@@ -274,13 +282,7 @@ def test_nan_of_one_sequence_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     healthy = [i for i in range(5) if bad not in (*expected[i]["prompt"], *expected[i]["samples"][0][1])]
     assert len(healthy) > 2
     monkeypatch.setattr(llm.engine.runner, "read", read)
-
-    async def main() -> list[RequestOutput | BaseException]:
-        async with AsyncLLM(llm) as front:
-            asked = [front.generate(prompt, asking(0)) for prompt in PROMPTS]
-            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
-
-    found = asyncio.run(main())
+    found = answers(llm, [asking(0)] * 5)
     assert isinstance(found[2], ModelOutputInvalid)
     for i in healthy:
         answer = found[i]
@@ -393,20 +395,16 @@ def test_an_engine_that_cannot_recover_ends_requests_and_goes_on_when_it_can(mon
 
     async def main() -> None:
         async with AsyncLLM(llm) as front:
-
-            async def asked() -> list[RequestOutput | BaseException]:
-                each = [front.generate(PROMPTS[i % 5], asking(i)) for i in range(NUM)]
-                return await asyncio.wait_for(asyncio.gather(*each, return_exceptions=True), PATIENCE_S)
-
+            params = list(map(asking, range(NUM)))
             with monkeypatch.context() as patch:
                 for where in ("runner.read", "runner.clear"):
                     break_(llm, where, lacking, patch, late=True)
                 for _ in range(2):
-                    assert [type(answer) for answer in await asked()] == [OutOfMemory] * NUM
+                    assert [type(answer) for answer in await side_by_side(front, params)] == [OutOfMemory] * NUM
                 given_up = asyncio.create_task(front.generate(PROMPTS[0], asking(0)))
                 await asyncio.sleep(0)
                 given_up.cancel()
-            assert_plain(await asked())
+            assert_plain(await side_by_side(front, params))
             assert front.thread.is_alive()
 
     asyncio.run(main())

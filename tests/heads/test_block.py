@@ -26,10 +26,9 @@ from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 from heads.trained import block_of
-from kit.assertions import accepted_by_shape, assert_acceptance
+from kit.assertions import accepted_by_shape, assert_acceptance, num_accepted
 from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten
 from kit.references import normed, turned
-from kit.texts import STARTS
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 2
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -296,9 +295,5 @@ def test_what_does_not_fit_is_refused(
 def test_an_embedding_and_a_head_of_its_own_are_read(made: Callable[[str], Path], tmp_path: Path) -> None:
     table = load_file(TARGET / "model.safetensors")[EMBEDDING]
     other = rewritten(made("dspark"), {"embed_tokens.weight": table, "lm_head.weight": table.clone()}, {}, tmp_path)
-    found = []
-    for each in (made("dspark"), other):
-        llm = LLM(str(TARGET), f"block:{each}", dtype="float32", speculation=Speculation(4))
-        llm.generate(list(STARTS), GREEDY)
-        found.append((llm.stats.num_drafted, llm.stats.num_accepted))
-    assert found[0] == found[1]
+    own, same = (num_accepted(TARGET, f"block:{each}", 4, GREEDY) for each in (made("dspark"), other))
+    assert own == same

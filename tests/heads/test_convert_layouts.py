@@ -14,17 +14,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.config import Speculation
 from forerun.errors import InvalidRequest, MissingWeights, ModelError, UnsupportedModel, WrongShape
 from forerun.heads.convert import convert
 from forerun.heads.kinds import head_folders
-from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from heads.conversions import same_tensors
 from heads.trained import eagle_of, first_eagle_of, heads_of
+from kit.assertions import num_accepted
 from kit.checkpoints import TARGET
-from kit.texts import STARTS
 from kit.unchecked import unchecked
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -65,9 +63,7 @@ def as_published(folder: Path, new: Path, file: str, prefix: str = "", **keys: o
 
 def counts(draft: str) -> tuple[int, int]:
     """(drafted, accepted) guesses of some answers."""
-    llm = LLM(str(TARGET), draft, dtype="float32", speculation=Speculation(3))
-    llm.generate(list(STARTS[:3]), SamplingParams(temperature=0, max_tokens=20))
-    return llm.stats.num_drafted, llm.stats.num_accepted
+    return num_accepted(TARGET, draft, 3, SamplingParams(temperature=0, max_tokens=20))
 
 
 def test_eagle_1_as_its_authors_publish_it_drafts_the_same_once_it_is_converted(first: Path, tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from heads.trained import eagle_of, first_eagle_of
-from kit.assertions import accepted_by_shape, assert_acceptance
+from kit.assertions import accepted_by_shape, assert_acceptance, num_accepted
 from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten
 from kit.references import attention, normed, with_mlp
-from kit.texts import STARTS
 
 HEADS, KV_HEADS, DEPTH = 4, 2, 4
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -127,12 +126,8 @@ def test_embeddings_of_its_own_and_another_name_of_the_layer_are_read(folder: Pa
     ids = torch.arange(400) + weights["d2t"]
     mask = torch.zeros(512, dtype=torch.bool).index_fill_(0, ids, True)
     other = rewritten(folder, gone | renamed | {"embed_tokens.weight": embedding, "t2d": mask}, {}, tmp_path)
-    found = []
-    for each in (folder, other):
-        llm = LLM(str(TARGET), f"eagle:{each}", dtype="float32", speculation=Speculation(DEPTH))
-        llm.generate(list(STARTS), GREEDY)
-        found.append((llm.stats.num_drafted, llm.stats.num_accepted))
-    assert found[0] == found[1]
+    own, same = (num_accepted(TARGET, f"eagle:{each}", DEPTH, GREEDY) for each in (folder, other))
+    assert own == same
 
 
 def test_a_folder_without_a_head_uses_the_targets(folder: Path, tmp_path: Path) -> None:
@@ -140,12 +135,8 @@ def test_a_folder_without_a_head_uses_the_targets(folder: Path, tmp_path: Path) 
     whole: dict[str, object] = {"draft_vocab_size": 512}
     copied = rewritten(folder, {"lm_head.weight": head, "d2t": torch.zeros(512).long()}, whole, tmp_path / "copied")
     shared = rewritten(copied, {"lm_head.weight": None, "d2t": None}, whole, tmp_path / "shared")
-    found = []
-    for each in (copied, shared):
-        llm = LLM(str(TARGET), f"eagle:{each}", dtype="float32", speculation=Speculation(DEPTH))
-        llm.generate(list(STARTS), GREEDY)
-        found.append((llm.stats.num_drafted, llm.stats.num_accepted))
-    assert found[0] == found[1]
+    own, same = (num_accepted(TARGET, f"eagle:{each}", DEPTH, GREEDY) for each in (copied, shared))
+    assert own == same
 
 
 def test_the_first_token_may_be_that_of_masked_places(tmp_path: Path) -> None:

@@ -23,6 +23,13 @@ def tokens_of(results: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     return [sample.token_ids for result in results for sample in result.outputs]
 
 
+def num_accepted(model: Path, draft: str, depth: int, params: SamplingParams) -> tuple[int, int]:
+    """How many guesses of chains of this depth are drafted, and accepted."""
+    with LLM(str(model), draft, dtype="float32", speculation=Speculation(depth)) as llm:
+        llm.generate(list(STARTS), params)
+        return llm.stats.num_drafted, llm.stats.num_accepted
+
+
 def assert_acceptance(
     model: Path, llm: LLM, depth: int, params: SamplingParams, guesses: Callable[[list[int], Tensor], list[int]]
 ) -> int:

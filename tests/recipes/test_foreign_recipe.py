@@ -11,18 +11,18 @@ from rich.progress import Progress
 pytest.importorskip("transformers", reason="the recipe trains with transformers (pip install forerun[recipe])")
 pytest.importorskip("matplotlib", reason="the recipe draws with matplotlib (pip install forerun[recipe])")
 
+from material import SHORT, Killed, dying, write_source
 from recipes.stdlib import foreign
 from recipes.stdlib.corpus import read_corpus
 from recipes.stdlib.foreign import FOREIGN, NAME, Foreign, cook_foreign, target_texts
 from recipes.stdlib.generate import Texts
 from recipes.stdlib.pretrain import open_run, pretrain
 from recipes.stdlib.recipe import STDLIB, export, tokenize, trained_tokenizer
-from recipes.stdlib.training import Record, Run, Schedule, Shape, build_llama
+from recipes.stdlib.training import Record, Shape, build_llama
 
 from forerun import LLM, SamplingParams
 from forerun.draft.translate import TranslatingDrafter
 
-SHORT = Schedule(steps=6, batch_tokens=128, context=32, long_context=64, long_share=0.34, warmup=2)
 TINY = Foreign(
     vocab_size=290,
     target_vocab_size=320,
@@ -30,10 +30,6 @@ TINY = Foreign(
     texts=Texts(count=70, num_prompt=8, num_new=8),
     schedule=SHORT,
 )
-
-
-class Killed(Exception):
-    """The power went out."""
 
 
 @pytest.fixture
@@ -44,13 +40,7 @@ def quiet() -> Iterator[Progress]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for number in range(160):
-        body = "\n".join(f"    value_{i} = compute({i} + {number}, name='n{number}')" for i in range(12))
-        text = f'"""Module {number}: naïve 你好."""\n\ndef function_{number}(x):\n{body}\n    return x\n'
-        (folder / f"module_{number}.py").write_text(text, "utf-8")
-    return folder
+    return write_source(tmp_path / "source")
 
 
 @pytest.fixture
@@ -96,17 +86,7 @@ def test_a_killed_run_goes_on_to_the_very_same_weights(
 ) -> None:
     monkeypatch.setattr(foreign, "CHECKPOINT_EVERY", 2)
     cook_foreign(TINY, source, target, tmp_path / "work", tmp_path / "whole", quiet)
-    save, num_saves = Run.save, 0
-
-    def save_and_die(run: Run) -> None:
-        nonlocal num_saves
-        num_saves += 1
-        save(run)
-        if num_saves == 2:
-            raise Killed
-
-    monkeypatch.setattr(Run, "save", save_and_die)
-    with pytest.raises(Killed):
+    with dying(2), pytest.raises(Killed):
         cook_foreign(TINY, source, target, tmp_path / "again", tmp_path / "parts", quiet)
     monkeypatch.setattr(foreign, "generate_texts", lambda *_: None)  # they are there
     cook_foreign(TINY, source, target, tmp_path / "again", tmp_path / "parts", quiet)

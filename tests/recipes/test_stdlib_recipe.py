@@ -12,17 +12,16 @@ from rich.progress import Progress
 pytest.importorskip("transformers", reason="the recipe trains with transformers (pip install forerun[recipe])")
 pytest.importorskip("matplotlib", reason="the recipe draws with matplotlib (pip install forerun[recipe])")
 
+from material import SHORT, Killed, dying, write_source
 from recipes.stdlib import recipe as stages
-from recipes.stdlib import training
 from recipes.stdlib.corpus import read_corpus, standard_library
 from recipes.stdlib.generate import Texts
 from recipes.stdlib.recipe import Recipe, claim, cook, tokenize, trained_tokenizer
 from recipes.stdlib.tokenizer import train_tokenizer
-from recipes.stdlib.training import Record, Run, Schedule, Shape
+from recipes.stdlib.training import Record, Schedule, Shape
 
 from forerun import LLM, SamplingParams
 
-SHORT = Schedule(steps=6, batch_tokens=128, context=32, long_context=64, long_share=0.34, warmup=2)
 TINY = Recipe(
     vocab_size=320,
     target=Shape(hidden=32, layers=2, heads=2, kv_heads=1, mlp=64),
@@ -31,20 +30,6 @@ TINY = Recipe(
     texts=Texts(count=70, num_prompt=8, num_new=8),
     distillation=SHORT,
 )
-
-
-class Killed(Exception):
-    """The power went out."""
-
-
-def write_source(folder: Path) -> Path:
-    """A corpus, the same every time."""
-    for number in range(160):
-        path = folder / f"part{number % 3}" / f"module_{number}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        body = "\n".join(f"    value_{i} = compute({i} + {number}, name='n{number}')" for i in range(12))
-        path.write_text(f'"""Module {number}."""\n\ndef function_{number}(x):\n{body}\n    return x\n', "utf-8")
-    return folder
 
 
 @pytest.fixture
@@ -176,19 +161,10 @@ def test_a_killed_run_goes_on_to_the_very_same_weights(
 ) -> None:
     monkeypatch.setattr("recipes.stdlib.pretrain.CHECKPOINT_EVERY", 2)
     monkeypatch.setattr("recipes.stdlib.distill.CHECKPOINT_EVERY", 2)
-    save, num_saves = Run.save, 0
-
-    def save_and_die(run: Run) -> None:
-        nonlocal num_saves
-        num_saves += 1
-        save(run)
-        if num_saves in (2, 5):
-            raise Killed
-
-    monkeypatch.setattr(training.Run, "save", save_and_die)
-    for _ in range(2):
-        with pytest.raises(Killed):
-            cook(TINY, source, tmp_path / "again", tmp_path / "parts", quiet)
+    with dying(2, 5):
+        for _ in range(2):
+            with pytest.raises(Killed):
+                cook(TINY, source, tmp_path / "again", tmp_path / "parts", quiet)
     cook(TINY, source, tmp_path / "again", tmp_path / "parts", quiet)
     assert weights(tmp_path / "parts") == weights(cooked / "family")
 
