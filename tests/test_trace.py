@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.accept.commit import Origin
 from forerun.config import Speculation
-from forerun.draft.base import Budget, Committed, Draft, Outlook
+from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.model import ModelDrafter
 from forerun.engine import calibration
 from forerun.errors import InvalidRequest
@@ -27,6 +27,7 @@ from forerun.trace.record import trace
 from forerun.trace.values import Trace, TracedRound
 from forerun.tree import DraftLaw, DraftTree
 from kit.checkpoints import SMALL, TARGET
+from kit.drafters import Stateless
 from kit.tracing import CASES, CHAIN, MODEL, PROMPT, TOP_K, TREE, Case, asking, cases, llm_of, traces
 
 
@@ -292,26 +293,15 @@ def test_every_transform_is_in_p_along_the_path_to_the_bit(wish: Speculation) ->
     assert all(guess.q is not None and guess.q > 0 for round_ in drafted.rounds for guess in round_.guesses)
 
 
-class Declaring:
+class Declaring(Stateless):
     """Guesses single tokens from a law of its own, the same one always, and declares it with the tree."""
 
-    taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("declaring",)
     ids, probs = (300, 310, 320), (0.5, 0.3, 0.2)
-
-    def observe(self, news: Committed) -> None:
-        pass
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         place = len(draws.rows[0].tokens) % 3
         law_of_it = DraftLaw(torch.tensor([[0, -1]]), torch.tensor([self.probs]), torch.tensor([self.ids]))
         return Draft(DraftTree.chains(draws.roots_tokens, torch.tensor([[self.ids[place]]]), law_of_it))
-
-    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook([0], [1], [None])
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        pass
 
 
 def test_a_law_that_comes_with_the_tree_is_the_q_that_is_told() -> None:

@@ -1,13 +1,11 @@
 """The kernels' library: compiled once, kept where nobody else can write, never loaded unchecked, never in the way."""
 
-import _ctypes
 import logging
 import os
 import pwd
 import stat
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -219,17 +217,6 @@ def test_without_a_cache_folder_each_start_compiles_and_says_so(
     assert computer.num_compiled == 2
     assert not list((computer.folder / "tmp").iterdir())
     assert not list(computer.folder.glob("cache/forerun/kernels/*.so"))
-
-
-def test_of_many_processes_one_compiles_and_the_others_wait(computer: Computer) -> None:
-    compiles = (computer.folder / "cxx").read_text()
-    script(computer.folder / "cxx", compiles.replace("echo compile", "sleep 0.3; echo compile"))
-    with ThreadPoolExecutor(4) as pool:  # locks of files tell apart those who open them, not processes
-        found = list(pool.map(lambda _: library.Library().get(None), range(4)))
-    assert [each.answer() for each in found] == [42] * 4
-    for each in found:
-        _ctypes.dlclose(each._handle)
-    assert computer.num_compiled == 1
 
 
 def no_program(folder: Path) -> Path:

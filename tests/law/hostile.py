@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree
+from kit.drafters import Stateless
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,8 @@ class Situation:
         return torch.tensor(found, dtype=torch.long).view(len(found), depth)
 
 
-class Hostile:
+class Hostile(Stateless):
     """A drafter that proposes what a function says, and claims to be able to do anything."""
-
-    taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("hostile",)
 
     def __init__(self, make: Callable[[Situation], DraftTree | Draft], answers: Sequence[Sequence[int]]) -> None:
         self.make = make
@@ -57,18 +55,12 @@ class Hostile:
         self.random = random.Random(0)
         self.num_proposed = 0
 
-    def observe(self, news: Committed) -> None:
-        """It does not listen."""
-
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         self.num_proposed += 1
         return drafted(self.make, Situation(draws, budgets, self.answers, self.random))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [10**9] * len(seq_ids), [None] * len(seq_ids))
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """It has nothing to forget."""
 
 
 def drafted(make: Callable[[Situation], DraftTree | Draft], now: Situation) -> Draft:

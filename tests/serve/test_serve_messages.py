@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 
 from forerun.serve.message_input import chat_fields
-from kit.servers import Running, drafting, running, serving
+from kit.servers import TEMPLATE, Running, drafting, running, serving
 
-PLAIN = (
-    "{% for message in messages %}{{ message.content }} {% endfor %}"
-    "{% if add_generation_prompt %}{{ opening or 'One day' }}{% endif %}"
-)
 THINKS = "{{ messages[0].content }}{% if add_generation_prompt %}<think>{% endif %}{# until </think> #}"
 HERMES = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -32,7 +28,7 @@ WEATHER = {
     },
 }
 HI: list[Any] = [{"role": "user", "content": "Once upon a time"}]
-BODY: dict[str, Any] = {"messages": HI, "max_tokens": 12, "seed": 3, "chat_template": PLAIN}
+BODY: dict[str, Any] = {"messages": HI, "max_tokens": 12, "seed": 3, "chat_template": TEMPLATE}
 server = serving()
 
 
