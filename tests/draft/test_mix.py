@@ -32,7 +32,7 @@ from forerun.tree import DraftTree
 from kit.checkpoints import SMALL, TARGET
 from kit.texts import story
 from kit.unchecked import unchecked
-from law.fuzz import Bench, read_anew, rows_of
+from law.fuzz import Bench, run, run_checked
 
 SPECS = ("ngram", f"model:{SMALL}", "early-exit:2", "suffix", f"cascade[ngram,model:{SMALL}]")
 MIX = f"mix[{','.join(SPECS)}]"
@@ -294,11 +294,7 @@ def generate_each(
 ) -> list[list[int]]:
     """The answers to requests with a wish each, in one batch."""
     sequences = [llm.requests.sequences(Request.of(*asked))[0] for asked in zip(prompts, params, wishes, strict=True)]
-    for sequence in sequences:
-        llm.engine.submit(sequence)
-    with unchecked():
-        while llm.engine.has_work:
-            llm.engine.step()
+    run(llm.engine, sequences)
     return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
 
 
@@ -323,46 +319,23 @@ def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, 
         params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True)
         wish = Speculation(rng.randint(2, 4), drafter=rng.choice([None, "first", "third", MERGED]))
         texts.append(requests.sequences(Request.of(story(rng.choice([1, 20, 50]), i), params, wish))[0])
-    expected = plain_tokens(bench, [(t.tokens, t.params) for t in texts])
-    num_resumed = rounds(engine, texts, bench)
-    assert [text.tokens for text in texts] == expected
-    assert num_resumed > 5
+    expected = run(bench.engine(), [requests.sequences(Request.of(list(t.tokens), t.params, False))[0] for t in texts])
+    passes = resumed(engine)
+    assert run_checked(bench, engine, texts) == expected
+    assert len(passes) > 5
 
 
-def plain_tokens(bench: Bench, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    engine, requests = bench.engine(), bench.requests()
-    texts = [requests.sequences(Request.of(list(prompt), params, False))[0] for prompt, params in asked]
-    with unchecked():
-        for text in texts:
-            engine.submit(text)
-        while engine.has_work:
-            engine.step()
-    return [text.tokens for text in texts]
-
-
-def rounds(engine: Engine, texts: Sequence[object], bench: Bench) -> int:
-    """All rounds, the cache compared after each; in how many of them a pass went on where a drafter's had stopped."""
-    num_resumed, read = 0, engine.runner.read
+def resumed(engine: Engine) -> list[PartialPass]:
+    """What passes go on from that began where a drafter's had stopped; other passes begin behind what is kept."""
+    found, read = list[PartialPass](), engine.runner.read
 
     def counted(
         reads: Sequence[Read], taps: Sequence[int], drawn: DeviceTokens | None, begun: PartialPass | None
     ) -> States:
-        nonlocal num_resumed
-        num_resumed += begun is not None
+        found.extend([] if begun is None else [begun])
         left = [engine.runner.cache.tail(r.seq_id) if r.seq_id in engine.runner.cache else 0 for r in reads]
         assert left == ([0] * len(reads) if begun is None else begun.counts)
         return read(reads, taps, drawn, begun)
 
     engine.runner.read = counted  # type: ignore[method-assign]
-    with unchecked():
-        for text in texts:
-            engine.submit(text)  # type: ignore[arg-type]
-        while engine.has_work:
-            engine.step()
-            assert not engine.runner.tails
-            engine.runner.cache.check()
-            for text in engine.sequences.values():
-                if text.id in engine.runner.cache and text.num_read:
-                    anew = read_anew(bench, bench.runner, text.tokens[: text.num_read])
-                    assert all(torch.equal(a, b) for a, b in zip(rows_of(engine.runner, text.id), anew, strict=True))
-    return num_resumed
+    return found

@@ -99,7 +99,7 @@ def assert_same_guesses(ours: Drafter, theirs: Drafter, rng: random.Random, num_
     return num_guesses
 
 
-def submitted(bench: Bench, engine: Engine, count: int, shapes: Sequence[Speculation]) -> list[TextSequence]:
+def some_texts(bench: Bench, engine: Engine, count: int, shapes: Sequence[Speculation]) -> list[TextSequence]:
     """Prompts of any length, greedy and sampled in turn; where shapes are mixed, some ask for more."""
     rng, texts, requests = random.Random(count), list[TextSequence](), bench.requests()
     for i in range(count):
@@ -107,5 +107,4 @@ def submitted(bench: Bench, engine: Engine, count: int, shapes: Sequence[Specula
         params = SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, **more)
         wish = shapes[i % len(shapes)] if engine.drafter else Speculation(0)
         texts += requests.sequences(Request.of(random_text(rng.choice([1, 2, 30, 70]), i), params, wish))
-        engine.submit(texts[-1])
     return texts

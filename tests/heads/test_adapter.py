@@ -17,6 +17,7 @@ from forerun.draft.base import Budget
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence as TextSequence
 from forerun.errors import (
     ForerunError,
     MissingWeights,
@@ -30,7 +31,7 @@ from forerun.llm import LLM
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams
-from heads.adapters import STRANGE, adapter_of, assert_same_guesses, silent_adapter, strange_adapter, submitted
+from heads.adapters import STRANGE, adapter_of, assert_same_guesses, silent_adapter, some_texts, strange_adapter
 from kit.checkpoints import TARGET, written
 from kit.texts import random_text
 from kit.unchecked import unchecked
@@ -157,9 +158,11 @@ def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **o
     return engine
 
 
-def run(engine: Engine, texts: list[object], anew: Callable[[], Beside] | None = None) -> list[list[int]]:
+def run(engine: Engine, texts: list[TextSequence], anew: Callable[[], Beside] | None = None) -> list[list[int]]:
     """All rounds; with `anew` the adapter's cache is compared now and then with one that is told all at once."""
     with unchecked():
+        for text in texts:
+            engine.submit(text)
         for number in range(10_000):
             if not engine.has_work:
                 break
@@ -167,7 +170,7 @@ def run(engine: Engine, texts: list[object], anew: Callable[[], Beside] | None =
             engine.runner.cache.check()
             if anew is not None and number % 5 == 4:
                 check(engine, anew())
-    return [text.tokens for text in texts]  # type: ignore[attr-defined]
+    return [text.tokens for text in texts]
 
 
 def check(engine: Engine, anew: Beside) -> None:
@@ -188,7 +191,7 @@ def check(engine: Engine, anew: Beside) -> None:
 
 def plain(bench: Bench, count: int, shapes: tuple[Speculation, ...]) -> list[list[int]]:
     engine = bench.engine()
-    return run(engine, submitted(bench, engine, count, shapes))
+    return run(engine, some_texts(bench, engine, count, shapes))
 
 
 @pytest.mark.sampled(6)
@@ -201,7 +204,7 @@ def test_tokens_are_those_of_plain_decoding(
     bench, spec = bench_of(name), f"early-exit:2:{adapter_of(TARGET, tmp_path / 'a', 2, range(3, 5))}"
     sizes = (256, 200) if batch > 1 else (2048, 2048)
     engine = engine_of(bench, spec, *sizes, max_num_seqs=batch, chunk_tokens=24)
-    texts = submitted(bench, engine, batch + 1, shapes)
+    texts = some_texts(bench, engine, batch + 1, shapes)
     assert run(engine, texts, lambda: beside(bench, spec)) == plain(bench, batch + 1, shapes)
     assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
     drafter = engine.drafter
@@ -220,7 +223,7 @@ def test_all_that_is_left_of_the_target_is_always_right(
     """Greedy and sampled, in chains and trees: an adapter that is the target's upper layers is the target."""
     bench, spec = bench_of(name), f"early-exit:3:{adapter_of(TARGET, tmp_path / 'a', 3, range(3, LAYERS), norm)}"
     engine = engine_of(bench, spec, 4096, 4096)
-    assert run(engine, submitted(bench, engine, 4, CHAINS)) == plain(bench, 4, CHAINS)
+    assert run(engine, some_texts(bench, engine, 4, CHAINS)) == plain(bench, 4, CHAINS)
     assert engine.stats.num_accepted == engine.stats.num_drafted > 0
 
 
@@ -228,7 +231,7 @@ def test_all_that_is_left_of_the_target_is_always_right(
 def test_an_adapter_short_of_memory_changes_nothing(bench_of: Benches, num_tokens: int, tmp_path: Path) -> None:
     bench, spec = bench_of("float32"), f"early-exit:2:{adapter_of(TARGET, tmp_path / 'a', 2, range(2, 3))}"
     engine = engine_of(bench, spec, 4096, num_tokens)
-    assert run(engine, submitted(bench, engine, 5, MIXED), lambda: beside(bench, spec)) == plain(bench, 5, MIXED)
+    assert run(engine, some_texts(bench, engine, 5, MIXED), lambda: beside(bench, spec)) == plain(bench, 5, MIXED)
     assert (engine.stats.num_drafted > 0) == (num_tokens > 0)
 
 

@@ -32,12 +32,11 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from heads.adapters import assert_same_guesses, submitted
+from heads.adapters import assert_same_guesses, some_texts
 from kit.checkpoints import TARGET
 from kit.compiled import require_compiler
 from kit.texts import random_text
-from kit.unchecked import unchecked
-from law.fuzz import Bench, number_format, read_anew, rows_of
+from law.fuzz import Bench, number_format, run, run_checked
 
 VOCAB, LAYERS = 512, 5
 LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float16", "float32 by torch")]
@@ -101,22 +100,7 @@ def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) 
 
 def plain(bench: Bench, count: int, shapes: str) -> list[list[int]]:
     engine = bench.engine()
-    texts = submitted(bench, engine, count, SHAPES[shapes])
-    return run(bench, engine, texts, check=False)
-
-
-def run(bench: Bench, engine: Engine, texts: Sequence[object], check: bool = True) -> list[list[int]]:
-    """All rounds; after each the cache holds what a fresh reading of the committed tokens would leave."""
-    with unchecked():
-        while engine.has_work:
-            engine.step()
-            assert not engine.runner.tails
-            engine.runner.cache.check()
-            for text in engine.sequences.values() if check else ():
-                if text.id in engine.runner.cache and text.num_read:
-                    anew = read_anew(bench, engine.runner, text.tokens[: text.num_read])
-                    assert all(torch.equal(a, b) for a, b in zip(rows_of(engine.runner, text.id), anew, strict=True))
-    return [text.tokens for text in texts]
+    return run(engine, some_texts(bench, engine, count, SHAPES[shapes]))
 
 
 @pytest.mark.sampled(9)
@@ -129,8 +113,8 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
     bench = bench_of(name)
     for shapes in SHAPES:
         engine = engine_of(bench, layer, 256 if batch > 1 else 2048, max_num_seqs=batch, chunk_tokens=24)
-        texts = submitted(bench, engine, batch + 1, SHAPES[shapes])
-        assert run(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
+        texts = some_texts(bench, engine, batch + 1, SHAPES[shapes])
+        assert run_checked(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
         assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
         assert not engine.drafter.sequences  # type: ignore[union-attr]
 
@@ -208,9 +192,9 @@ def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(
         engine = engine_of(bench, 3, max_num_seqs=4, chunk_tokens=40)
         if forgetful:
             engine.drafter = Forgetful(engine.drafter)  # type: ignore[arg-type]
-        texts, found = submitted(bench, engine, 6, SHAPES[shapes]), recorded(engine)
+        texts, found = some_texts(bench, engine, 6, SHAPES[shapes]), recorded(engine)
         with watched(monkeypatch) as work:
-            tokens = run(bench, engine, texts, check=False)
+            tokens = run(engine, texts)
         made.append((tokens, found, work.layers_run(), engine.stats.num_accepted))
     (tokens, found, layers_run, accepted), (whole_tokens, whole, all_layers, whole_accepted) = made
     assert tokens == whole_tokens
@@ -261,7 +245,7 @@ def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkey
     bench = bench_of("float32")
     engine = engine_of(bench, 2, max_num_seqs=3)
     engine.controller = Pruning(first)
-    texts = submitted(bench, engine, 6, SHAPES["chains"])
+    texts = some_texts(bench, engine, 6, SHAPES["chains"])
     read = engine.runner.read
 
     def reading(reads: Sequence[Read], *rest: object) -> object:
@@ -271,7 +255,7 @@ def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkey
 
     engine.runner.read = reading  # type: ignore[assignment,method-assign]
     with watched(monkeypatch) as work:
-        assert run(bench, engine, texts) == plain(bench, 6, "chains")
+        assert run_checked(bench, engine, texts) == plain(bench, 6, "chains")
     assert all(start == 0 for _, start, _ in work.passes)
     assert (engine.stats.num_drafted > 0) != first
 
@@ -313,9 +297,7 @@ def test_a_request_whose_code_fails_while_it_is_drafted_hurts_nobody(bench_of: B
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=20, ignore_eos=True)
     each = [params, changed(params, logits_processors=(fails,)), params]
     texts = [requests.sequences(Request.of(random_text(20, 0), p, Speculation(4)))[0] for p in each]
-    for text in texts:
-        engine.submit(text)
-    assert len({tuple(tokens) for tokens in run(bench, engine, texts)}) == 1
+    assert len({tuple(tokens) for tokens in run_checked(bench, engine, texts)}) == 1
     assert len(calls) > 7
     assert not engine.drafter.lower.tails  # type: ignore[union-attr]
 
@@ -326,8 +308,7 @@ def test_an_engine_on_another_runner_does_without_and_says_so(
     bench = bench_of("float32")
     elsewhere = EarlyExitDrafter(bench.with_cache(bench.runner, 512), 2)
     engine = bench.engine(elsewhere)
-    submitted(bench, engine, 1, SHAPES["chains"])
-    run(bench, engine, [])
+    run(engine, some_texts(bench, engine, 1, SHAPES["chains"]))
     assert engine.drafter is None
     (record,) = caplog.records
     assert record.getMessage() == "Drafting is switched off: the drafter early-exit failed."

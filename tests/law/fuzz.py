@@ -171,6 +171,22 @@ def run(engine: Engine, sequences: Sequence[object], hear: Callable[[Delta], Non
     return [sequence.tokens for sequence in sequences]  # type: ignore[attr-defined]
 
 
+def run_checked(bench: Bench, engine: Engine, sequences: Sequence[object]) -> list[list[int]]:
+    """The same, where after each round the cache holds what a fresh reading of the committed tokens would leave."""
+    with unchecked():
+        for sequence in sequences:
+            engine.submit(sequence)  # type: ignore[arg-type]
+        while engine.has_work:
+            engine.step()
+            assert not engine.runner.tails
+            engine.runner.cache.check()
+            for text in engine.sequences.values():
+                if text.id in engine.runner.cache and text.num_read:
+                    anew = read_anew(bench, engine.runner, text.tokens[: text.num_read])
+                    assert all(torch.equal(a, b) for a, b in zip(rows_of(engine.runner, text.id), anew, strict=True))
+    return [sequence.tokens for sequence in sequences]  # type: ignore[attr-defined]
+
+
 def read_anew(bench: Bench, runner: Runner, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a text read in one go."""
     fresh = bench.with_cache(runner, 1024)
@@ -189,4 +205,4 @@ def rows_of(runner: Runner, seq_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     return runner.cache.keys[:, :, run], runner.cache.values[:, :, run]
 
 
-__all__ = ["Bench", "NgramDrafter", "RandomlyRight", "read_anew", "rows_of", "run", "threads"]
+__all__ = ["Bench", "NgramDrafter", "RandomlyRight", "read_anew", "rows_of", "run", "run_checked", "threads"]

@@ -200,17 +200,6 @@ def test_ignored_eos_is_a_token_like_others() -> None:
         assert found.outputs[0].finish_reason == "length"
 
 
-def test_no_draft_is_plain_decoding() -> None:
-    llm = LLM(str(TARGET), Oracle(), dtype="float32")
-    params = [asking(t, seed) for t in (0.0, 1.0) for seed in range(2)]
-    expected = list(map(seen, plain().generate([PROMPT] * 4, params)))
-    for nothing in (0, False, Speculation(0), Speculation(0, 4, 9)):
-        found = llm.generate([PROMPT] * 4, params, speculation=nothing)
-        assert list(map(seen, found)) == expected
-    assert llm.stats.num_drafted == 0
-    assert {origin for result in found for origin in result.outputs[0].origins} == {Origin.TARGET}
-
-
 def test_drafts_deeper_than_what_may_still_be_said() -> None:
     """Guesses that could not be said are not made: one round for the prompt, one for all the rest."""
     params = [asking(t, seed=3, max_tokens=n) for t in (0.0, 1.0) for n in (1, 2, 6)]
