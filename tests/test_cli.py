@@ -196,8 +196,7 @@ def test_colours_tell_origins_apart_and_add_nothing_to_the_text(llm: ScriptedLLM
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env"),
-    [((), {}), (("--raw",), {"FORCE_COLOR": "1"}), ((), {"FORCE_COLOR": "1", "NO_COLOR": "1"})],
+    ("arguments", "env"), [((), {}), (("--raw",), {"FORCE_COLOR": "1"}), ((), {"FORCE_COLOR": "1", "NO_COLOR": "1"})]
 )
 def test_no_colours_where_none_are_wanted(llm: ScriptedLLM, arguments: tuple[str, ...], env: dict[str, str]) -> None:
     result = generate("x", "--max-tokens", "6", *arguments, **env)

@@ -184,11 +184,7 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(case: str) -> Non
 
 
 BUILDS: dict[str, tuple[dict[str, object], type[ForerunError], str]] = {
-    "drafter": (
-        {"draft": "crystal-ball:x"},
-        UnknownDrafter,
-        "no drafter 'crystal-ball': choose one of .*mtp, ngram",
-    ),
+    "drafter": ({"draft": "crystal-ball:x"}, UnknownDrafter, "no drafter 'crystal-ball': choose one of .*mtp, ngram"),
     "argument": ({"draft": "ngram:0"}, UnknownDrafter, "ngram:0.*at least 1"),
     "no draft": ({"draft": ""}, UnknownDrafter, "draft"),
     "dtype": ({"dtype": "int4"}, InvalidRequest, "dtype: 'int4' is not known: use auto, "),

@@ -45,8 +45,7 @@ for arguments, _ in {quick!r}:
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
-    [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ("said", "found"), [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
 def test_threads_wait_briefly_unless_the_user_says_how(
     said: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch

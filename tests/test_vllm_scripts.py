@@ -130,11 +130,7 @@ PROMPTS = ("Once upon a time", "The little dog", "One day, Lily", "She said")
     ("script", "prompt", "params"),
     [
         (NGRAM, "Lily and Tom went to the park. Lily and Tom", SamplingParams(temperature=0.0, max_tokens=8)),
-        (
-            DRAFT_MODEL,
-            "Once upon a time",
-            SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=8),
-        ),
+        (DRAFT_MODEL, "Once upon a time", SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=8)),
     ],
     ids=["ngram", "draft_model"],
 )

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.bench.material import (
-    Workload,
-    check_lengths,
-    prompt_file,
-    replay_file,
-    shipped,
-    workload_of,
-)
+from forerun.bench.material import Workload, check_lengths, prompt_file, replay_file, shipped, workload_of
 from forerun.bench.plan import GENERATED, REPLAYED, SHIPPED, Selection
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import BUNDLED

@@ -18,8 +18,7 @@ def write_system(folder: Path, available_kb: int, limit: str | None) -> tuple[Pa
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
-    [(None, 512_000), ("max", 512_000), ("600000", 350_000), ("100000", 0), ("9000000", 512_000)],
+    ("limit", "expected"), [(None, 512_000), ("max", 512_000), ("600000", 350_000), ("100000", 0), ("9000000", 512_000)]
 )
 def test_available_memory_is_the_machines_or_the_containers(tmp_path, limit, expected):
     assert available_bytes(*write_system(tmp_path, 500, limit)) == expected

@@ -114,9 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert torch.equal(before[1], cache.values)
         assert before[2] == [cache.start(s) for s in self.oracle.committed]
 
-    @rule(
-        counts=st.dictionaries(IDS, st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
-    )
+    @rule(counts=st.dictionaries(IDS, st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
     def spare(self, counts):
         """What is spare behind some tokens is exactly what would still find room with them."""
         spare = self.oracle.cache.spare(list(counts), [certain for certain, _ in counts.values()])

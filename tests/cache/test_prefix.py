@@ -196,15 +196,7 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -
         cache.check()
         order.append((known(cache, first), known(cache, second), known(cache, third)))
     assert order[:4] == [(24, 24, 24)] * 4, "free blocks are taken before anything is given up"
-    assert order[4:] == [
-        (24, 16, 24),
-        (24, 8, 24),
-        (24, 8, 16),
-        (24, 8, 8),
-        (16, 8, 8),
-        (8, 8, 8),
-        (0, 0, 0),
-    ]
+    assert order[4:] == [(24, 16, 24), (24, 8, 24), (24, 8, 16), (24, 8, 8), (16, 8, 8), (8, 8, 8), (0, 0, 0)]
 
 
 @pytest.mark.full

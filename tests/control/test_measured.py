@@ -378,10 +378,7 @@ CHANGES = {
     "passes get dear": (World([0.8], [0.005]), World([0.8], [0.005], lambda n: 0.2 + 0.1 * n)),
     "drafts get dear": (World([0.8], [0.005]), World([0.8], [0.05])),
     "a busy machine": (World([0.8], [0.005]), World([0.8], [0.01], lambda n: 0.2)),
-    "arms change": (
-        World([0.9, 0.3], [0.005, 0.01], merged=0.9),
-        World([0.1, 0.8], [0.005, 0.01], merged=0.8),
-    ),
+    "arms change": (World([0.9, 0.3], [0.005, 0.01], merged=0.9), World([0.1, 0.8], [0.005, 0.01], merged=0.8)),
     "experts": (World([0.7], [0.005]), World([0.6], [0.01], of_experts)),
     "other shapes of cost": (World([0.6], [0.01], of_experts), World([0.75], [0.01], in_blocks)),
 }

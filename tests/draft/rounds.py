@@ -58,12 +58,7 @@ def chunked(rows: Sequence[Row], seed: int) -> list[Committed]:
 
 
 def draws_of(
-    rows: Sequence[Row],
-    vocab: int,
-    *,
-    temperature: float = 0.0,
-    seed: int = 7,
-    rejection: bool = False,
+    rows: Sequence[Row], vocab: int, *, temperature: float = 0.0, seed: int = 7, rejection: bool = False
 ) -> Draws:
     """The draws of a round in which these rows are drafted."""
     params = SamplingParams(temperature=temperature)

@@ -120,12 +120,7 @@ def test_a_reader_finds_what_a_fresh_one_finds(text: list[int], answers: list[li
 def test_a_small_memory_budget_is_not_overrun(spec: str) -> None:
     """What is remembered is part of the plan: a share of a small budget, and no more than that however much is said."""
     llm = LLM(
-        str(TARGET),
-        spec.format(SMALL),
-        dtype="float32",
-        max_model_len=64,
-        max_num_seqs=2,
-        memory_bytes=9_000_000,
+        str(TARGET), spec.format(SMALL), dtype="float32", max_model_len=64, max_num_seqs=2, memory_bytes=9_000_000
     )
     drafter = llm.drafter.lower if isinstance(llm.drafter, CascadeDrafter) else llm.drafter
     past = drafter.past

@@ -114,12 +114,7 @@ def cached(drafter: TranslatingDrafter, seq_id: int) -> Tensor:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_read_is_the_committed_text_in_any_history(
-    context: DraftContext,
-    small: Blueprint,
-    way: Transcriber,
-    shared: bool,
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
+    context: DraftContext, small: Blueprint, way: Transcriber, shared: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After random rounds the model's text has the bytes of the target's, and its cache the bits of a fresh reading."""
     rng, drafter, cuts = random.Random(seed), make(small, way, shared), []

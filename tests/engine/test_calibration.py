@@ -163,14 +163,7 @@ def test_samples_are_not_remembered(tmp_path: Path) -> None:
     assert len(llm.drafter.past.answers) == 1
 
 
-DAMAGE = [
-    "",
-    "{",
-    "[]",
-    "null",
-    '{"version": 0}',
-    '{"version": 1, "names": [""], "passes": [], "arms": []}',
-]
+DAMAGE = ["", "{", "[]", "null", '{"version": 0}', '{"version": 1, "names": [""], "passes": [], "arms": []}']
 
 
 @pytest.mark.sampled(3)

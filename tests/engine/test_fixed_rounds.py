@@ -134,10 +134,7 @@ def counted() -> Iterator[list[str]]:
 @pytest.mark.parametrize("params", PARAMS[:3], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("rule", ["coupled", "token"])
 def test_one_synchronisation_per_round(
-    monkeypatch: pytest.MonkeyPatch,
-    drafter: str | None,
-    params: SamplingParams,
-    rule: str,
+    monkeypatch: pytest.MonkeyPatch, drafter: str | None, params: SamplingParams, rule: str
 ) -> None:
     # What a device does: on CPUs a round's noise is kept in a dictionary, by keys that the host reads.
     monkeypatch.setattr(RoundNoise, "rows", lambda noise, keys: gumbel(keys, noise.vocab))

@@ -18,14 +18,7 @@ from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as TextSequence
-from forerun.errors import (
-    ForerunError,
-    MissingWeights,
-    ModelNotFound,
-    UnknownDrafter,
-    UnsupportedModel,
-    WrongShape,
-)
+from forerun.errors import ForerunError, MissingWeights, ModelNotFound, UnknownDrafter, UnsupportedModel, WrongShape
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
 from forerun.models.backends.gpu.graphs import GraphRunner

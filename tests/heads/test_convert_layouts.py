@@ -172,12 +172,7 @@ def with_one(name: str, tensor: Tensor) -> Change:
     ],
 )
 def test_every_weight_must_be_used_and_every_expected_one_be_there(
-    kind: str,
-    change: Change,
-    error: type[ModelError],
-    told: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    kind: str, change: Change, error: type[ModelError], told: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     source = copied(request.getfixturevalue(kind), tmp_path / "in", change)
     with pytest.raises(error, match=told):

@@ -119,11 +119,7 @@ def test_every_guess_is_that_of_the_reference(
     llm.close()
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
-}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 32, "tie_word_embeddings": True}}
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -292,13 +288,7 @@ FAULTS: dict[str, tuple[str, dict[str, Tensor | None], dict[str, object], type[M
         MissingWeights,
         "no tensor mtp.fc.weight",
     ),
-    "no modules": (
-        "",
-        {},
-        {"num_nextn_predict_layers": 0},
-        UnsupportedModel,
-        "ships no MTP modules",
-    ),
+    "no modules": ("", {}, {"num_nextn_predict_layers": 0}, UnsupportedModel, "ships no MTP modules"),
 }
 
 

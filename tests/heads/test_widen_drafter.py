@@ -28,11 +28,7 @@ from heads.trained import block_of, eagle_of, heads_of
 from kit.checkpoints import TARGET
 from kit.texts import STARTS
 
-WAYS = {
-    "exact": Wider(256, 7),
-    "at the end": Wider(256, 7, spread=False),
-    "by no power of 4": Wider(128, 5, heads=8),
-}
+WAYS = {"exact": Wider(256, 7), "at the end": Wider(256, 7, spread=False), "by no power of 4": Wider(128, 5, heads=8)}
 BLOCK = {"markov_rank": 32, "enable_confidence_head": True, "sample_from_anchor": True}
 MAKERS: dict[str, Callable[[Path], str]] = {
     "medusa": lambda folder: f"medusa:{heads_of(TARGET, folder, 3)}",

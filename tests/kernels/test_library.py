@@ -252,13 +252,7 @@ def test_without_a_compiler_that_works_torch_computes_and_says_so_once(
         assert find_sampling_kernels() is None
     assert isinstance(Blueprint.of(str(TARGET)).load(64).decoder.executor, TorchExecutor)
     (warning,) = warnings_of(caplog)
-    for part in (
-        "No compiled kernels: ",
-        said,
-        "install g++",
-        "two to four times as long",
-        "fingerprint",
-    ):
+    for part in ("No compiled kernels: ", said, "install g++", "two to four times as long", "fingerprint"):
         assert part in warning
     assert len(warning) < 500
     assert computer.num_compiled <= 2  # its version, and the one attempt

@@ -161,10 +161,7 @@ def test_tenants_at_every_front_door() -> None:
 
 @pytest.mark.parametrize("tenant", [None, 7, b"a", ["a"]])
 def test_what_is_no_tenant_is_refused(tenant: object) -> None:
-    with (
-        unchecked(),
-        pytest.raises(InvalidRequest, match=r"tenant: .* must be a string that names whose"),
-    ):
+    with unchecked(), pytest.raises(InvalidRequest, match=r"tenant: .* must be a string that names whose"):
         plain().generate(PROMPTS[0], tenant=tenant)  # type: ignore[arg-type]
 
 

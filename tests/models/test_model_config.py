@@ -258,14 +258,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["OlmoeForCausalLM"]}, r"architectures is \['OlmoeForCausalLM'\]; supported are Llama"),
     ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'; supported are Llama"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
-    (
-        {"quantization_config": {"quant_method": "mxfp4"}},
-        "quantization_config is .*mxfp4.* bfloat16 .*dequantize",
-    ),
-    (
-        of_family("mixtral") | {"num_experts_per_tok": 7},
-        "num_experts_per_tok is 7; it must be at most .*, 6",
-    ),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is .*mxfp4.* bfloat16 .*dequantize"),
+    (of_family("mixtral") | {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be at most .*, 6"),
     (of_family("mixtral") | {"num_local_experts": None}, "num_experts is None; it must be a whole number"),
     (of_family("qwen3_moe") | {"mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]; it must be a list of layers"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq.*; .*use the float16"),

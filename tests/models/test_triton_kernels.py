@@ -36,13 +36,7 @@ from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.ops import Ops, TorchOps, TritonOps, load_kernels
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
-from models.kernel_laws import (
-    check_attention,
-    check_row_work,
-    check_rows_are_strangers,
-    random_case,
-    scattered,
-)
+from models.kernel_laws import check_attention, check_row_work, check_rows_are_strangers, random_case, scattered
 
 SHAPES = [
     {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16},

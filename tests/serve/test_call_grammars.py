@@ -200,13 +200,7 @@ WORDS = [
 ]
 odd = st.recursive(
     st.sampled_from([None, True, 3, "string", "integer", "#/$defs/a", "^a|b$", [], {}, ["string", "null"]]),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(
-            st.sampled_from(WORDS),
-            inner,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(WORDS), inner),
     max_leaves=8,
 )
 

@@ -82,13 +82,7 @@ def test_usage_in_every_chunk_grows_to_that_of_the_answer(server: Running) -> No
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"n": 2, "best_of": 2},
-        {"best_of": 1},
-        {"suffix": ""},
-        {"echo": None},
-        {"stream_options": None},
-    ],
+    [{"n": 2, "best_of": 2}, {"best_of": 1}, {"suffix": ""}, {"echo": None}, {"stream_options": None}],
     ids=str,
 )
 def test_what_asks_for_nothing_else_changes_nothing(server: Running, fields: dict[str, Any]) -> None:

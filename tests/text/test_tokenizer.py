@@ -419,12 +419,7 @@ def test_templates_may_ask_for_the_date(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["stories", "byte_level"]),
-    st.text(max_size=400),
-    st.integers(1, 12),
-    st.integers(0, 6),
-)
+@given(st.sampled_from(["stories", "byte_level"]), st.text(max_size=400), st.integers(1, 12), st.integers(0, 6))
 def test_a_text_within_a_limit_has_its_own_tokens(name: str, text: str, limit: int, doublings: int) -> None:
     """Refused is only what has too many, whole or by its beginning."""
     tokenizer, text = TOKENIZERS[name], text * 2**doublings

@@ -311,11 +311,7 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "shape",
-    [
-        BLOCK,
-        replace(BLOCK, selector_rank=8),
-        replace(BLOCK, markov_rank=8, portable=True),
-    ],
+    [BLOCK, replace(BLOCK, selector_rank=8), replace(BLOCK, markov_rank=8, portable=True)],
     ids=["Markov", "selector", "portable"],
 )
 def test_a_block_reads_in_training_what_it_reads_when_serving(
