@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, PretrainedConfig
 
-from forerun.errors import ModelError, ModelNotFound, UnsupportedModel
+from forerun.errors import ModelNotFound, UnsupportedModel
 from forerun.models.config import ModelConfig, RopeConfig, read_config
 from forerun.models.families import FAMILIES
 from kit.checkpoints import SMALL, TARGET
@@ -303,13 +303,9 @@ def test_what_the_decoder_cannot_compute_is_refused_by_value(
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"config\.json is not there: name the folder"):
         read_config(tmp_path)
-    for text in ('{"vocab_size": 2', "[]", "\x00"):
-        (tmp_path / "config.json").write_text(text, encoding="utf-8")
-        with pytest.raises(ModelError, match=r"config\.json is damaged .*: download it again"):
-            read_config(tmp_path)
 
 
 def test_the_models_in_the_repository(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,19 +58,11 @@ def test_on_the_loopback_only_its_names_are_hosts(bound: str) -> None:
     assert [refused(hosts, host) for host in LOCAL] == [""] * len(LOCAL)
     assert {refused(hosts, host) for host in ELSEWHERE} == {"host_not_allowed"}
     assert not refused(hosts, None), "HTTP/1.0 has none, and browsers always send it"
-    widened = Hosts(bound, frozenset({"a.example"}))
-    assert not refused(widened, "A.example:8443")
-    assert not refused(widened, "a.example", "https://a.example")
-    assert not refused(widened, "localhost:8000", "https://a.example:99"), "behind a proxy that sets Host"
-    assert refused(widened, "b.a.example") == "host_not_allowed"
-    assert refused(widened, "a.example", "http://b.example") == "origin_not_allowed"
 
 
 def test_other_addresses_have_the_names_that_they_are_given() -> None:
     for host in (*LOCAL, *ELSEWHERE):
         assert not refused(Hosts("0.0.0.0", frozenset()), host)
-    named = Hosts("0.0.0.0", frozenset({"a.example"}))
-    assert [refused(named, host) for host in ("a.example", "localhost", "10.0.0.1")] == ["", "", "host_not_allowed"]
     everybody = Hosts("127.0.0.1", frozenset({"*"}))
     assert not any(refused(everybody, host, "null") for host in (*LOCAL, *ELSEWHERE))
 
@@ -83,11 +75,6 @@ def test_an_origin_is_the_host_or_refused(bound: str) -> None:
         assert not refused(hosts, host, f"https://{host}".lower(), "https")
         for origin in (f"https://{host}", "http://evil.example", "null", "", host, f"http://{host}/", f"file://{host}"):
             assert refused(hosts, host, origin) == "origin_not_allowed"
-    assert not refused(hosts, "localhost:80", "http://localhost")
-    assert not refused(hosts, "localhost", "https://localhost:443", "https")
-    assert refused(hosts, "localhost:8000", "http://localhost") == "origin_not_allowed"
-    assert refused(hosts, "localhost:8000", "http://127.0.0.1:8000") == "origin_not_allowed"
-    assert refused(hosts, None, "http://localhost") == "origin_not_allowed"
 
 
 @settings(max_examples=30)

@@ -330,18 +330,9 @@ def test_fingerprints_are_equal_exactly_where_ids_mean_the_same(tmp_path: Path) 
     assert swapped.vocab_size == same.vocab_size == same.num_ids == 512
 
 
-def test_a_missing_or_damaged_tokenizer_says_which_file_and_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_says_which_file_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing.*save_pretrained"):
         Tokenizer.load(tmp_path)
-    for damage in (b"{", b"{}", b"\xff\xfe", b"[1]"):
-        (tmp_path / "tokenizer.json").write_bytes(damage)
-        with pytest.raises(TokenizerError, match=r"tokenizer\.json is damaged .*again"):
-            Tokenizer.load(tmp_path)
-    shutil.copy(TARGET / "tokenizer.json", tmp_path)
-    for damage in (b"{", b"\xff", b"[]"):
-        (tmp_path / "tokenizer_config.json").write_bytes(damage)
-        with pytest.raises(TokenizerError, match=r"tokenizer_config\.json .*again"):
-            Tokenizer.load(tmp_path)
 
 
 def test_text_that_is_not_unicode_is_the_users_mistake() -> None:
