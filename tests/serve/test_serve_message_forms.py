@@ -41,8 +41,8 @@ USE = st.builds(
 )  # fmt: skip
 THOUGHT = st.builds(lambda text: {"type": "thinking", "thinking": text, "signature": "s"}, WORDS)
 RESULT = st.builds(
-    lambda call_id, content: {"type": "tool_result", "tool_use_id": call_id, "is_error": False} | content,
-    IDS, st.just({}) | TEXTS.map(lambda content: {"content": content}),
+    lambda call_id, wrong, content: {"type": "tool_result", "tool_use_id": call_id, "is_error": wrong} | content,
+    IDS, st.booleans(), st.just({}) | TEXTS.map(lambda content: {"content": content}),
 )  # fmt: skip
 MESSAGE = st.one_of(
     st.builds(
@@ -83,6 +83,9 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     maybe = {
         "system": TEXTS,
         "temperature": st.sampled_from([0.0, 1.0]),
+        "top_k": st.just(5),
+        "top_p": st.just(0.9),
+        "speculation": st.just(False),
         "stop_sequences": st.lists(st.sampled_from(["a", " the", "."]), **FEW),
         "thinking": st.builds(
             lambda kind, display: {"type": kind, "display": display},
@@ -112,11 +115,8 @@ def text_of(content: Any) -> str:
 
 def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     """The body of a chat that it stands for."""
-    chat = {
-        name: body[name]
-        for name in ("max_tokens", "seed", "chat_template", "temperature", "logit_bias")
-        if name in body
-    }
+    same = ("max_tokens", "seed", "chat_template", "temperature", "top_k", "top_p", "speculation", "logit_bias")
+    chat = {name: body[name] for name in same if name in body}
     chat |= {"stop": body["stop_sequences"]} if "stop_sequences" in body else {}
     blocks = [
         (message["role"], block)

@@ -10,13 +10,6 @@ from forerun.serve.message_input import chat_fields
 from kit.servers import TEMPLATE, Running, drafting, running, serving
 
 THINKS = "{{ messages[0].content }}{% if add_generation_prompt %}<think>{% endif %}{# until </think> #}"
-HERMES = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>"
-    "{% endfor %}{% endfor %}"
-)
 WEATHER = {
     "name": "weather",
     "description": "of a city",
@@ -88,109 +81,9 @@ def timeless(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "id": "", "content": blocks, "usage": usage}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"temperature": 0, "top_k": 5, "top_p": 0.9},
-        {"system": "Tell a story."},
-        {"system": [{"type": "text", "text": "Tell", "cache_control": {"type": "ephemeral"}}]},
-        {"messages": [*HI, {"role": "assistant", "content": "there was"}]},
-        {"chat_template": THINKS, "max_tokens": 30},
-        {"chat_template": THINKS, "thinking": {"type": "adaptive", "display": "omitted"}},
-        {"speculation": False},
-    ],
-    ids=str,
-)
-def test_an_answer_is_that_of_the_chat_whole_and_streamed(server: Running, fields: dict[str, Any]) -> None:
-    message = whole(server, **fields)
-    assert timeless(streamed(server, **fields)) == timeless(message)
-    system = fields.get("system")
-    told = system if isinstance(system, str) or system is None else system[0]["text"]
-    messages = [*([{"role": "system", "content": told}] if told else []), *fields.get("messages", HI)]
-    chat = {**BODY, **{name: value for name, value in fields.items() if name not in ("system", "thinking")}}
-    going_on = messages[-1]["role"] == "assistant"
-    answer = server.post(
-        "/v1/chat/completions", **{**chat, "messages": messages, "continue_final_message": going_on}
-    ).json()
-    (choice,) = answer["choices"]
-    texts = {block["type"]: block.get("text", block.get("thinking")) for block in message["content"]}
-    assert texts.get("text", "") == choice["message"]["content"]
-    if "thinking" not in fields:
-        assert texts.get("thinking") == choice["message"].get("reasoning_content")
-    usage = message["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == answer["usage"]["prompt_tokens"]
-    assert usage["output_tokens"] == answer["usage"]["completion_tokens"]
-    assert message["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[choice["finish_reason"]]
-    counted = {name: value for name, value in {**BODY, **fields}.items() if name != "max_tokens"}
-    count = server.post("/v1/messages/count_tokens", **counted).json()
-    assert count == {"input_tokens": answer["usage"]["prompt_tokens"]}
-
-
 def test_an_answer_has_the_id_that_anthropics_client_reads(server: Running) -> None:
     answer = server.post("/v1/messages", **BODY)
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
-
-
-def test_a_stop_sequence_ends_and_is_named(server: Running) -> None:
-    text = whole(server, temperature=0, max_tokens=40)["content"][0]["text"]
-    stop = text[10:14]
-    for message in (ask(server, temperature=0, max_tokens=40, stop_sequences=[stop]) for ask in (whole, streamed)):
-        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
-        assert message["content"][0]["text"] == text[: text.index(stop)]
-
-
-def test_a_tool_is_used_and_its_result_read(server: Running) -> None:
-    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
-    choice = {"type": "any", "disable_parallel_tool_use": True}
-    fields = {"tools": [WEATHER], "tool_choice": choice, "chat_template": HERMES, "max_tokens": 200}
-    for message in (whole(server, **fields), streamed(server, **fields)):
-        assert message["stop_reason"] == "tool_use"
-        for block in message["content"]:
-            assert (block["type"], block["name"]) == ("tool_use", "weather")
-            assert block["input"] in ({"city": "Rome"}, {"city": "Oslo"})
-            assert block["id"]
-    results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "Sun"} for block in message["content"]]
-    talk = [*HI, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": results}]
-    again = whole(server, **fields | {"messages": talk, "tool_choice": {"type": "tool", "name": "weather"}})
-    assert [block["name"] for block in again["content"]] == ["weather"]
-
-
-def test_blocks_become_the_messages_of_a_chat() -> None:
-    call = {"type": "tool_use", "id": "a1", "name": "weather", "input": {"city": "Rome"}}
-    talk = [
-        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
-        {"role": "user", "content": "!"},
-        {
-            "role": "assistant",
-            "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}, call, dict(call, id="a2")],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "a1", "content": [{"type": "text", "text": "Sun"}]},
-                {"type": "tool_result", "tool_use_id": "a2", "is_error": True},
-                {"type": "text", "text": "So?"},
-            ],
-        },
-    ]
-    calls = [
-        {"id": name, "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-        for name in ("a1", "a2")
-    ]
-    chat = chat_fields({"messages": talk, "system": "Be brief", "stop_sequences": ["x"], "max_tokens": 3})
-    assert chat == {
-        "max_tokens": 3,
-        "stop": ["x"],
-        "messages": [
-            {"role": "system", "content": "Be brief"},
-            {"role": "user", "content": "Hi\nthere\n!"},
-            {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},
-            {"role": "tool", "content": "Sun", "tool_call_id": "a1"},
-            {"role": "tool", "content": "", "tool_call_id": "a2"},
-            {"role": "user", "content": "So?"},
-        ],
-    }
 
 
 def test_null_is_as_good_as_nothing() -> None:
