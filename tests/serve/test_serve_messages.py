@@ -10,6 +10,13 @@ from forerun.serve.message_input import chat_fields
 from kit.servers import TEMPLATE, Running, drafting, running, serving
 
 THINKS = "{{ messages[0].content }}{% if add_generation_prompt %}<think>{% endif %}{# until </think> #}"
+HERMES = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}{% endfor %}"
+)
 WEATHER = {
     "name": "weather",
     "description": "of a city",
@@ -84,6 +91,30 @@ def timeless(message: dict[str, Any]) -> dict[str, Any]:
 def test_an_answer_has_the_id_that_anthropics_client_reads(server: Running) -> None:
     answer = server.post("/v1/messages", **BODY)
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_a_stop_sequence_ends_and_is_named(server: Running) -> None:
+    text = whole(server, temperature=0, max_tokens=40)["content"][0]["text"]
+    stop = text[10:14]
+    for message in (ask(server, temperature=0, max_tokens=40, stop_sequences=[stop]) for ask in (whole, streamed)):
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
+        assert message["content"][0]["text"] == text[: text.index(stop)]
+
+
+def test_a_tool_is_used_and_its_result_read(server: Running) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    fields = {"tools": [WEATHER], "tool_choice": choice, "chat_template": HERMES, "max_tokens": 200}
+    for message in (whole(server, **fields), streamed(server, **fields)):
+        assert message["stop_reason"] == "tool_use"
+        for block in message["content"]:
+            assert (block["type"], block["name"]) == ("tool_use", "weather")
+            assert block["input"] in ({"city": "Rome"}, {"city": "Oslo"})
+            assert block["id"]
+    results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "Sun"} for block in message["content"]]
+    talk = [*HI, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": results}]
+    again = whole(server, **fields | {"messages": talk, "tool_choice": {"type": "tool", "name": "weather"}})
+    assert [block["name"] for block in again["content"]] == ["weather"]
 
 
 def test_null_is_as_good_as_nothing() -> None:
