@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.serve.asking import prepared
@@ -23,6 +23,10 @@ PLAIN = (  # it shows all that a message may have
     "{{ call.function.arguments | tojson }}}\n</tool_call>{{ call.id }}{% endfor %}{% endfor %}"
 )
 THINKING = PLAIN + "{% if enable_thinking and add_generation_prompt %}<think>{% endif %}{# </think> #}"
+UNSHOWN: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Once"}], "max_tokens": 20, "seed": 3, "chat_template": THINKING,
+    "thinking": {"type": "adaptive", "display": "omitted"},
+}  # fmt: skip
 SCHEMA = {
     "type": "object",
     "properties": {"to": {"enum": ["Rome", "Oslo"]}},
@@ -192,6 +196,7 @@ def test_a_conversation_asks_for_what_its_chat_asks_for(body: dict[str, Any]) ->
 
 @settings(max_examples=20, deadline=None)
 @given(body=bodies())
+@example(body=UNSHOWN)
 def test_an_answer_is_that_of_its_chat(http: Any, body: dict[str, Any]) -> None:
     """Whole, and as a stream, whose events are in their order."""
     message = http.post("/v1/messages", json=body).json()
