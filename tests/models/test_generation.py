@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import ModelError
 from forerun.models.generation import HARMLESS, KEYS, ONLY_SAMPLED, SERVED, UNSERVED, GenerationDefaults
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
@@ -150,10 +149,3 @@ def test_stop_strings_are_served(tmp_path: Path, value: Any, stop: tuple[str, ..
         assert found.params().stop == (stop or ())
         assert not found.problems
     assert json.loads(json.dumps(found.given)) == found.given
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "5", "\x00"])
-def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ModelError, match=r"generation_config\.json is damaged"):
-        GenerationDefaults.read(tmp_path)
