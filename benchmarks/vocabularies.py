@@ -15,8 +15,8 @@ from forerun import LLM, SamplingParams
 from forerun.bench.material import shipped
 from forerun.draft.base import Drafter
 from forerun.draft.plan import DraftContext
-from forerun.draft.translate import plan_translation, translated
-from forerun.draft.vocab import shared_ids, shared_weight
+from forerun.draft.vocab.translate import plan_translation, translated
+from forerun.draft.vocab.vocabulary import shared_ids, shared_weight
 from forerun.models.loading import Blueprint
 
 CACHE_TOKENS = 1 << 15

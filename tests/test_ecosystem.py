@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM, AsyncLLM, ForerunError, InvalidRequest, SamplingParams, Speculation
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.ecosystem import (
     METHODS,
     REQUEST_WORDS,

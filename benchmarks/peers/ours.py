@@ -38,9 +38,9 @@ def load(setup: Setup) -> Service:
     from forerun.config import QUANTIZATIONS
     from forerun.demo.race import engine_beside
     from forerun.draft.base import Drafter
-    from forerun.draft.mix import MixDrafter
+    from forerun.draft.many.mix import MixDrafter
     from forerun.draft.model.model import ModelDrafter
-    from forerun.draft.ngram import NgramDrafter
+    from forerun.draft.text.ngram import NgramDrafter
     from forerun.request import Request
 
     llm = LLM(

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from forerun.draft.auto import AUTO_DRAFT, settled
 from forerun.draft.base import Drafter
-from forerun.draft.cascade import plan_cascade
-from forerun.draft.mix import plan_mix
-from forerun.draft.ngram import plan_ngram
+from forerun.draft.many.cascade import plan_cascade
+from forerun.draft.many.mix import plan_mix
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.draft.spec import DraftSpec, parse_spec
-from forerun.draft.suffix import plan_suffix
-from forerun.draft.translate import plan_model
+from forerun.draft.text.ngram import plan_ngram
+from forerun.draft.text.suffix import plan_suffix
+from forerun.draft.vocab.translate import plan_model
 from forerun.errors import UnknownDrafter
 from forerun.fields import read_fields
 from forerun.heads.kinds import HEADS

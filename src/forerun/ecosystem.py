@@ -19,8 +19,8 @@ from forerun.cache.budget import available_bytes
 from forerun.config import Speculation, require_whole
 from forerun.device import free_bytes
 from forerun.draft.base import Drafter
-from forerun.draft.ngram import NgramDrafter
 from forerun.draft.spec import DraftSpec
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.errors import InvalidRequest, UnknownKeyword
 from forerun.limits import shown
 from forerun.near import nearest

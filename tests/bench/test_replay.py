@@ -9,7 +9,7 @@ import torch
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
 from forerun.draft.model.model import ModelDrafter
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence

@@ -11,10 +11,10 @@ from draft.rounds import Row, committed, draws_of
 from forerun.config import Speculation, Verification
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.lengths import FixedLength, MeasuredLengths, RoundTiming
+from forerun.draft.many.cascade import CascadeDrafter
+from forerun.draft.many.lengths import FixedLength, MeasuredLengths, RoundTiming
 from forerun.draft.model.model import ModelDrafter
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.mix import MixDrafter
+from forerun.draft.many.cascade import CascadeDrafter
+from forerun.draft.many.mix import MixDrafter
 from forerun.draft.model.model import ModelDrafter
-from forerun.draft.ngram import NgramDrafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
-from forerun.draft.translate import TranslatingDrafter
+from forerun.draft.text.ngram import NgramDrafter
+from forerun.draft.vocab.translate import TranslatingDrafter
 from forerun.drafters import PLANNERS, plan_drafter
 from forerun.errors import ModelNotFound, UnknownDrafter
 from forerun.heads.adapter.drafter import EarlyExitDrafter

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from draft.rounds import Row, committed, draws_of
-from forerun.draft.base import Budget
-from forerun.draft.judge import Judge, JudgeLogits, Question
+from forerun.draft.base import Budget, Judge, JudgeLogits, Question
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner

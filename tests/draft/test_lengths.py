@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.draft.lengths import FIRST, FixedLength, Lengths, MeasuredLengths, RoundTiming
+from forerun.draft.many.lengths import FIRST, FixedLength, Lengths, MeasuredLengths, RoundTiming
 from forerun.economy import MOST, best_depth, cost_per_token
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from draft.rounds import Row, committed
 from forerun.draft.base import Budget
-from forerun.draft.merge import Branches, merge
-from forerun.draft.mix import came_true
+from forerun.draft.many.merge import Branches, merge
+from forerun.draft.many.mix import came_true
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.kernels.sampling import find_sampling_kernels

@@ -12,13 +12,13 @@ from torch import Tensor
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.lengths import FixedLength
-from forerun.draft.merge import Branches, merge
-from forerun.draft.mix import ANY_PRICE, MixDrafter, came_true
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.many.cascade import CascadeDrafter
+from forerun.draft.many.lengths import FixedLength
+from forerun.draft.many.merge import Branches, merge
+from forerun.draft.many.mix import ANY_PRICE, MixDrafter, came_true
 from forerun.draft.plan import DraftContext
-from forerun.draft.suffix import SuffixDrafter
+from forerun.draft.text.ngram import NgramDrafter
+from forerun.draft.text.suffix import SuffixDrafter
 from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
 from forerun.heads.adapter.drafter import EarlyExitDrafter

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from draft.rounds import Row, chunked, committed, draws_of
 from forerun.draft.base import AHEAD, Budget, Committed
-from forerun.draft.ngram import BELIEF, FADING, WEIGHT, NgramDrafter
+from forerun.draft.text.ngram import BELIEF, FADING, WEIGHT, NgramDrafter
 
 LETTERS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 LENGTHS = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda t: (t[0], t[0] + t[1]))

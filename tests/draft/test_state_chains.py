@@ -8,7 +8,7 @@ import pytest
 
 from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.model.shifted import ShiftedFollower
+from forerun.draft.model.state_follower import StateFollower
 from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library
 from forerun.llm import LLM
@@ -47,7 +47,7 @@ def watched(draft: str, at_once: bool, monkeypatch: pytest.MonkeyPatch, **option
     """An engine, and what its drafter will have guessed; `at_once` says whether a call may draw whole chains."""
     llm = LLM(str(TARGET), draft, dtype="float32", kernels="native", chunk_tokens=7, **options)
     drafter, found = llm.drafter, dict[tuple[int, ...], list[int]]()
-    assert isinstance(drafter, ShiftedFollower)
+    assert isinstance(drafter, StateFollower)
     drawing, proposing = drafter.runner.draw_chains, drafter.propose
 
     def draw_chains(*arguments: Any) -> Chains | None:
@@ -97,7 +97,7 @@ def test_a_chain_drawn_at_a_price_ends_where_its_guesses_are_worth_less(
     for price in (0.0, 0.05, 0.6):
         llm, guesses = watched(draft, True, monkeypatch, speculation=Speculation(5), max_num_seqs=1)
         drafter = llm.drafter
-        assert isinstance(drafter, ShiftedFollower)
+        assert isinstance(drafter, StateFollower)
         proposing = drafter.propose
 
         def priced(
@@ -125,7 +125,7 @@ def test_a_round_reads_its_text_once_and_draws_in_one_call(
     """What became final is read with the root behind it, so that guesses need no pass of the root's before them."""
     llm, guesses = watched(FORMS[form](tmp_path / "heads"), True, monkeypatch, speculation=Speculation(4))
     drafter = llm.drafter
-    assert isinstance(drafter, ShiftedFollower)
+    assert isinstance(drafter, StateFollower)
     reading, passes = drafter.runner.read, list[int]()
 
     def read(reads: Sequence[Read], **options: Any) -> States:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from draft.rounds import Row, chunked, committed, draws_of
 from forerun.draft.base import AHEAD, Budget, Draft
-from forerun.draft.suffix import SuffixDrafter
-from forerun.draft.suffix_past import Past
-from forerun.draft.suffix_tree import LEAST_SHARE, Leaf, Node
+from forerun.draft.text.suffix import SuffixDrafter
+from forerun.draft.text.suffix_past import Past
+from forerun.draft.text.suffix_tree import LEAST_SHARE, Leaf, Node
 from kit.unchecked import unchecked
 
 VOCAB = 16

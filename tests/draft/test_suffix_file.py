@@ -14,9 +14,9 @@ import pytest
 
 from forerun.draft import suffix_file
 from forerun.draft.plan import DraftContext
-from forerun.draft.suffix import SuffixDrafter
-from forerun.draft.suffix_file import PastFile, write_all
-from forerun.draft.suffix_past import SLACK, Past
+from forerun.draft.text.suffix import SuffixDrafter
+from forerun.draft.text.suffix_file import PastFile, write_all
+from forerun.draft.text.suffix_past import SLACK, Past
 from forerun.drafters import plan_drafter
 from forerun.errors import PastFileError, UnknownDrafter, VocabularyMismatch
 from forerun.models.loading import Blueprint

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft.test_suffix_tree import counted, stored
-from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.suffix_past import Past, Reader
-from forerun.draft.suffix_tree import TOKEN_BYTES
+from forerun.draft.many.cascade import CascadeDrafter
+from forerun.draft.text.suffix_past import Past, Reader
+from forerun.draft.text.suffix_tree import TOKEN_BYTES
 from forerun.llm import LLM
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked

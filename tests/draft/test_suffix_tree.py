@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.draft.suffix_tree import LEAF_BYTES, LEAST_SHARE, NODE_BYTES, TOKEN_BYTES, Leaf, Node, SuffixTree
+from forerun.draft.text.suffix_tree import LEAF_BYTES, LEAST_SHARE, NODE_BYTES, TOKEN_BYTES, Leaf, Node, SuffixTree
 from kit.unchecked import unchecked
 
 LETTERS = st.integers(0, 2)

@@ -17,9 +17,9 @@ from forerun.device import CPU, Placement
 from forerun.draft.base import Budget, Committed
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import DraftContext
-from forerun.draft.transcript import Transcriber, Transcript
-from forerun.draft.translate import TranslatingDrafter, plan_translation, translated
-from forerun.draft.vocab import shared_ids
+from forerun.draft.vocab.transcript import Transcriber, Transcript
+from forerun.draft.vocab.translate import TranslatingDrafter, plan_translation, translated
+from forerun.draft.vocab.vocabulary import shared_ids
 from forerun.drafters import plan_drafter
 from forerun.errors import UnknownDrafter, VocabularyMismatch
 from forerun.llm import LLM

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from draft.vocabularies import byte_level, sentence_piece, two_letters
-from forerun.draft.vocab import SharedTokens, Vocabulary, shared_ids, shared_marks, shared_weight
+from forerun.draft.vocab.vocabulary import SharedTokens, Vocabulary, shared_ids, shared_marks, shared_weight
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
 

@@ -15,8 +15,8 @@ from forerun.control.kept_costs import as_json, from_json, kept_file
 from forerun.control.measured import MeasuredDepth
 from forerun.draft import mix
 from forerun.draft.model import follower
-from forerun.draft.ngram import NgramDrafter
-from forerun.draft.suffix import SuffixDrafter
+from forerun.draft.text.ngram import NgramDrafter
+from forerun.draft.text.suffix import SuffixDrafter
 from forerun.engine import calibration
 from forerun.engine.engine import Engine
 from forerun.models.runner import Read, Runner

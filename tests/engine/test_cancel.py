@@ -18,7 +18,7 @@ import pytest
 import forerun
 from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence

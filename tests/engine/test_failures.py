@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.async_llm import AsyncLLM
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine import round as round_module
 from forerun.engine.recovery import STRIKES
 from forerun.engine.sequence import ActiveSequences, Status

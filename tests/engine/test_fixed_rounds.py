@@ -164,7 +164,7 @@ def test_the_count_can_fail() -> None:
 def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape() -> None:
     """A drafter that declares any shape harms nothing: the tokens are those of plain decoding."""
     from forerun.draft.base import Budget, Committed, Draft
-    from forerun.draft.ngram import NgramDrafter
+    from forerun.draft.text.ngram import NgramDrafter
     from forerun.tree import DraftTree, HostView
 
     dice = random.Random(0)

@@ -13,8 +13,8 @@ from documented import PHRASES, phrase_drafter, similar_place_drafter
 
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
-from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.lengths import FixedLength
+from forerun.draft.many.cascade import CascadeDrafter
+from forerun.draft.many.lengths import FixedLength
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.models.loading import Blueprint

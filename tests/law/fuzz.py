@@ -16,7 +16,7 @@ from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantizat
 from forerun.control.controller import Controller
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.model.model import ModelDrafter
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.models.loading import Blueprint

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from forerun.cache.prefix import PrefixStore
 from forerun.draft.base import Drafter
-from forerun.draft.suffix_past import Past
+from forerun.draft.text.suffix_past import Past
 
 
 def reachable(value: object, seen: set[int] | None = None) -> Iterator[object]:

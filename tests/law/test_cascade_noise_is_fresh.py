@@ -12,10 +12,9 @@ from sampler import drafted, first_pairs
 from torch import Tensor
 
 from forerun.config import Verification
-from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.cascade import CascadeDrafter, Chain
-from forerun.draft.judge import JudgeLogits, Question
-from forerun.draft.lengths import FixedLength
+from forerun.draft.base import Budget, Committed, Draft, JudgeLogits, Question
+from forerun.draft.many.cascade import CascadeDrafter, Chain
+from forerun.draft.many.lengths import FixedLength
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.tree import DraftTree

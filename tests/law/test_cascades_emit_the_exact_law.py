@@ -15,10 +15,9 @@ from exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Model, Sc
 from torch import Tensor
 
 from forerun.draft import base
-from forerun.draft.base import Budget, Committed
-from forerun.draft.cascade import CascadeDrafter, Chain
-from forerun.draft.judge import JudgeLogits, Question
-from forerun.draft.lengths import FixedLength, RoundTiming
+from forerun.draft.base import Budget, Committed, JudgeLogits, Question
+from forerun.draft.many.cascade import CascadeDrafter, Chain
+from forerun.draft.many.lengths import FixedLength, RoundTiming
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree

@@ -16,7 +16,7 @@ from fuzz import Bench, number_format, run, threads
 from torch import Tensor
 
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.models.choice import cpu_backend
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.config import Verification
 from forerun.draft.base import Budget, Committed, Draft
-from forerun.draft.mix import MixDrafter
+from forerun.draft.many.mix import MixDrafter
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from kit.drafters import Stateless

@@ -15,7 +15,7 @@ from exact import RULES, TOLERANCE, Draft, Family, Model, Script, deviation, fam
 
 from forerun.draft import base
 from forerun.draft.base import Budget, Committed
-from forerun.draft.mix import MemberDraft, MixDrafter, MixedRow
+from forerun.draft.many.mix import MemberDraft, MixDrafter, MixedRow
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree

@@ -21,10 +21,9 @@ from forerun.accept.outcome import Outcome
 from forerun.cache.paged import Spare
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.control.controller import Controller, FixedDepth, Load
-from forerun.draft.base import NO_DRAFT, Budget, Draft, Drafter, Outlook
-from forerun.draft.cascade import CascadeDrafter
-from forerun.draft.judge import Judge
-from forerun.draft.lengths import FixedLength
+from forerun.draft.base import NO_DRAFT, Budget, Draft, Drafter, Judge, Outlook
+from forerun.draft.many.cascade import CascadeDrafter
+from forerun.draft.many.lengths import FixedLength
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Read, Runner
 from forerun.request import Request

@@ -15,7 +15,7 @@ from fuzz import Bench, run
 
 from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.suffix import SuffixDrafter
+from forerun.draft.text.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.request import Request

@@ -21,7 +21,7 @@ from recipes.stdlib.recipe import STDLIB, export, tokenize, trained_tokenizer
 from recipes.stdlib.training import Record, Shape, build_llama
 
 from forerun import LLM, SamplingParams
-from forerun.draft.translate import TranslatingDrafter
+from forerun.draft.vocab.translate import TranslatingDrafter
 
 TINY = Foreign(
     vocab_size=290,

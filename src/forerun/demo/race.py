@@ -16,7 +16,7 @@ from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome
 from forerun.bench.lane import Clock, Lane
 from forerun.draft.base import Drafter
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.request import Request

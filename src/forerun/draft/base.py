@@ -205,3 +205,42 @@ class StateDrafter(Drafter, Protocol):
 def adoptable(drafter: Drafter, text: Sequence[int], most: int, salt: Hashable) -> int:
     """`StateDrafter.adoptable` of any drafter: one without taps needs no states, so nothing is read again for it."""
     return cast(StateDrafter, drafter).adoptable(text, most, salt) if drafter.taps else most
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A chain of guesses about one sequence.
+
+    `late` is what follows the text that was observed, to be taken as final: its root, and whatever was emitted behind
+    it; the last token is what the guesses follow.
+    """
+
+    seq_id: int
+    late: Sequence[int]
+    guesses: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeLogits:
+    """The logits after the last token of `late` and after each guess, packed, for the questions `answered`, in order.
+
+    `answered` are indices; the others found no room. `pass_s` is what the passes took.
+    """
+
+    answered: Sequence[int]
+    logits: Float[Tensor, "rows vocab"]
+    pass_s: float
+
+
+@runtime_checkable
+class Judge(Drafter, Protocol):
+    """A drafter that can also say how it would go on behind guesses that are not its own."""
+
+    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
+        """Its logits, at the target's width, behind one chain of guesses for each of these sequences.
+
+        A chain may be asked about where `late` and guesses together stay within the sequence's `outlook` limit. What
+        was read for a question is kept until the next: one that goes on from it reads what is new, and `observe` keeps
+        what it confirms. A function of text, `late` and guesses alone.
+        """
+        ...

@@ -13,8 +13,7 @@ from typing import NoReturn
 
 from forerun.annotations import ProgressCallback
 from forerun.cache.plan import ModelMemory
-from forerun.draft.base import Drafter
-from forerun.draft.judge import Judge
+from forerun.draft.base import Drafter, Judge
 from forerun.draft.spec import DraftSpec
 from forerun.errors import UnknownDrafter
 from forerun.models.loading import Blueprint

@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.accept.outcome import Stats
 from forerun.annotations import Float, ProgressCallback
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.ngram import NgramDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.sequence import Sequence
 from forerun.heads.student import TargetText
 from forerun.llm import LLM

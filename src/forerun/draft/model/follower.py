@@ -22,9 +22,9 @@ from forerun.annotations import Float
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
+from forerun.draft.model.chain_steps import seen_chains, unseen_chains
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, PrefixReuse, RootPass, UnseenGuesses
 from forerun.draft.model.grower import LevelReader, expand
-from forerun.draft.model.steps import seen_chains, unseen_chains
 from forerun.errors import WrongTarget
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States

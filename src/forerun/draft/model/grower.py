@@ -5,7 +5,7 @@ equality any choice is exact, so the tree has the likeliest paths, chosen after 
 that every guess was drawn from, so there the number of children is fixed before they are drawn, from what was drawn
 before, and all stay. Or the budget names a shape. `expand` grows the trees of a round together: each level is one pass
 of the model over the nodes of all sequences, which `LevelReader` reads behind the roots in the model's cache. Chains
-that need no tree are drawn in `steps.py`, or in one call where the runner has it.
+that need no tree are drawn in `chain_steps.py`, or in one call where the runner has it.
 """
 
 from __future__ import annotations

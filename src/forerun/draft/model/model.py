@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.draft.base import Budget
-from forerun.draft.judge import JudgeLogits, Question
+from forerun.draft.base import Budget, JudgeLogits, Question
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, Revision
 from forerun.draft.model.follower import TAIL_TOKENS, Follower
-from forerun.draft.vocab import SharedTokens
+from forerun.draft.vocab.vocabulary import SharedTokens
 from forerun.models.chains import SameIds
 from forerun.models.runner import Runner
 

@@ -1,8 +1,9 @@
 """EAGLE as drafter: a layer on the target's states drafts token by token (2401.15077, 2503.01840).
 
-This module decides what the layer reads: the target's states, fused, and behind them its own output. `shifted.py`
-decides which of them goes with which token. P-EAGLE (2602.01469) reads masked places behind the root instead, as many
-as there are guesses, all in one pass: the logits of a place are those of every guess at its depth.
+This module decides what the layer reads: the target's states, fused, and behind them its own output.
+`state_follower.py` decides which of them goes with which token. P-EAGLE (2602.01469) reads masked places behind the
+root instead, as many as there are guesses, all in one pass: the logits of a place are those of every guess at its
+depth.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 from forerun.annotations import Float, Int, ProgressCallback
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
-from forerun.draft.model.ahead import Paths, first_places, grow_ahead
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.shifted import ShiftedFollower
+from forerun.draft.model.parallel_heads import Paths, first_places, grow_ahead
+from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
@@ -34,7 +35,7 @@ from forerun.models.widen import WRITERS, Plan
 from forerun.sampling.draws import Draws
 
 
-class EagleDrafter(ShiftedFollower):
+class EagleDrafter(StateFollower):
     """Drafts with a target's `layers`; `taps` are the states that they read."""
 
     arms: tuple[str, ...] = ("eagle",)

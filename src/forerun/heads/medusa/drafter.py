@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.annotations import Float, ProgressCallback
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.ahead import Paths, grow_ahead
+from forerun.draft.model.parallel_heads import Paths, grow_ahead
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import WrongTarget

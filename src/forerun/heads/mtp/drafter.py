@@ -3,7 +3,7 @@
 This module decides which module makes which guess, and from what: module d guesses at depth d + 1, and beyond their
 number the last one goes on from its own outputs. Every module has read the whole text in its own layer of the cache,
 from the target's states or the outputs of the module before, so what a round begins with is the last row of each.
-`shifted.py` decides which state goes with which token.
+`state_follower.py` decides which state goes with which token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, ProgressCallback
 from forerun.cache.plan import ModelMemory
-from forerun.draft.model.shifted import ShiftedFollower
+from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
@@ -30,7 +30,7 @@ from forerun.models.runner import Read, Runner
 from forerun.models.widen import WRITERS, Plan
 
 
-class MtpDrafter(ShiftedFollower):
+class MtpDrafter(StateFollower):
     """Drafts with a target's `modules`."""
 
     arms: tuple[str, ...] = ("mtp",)

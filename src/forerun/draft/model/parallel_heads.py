@@ -12,8 +12,8 @@ from itertools import accumulate
 from torch import Tensor
 
 from forerun.draft.base import Budget, Draft
+from forerun.draft.model.chain_steps import seen_chains
 from forerun.draft.model.grower import Growth, NodeToExpand, expand
-from forerun.draft.model.steps import seen_chains
 from forerun.models.chains import Start
 from forerun.sampling.draws import Draws
 

@@ -20,8 +20,8 @@ from forerun.draft.model.drafted_text import Revision
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
-from forerun.draft.transcript import Transcriber, Transcript
-from forerun.draft.vocab import ENOUGH, SharedTokens, Vocabulary, shared_ids, shared_weight
+from forerun.draft.vocab.transcript import Transcriber, Transcript
+from forerun.draft.vocab.vocabulary import ENOUGH, SharedTokens, Vocabulary, shared_ids, shared_weight
 from forerun.errors import TokenizerError, VocabularyMismatch
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner

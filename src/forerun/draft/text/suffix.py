@@ -20,9 +20,9 @@ from forerun.annotations import ProgressCallback
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
-from forerun.draft.suffix_file import PastFile
-from forerun.draft.suffix_past import MAX_BYTES, Past, Reader
-from forerun.draft.suffix_tree import LEAST_SHARE, Insertion, Leaf, Node, SuffixTree
+from forerun.draft.text.suffix_file import PastFile
+from forerun.draft.text.suffix_past import MAX_BYTES, Past, Reader
+from forerun.draft.text.suffix_tree import LEAST_SHARE, Insertion, Leaf, Node, SuffixTree
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree

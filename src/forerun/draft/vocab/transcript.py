@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.draft.vocab import Vocabulary, shared_marks
+from forerun.draft.vocab.vocabulary import Vocabulary, shared_marks
 
 SHORTEST, LONGEST = 32, 192  # characters
 SEAM = re.compile(r"(?<=\S) ")

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.draft.suffix_file import PastAnswer, PastFile
-from forerun.draft.suffix_tree import Leaf, Node, SuffixTree
+from forerun.draft.text.suffix_file import PastAnswer, PastFile
+from forerun.draft.text.suffix_tree import Leaf, Node, SuffixTree
 
 DEPTH = 24  # longest context, what followed it included
 MAX_BYTES = 256 << 20

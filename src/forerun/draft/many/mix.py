@@ -23,7 +23,7 @@ from torch import Tensor
 from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
 from forerun.draft.base import MERGED, NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, Resume, adoptable
-from forerun.draft.merge import Branches, merge
+from forerun.draft.many.merge import Branches, merge
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, PlanMember, free_name, joined_plans, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.economy import Acceptance

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
-from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, adoptable
-from forerun.draft.judge import Judge, Question
-from forerun.draft.lengths import Lengths, MeasuredLengths, RoundTiming
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Judge, Outlook, Question, adoptable
+from forerun.draft.many.lengths import Lengths, MeasuredLengths, RoundTiming
 from forerun.draft.plan import (
     BuildJudge,
     CacheTokens,

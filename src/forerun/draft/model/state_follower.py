@@ -27,7 +27,7 @@ from forerun.models.chains import IdExchange, Start
 from forerun.models.runner import DeviceTokens, Read, Runner, States
 
 
-class ShiftedFollower(Follower, ABC):
+class StateFollower(Follower, ABC):
     """Drafts with a `runner` whose decoder reads embeddings and states side by side."""
 
     rereads: ClassVar[bool] = False
