@@ -28,7 +28,7 @@ from forerun.commands.bench import BenchOptions
 from forerun.commands.prove import ProveOptions
 from forerun.errors import ModelNotFound
 from forerun.llm import LLM
-from forerun.options import ModelOptions
+from forerun.options import LoadingOptions, ModelOptions
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 from heads.adapters import adapter_of
@@ -173,7 +173,9 @@ def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     given += " --max-model-len 100 --threads 2"
     assert generate("x", *given.split()).exit_code == 0
     assert generate("x").exit_code == 0
-    assert seen[0] == ModelOptions("some/model", "model:DIR", "3", "block", "bfloat16", "int8", "torch", 100, 2)
+    assert seen[0] == ModelOptions(
+        "some/model", "model:DIR", "3", "block", LoadingOptions("bfloat16", "int8", "torch", 2), 100
+    )
     assert seen[1] == ModelOptions("some/model")
 
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, cast, get_type_hints, runtime_checkable
 
@@ -30,18 +30,8 @@ DRAFTERS = (
     "cascade[A,B] or mix[A,B]"
 )
 DRAFTER_BEGINNINGS = (
-    "auto",
-    "ngram",
-    "suffix",
-    "model:",
-    "early-exit:",
-    "medusa:",
-    "eagle:",
-    "block:",
-    "mtp",
-    "cascade[",
-    "mix[",
-    *(f"model:{n}" for n in BUNDLED),
+    *("auto", "ngram", "suffix", "model:", "early-exit:", "medusa:", "eagle:", "block:", "mtp", "cascade[", "mix["),
+    *(f"model:{name}" for name in BUNDLED),
 )
 
 
@@ -56,16 +46,15 @@ def complete_from(*names: str) -> Callable[[str], Iterator[str]]:
     return lambda incomplete: (name for name in names if name.startswith(incomplete))
 
 
-def depth_text(text: str) -> str:
-    """What --depth takes: auto, or a whole number from 0 on."""
-    if text != AUTO and not text.isdecimal():
-        raise typer.BadParameter(f"{text!r} is neither auto nor a whole number from 0 on.")
-    return text
+def auto_or_whole(least: int) -> Callable[[str], str]:
+    """What reads an option that takes auto or a whole number from `least` on."""
 
+    def parse(text: str) -> str:
+        if text != AUTO and not (text.isdecimal() and int(text) >= least):
+            raise typer.BadParameter(f"{text!r} is neither auto nor a whole number from {least} on.")
+        return text
 
-def complete_draft(incomplete: str) -> Iterator[str]:
-    """Drafters that begin like this, for the shell."""
-    yield from (name for name in DRAFTER_BEGINNINGS if name.startswith(incomplete))
+    return parse
 
 
 MODEL, ANSWER, OUTPUT = "Model", "Answer", "Output"  # titles of groups
@@ -83,37 +72,19 @@ DRAFT = typer.Option(
     "--draft",
     "-d",
     help=f"Drafter: {DRAFTERS}. Without one, decoding is plain.",
-    autocompletion=complete_draft,
+    autocompletion=complete_from(*DRAFTER_BEGINNINGS),
     rich_help_panel=MODEL,
 )
 REQUIRED_DRAFT = typer.Option(
-    "--draft", "-d", help=f"Drafter: {DRAFTERS}.", autocompletion=complete_draft, rich_help_panel=MODEL
+    "--draft",
+    "-d",
+    help=f"Drafter: {DRAFTERS}.",
+    autocompletion=complete_from(*DRAFTER_BEGINNINGS),
+    rich_help_panel=MODEL,
 )
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        help="Number format: auto, float32, float16 or bfloat16.",
-        autocompletion=complete_from("auto", "float32", "float16", "bfloat16"),
-        rich_help_panel=MODEL,
-    ),
-]
-QuantizeOption = Annotated[
-    Quantization | None,
-    typer.Option(help="Hold the weights of target and draft model in 8 or 4 bits.", rich_help_panel=MODEL),
-]
-KernelsOption = Annotated[
-    KernelChoice,
-    typer.Option(
-        help="What computes: compiled kernels (auto: where there is a C++ compiler) or torch.", rich_help_panel=MODEL
-    ),
-]
 MaxModelLenOption = Annotated[
     int | None,
     typer.Option(min=1, help="Context in tokens; default: what the model and memory allow.", rich_help_panel=MODEL),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: torch's choice.", rich_help_panel=MODEL),
 ]
 TreeOption = Annotated[
     Path | None,
@@ -128,27 +99,40 @@ AdapterOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
-DeviceOption = Annotated[
-    str, typer.Option(help="Where to run: cpu, cuda, or auto for a GPU where there is one.", rich_help_panel=MODEL)
-]
-OneGemmOption = Annotated[
-    bool,
-    typer.Option(
-        "--one-gemm",
-        help="On a GPU, one matrix product for any number of rows, for the same bits.",
-        rich_help_panel=MODEL,
-    ),
-]
-PrefixCacheOption = Annotated[
-    bool, typer.Option(help="Read the common beginning of several texts once, and keep it.", rich_help_panel=MODEL)
-]
-GenerationConfigOption = Annotated[
-    str,
-    typer.Option(
-        help="Where --temperature and the like come from if not given: auto (the model's own file), none, or a folder.",
-        rich_help_panel=MODEL,
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingOptions:
+    """Options that say in which form a model is loaded, and where it runs: the same for all commands that load one."""
+
+    TITLE: ClassVar[str] = MODEL
+
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Number format: auto, float32, float16 or bfloat16.",
+            autocompletion=complete_from("auto", "float32", "float16", "bfloat16"),
+        ),
+    ] = "auto"
+    quantize: Annotated[
+        Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 or 4 bits.")
+    ] = None
+    kernels: Annotated[
+        KernelChoice,
+        typer.Option(help="What computes: compiled kernels (auto: where there is a C++ compiler) or torch."),
+    ] = "auto"
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: torch's choice.")
+    ] = None
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, or auto for a GPU where there is one.")] = "cpu"
+    one_gemm: Annotated[
+        bool,
+        typer.Option("--one-gemm", help="On a GPU, one matrix product for any number of rows, for the same bits."),
+    ] = False
+
+    def spec(self, model: str) -> ModelSpec:
+        """A model, to be loaded like this."""
+        return ModelSpec(model, **{name: value for name, value in asdict(self).items() if name != "threads"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +144,8 @@ class ModelOptions:
     model: ModelOption
     draft: Annotated[str | None, DRAFT] = None
     depth: Annotated[
-        str, typer.Option(help="Tokens drafted per round; auto: as many as measurement says pay.", parser=depth_text)
+        str,
+        typer.Option(help="Tokens drafted per round; auto: as many as measurement says pay.", parser=auto_or_whole(0)),
     ] = AUTO
     verification: Annotated[
         Verification,
@@ -168,25 +153,23 @@ class ModelOptions:
             help="How guesses are judged: coupled keeps the tokens of plain decoding; token and block keep their law."
         ),
     ] = "coupled"
-    dtype: DtypeOption = "auto"
-    quantize: QuantizeOption = None
-    kernels: KernelsOption = "auto"
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
     max_model_len: MaxModelLenOption = None
-    threads: ThreadsOption = None
-    device: DeviceOption = "cpu"
-    one_gemm: OneGemmOption = False
-    prefix_cache: PrefixCacheOption = True
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Read the common beginning of several texts once, and keep it.")
+    ] = True
     tree: TreeOption = None
     adapter: AdapterOption = None
-    generation_config: GenerationConfigOption = "auto"
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Where --temperature and the like come from if not given: auto (the model's own file), none, or a "
+            "folder."
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
-
-    @property
-    def spec(self) -> ModelSpec:
-        """What is loaded, and how."""
-        return model_spec(self, self.model)
 
     def speculation(self, width: int = 1) -> Speculation:
         """How far to draft: by depth and width, or in the shape given by a file."""
@@ -256,12 +239,6 @@ class OutputOptions:
     ] = None
 
 
-def model_spec(options: object, model: str) -> ModelSpec:
-    """What a command loads: the model, in the form that its options of these names say."""
-    names = ("dtype", "quantize", "kernels", "device", "one_gemm")
-    return ModelSpec(model, **{name: getattr(options, name) for name in names})
-
-
 def adapted(draft: str | None, adapter: Path | None) -> str | None:
     """The draft that both options spell together. Raises UnknownDrafter where there is no exit to adapt."""
     if adapter is None:
@@ -280,7 +257,7 @@ def read_config(ctx: Any, path: Path | None) -> Path | None:
     if path is not None:
         options = [param for param in ctx.command.params if param.param_type_name == "option"]
         known = {name.lstrip("-").replace("-", "_"): param for param in options for name in param.opts}
-        others = {option.name for group in (ModelOptions, AnswerOptions) for option in fields(group)}
+        others = {option.name for group in (ModelOptions, AnswerOptions) for option in parameters_of(group)}
         try:
             found = read_settings(path, set(known) - {CONFIG, "help"}, others)
         except ForerunError as error:
@@ -329,14 +306,11 @@ def with_options(examples: str) -> Callable[[CommandBody], Command]:
 
 def _with_options(run: CommandBody, examples: str) -> Command:
     hints = get_type_hints(run, include_extras=True)
-    own = inspect.signature(run).parameters.values()
-    groups = {p.name: hints[p.name] for p in own if hasattr(hints[p.name], "__dataclass_fields__")}
-    parameters: list[inspect.Parameter] = []
-    for group in groups.values():
-        types = get_type_hints(group, include_extras=True)
-        parameters += [_parameter(option, types[option.name], group.TITLE) for option in fields(group)]
+    declared = inspect.signature(run).parameters.values()
+    groups = {p.name: hints[p.name] for p in declared if is_dataclass(hints[p.name])}
+    parameters = [parameter for group in groups.values() for parameter in parameters_of(group)]
     by_name = inspect.Parameter.KEYWORD_ONLY
-    parameters += [p.replace(annotation=hints[p.name], kind=by_name) for p in own if p.name not in groups]
+    parameters += [p.replace(annotation=hints[p.name], kind=by_name) for p in declared if p.name not in groups]
     if any(parameter.name == "model" for parameter in parameters):
         parameters.append(inspect.Parameter(CONFIG, by_name, default=None, annotation=ConfigOption))
 
@@ -344,10 +318,7 @@ def _with_options(run: CommandBody, examples: str) -> Command:
     def entry(**values: Any) -> None:
         values.pop(CONFIG, None)  # it has taken effect already
         try:
-            gathered = {
-                name: group(**{option.name: values.pop(option.name) for option in fields(group)})
-                for name, group in groups.items()
-            }
+            gathered = {name: group_from(group, values) for name, group in groups.items()}
             run(**values, **gathered)
         except ForerunError as error:
             show_error(error)
@@ -362,13 +333,32 @@ def _with_options(run: CommandBody, examples: str) -> Command:
     return cast(Command, entry)
 
 
-def _parameter(option: Field[Any], kind: Any, title: str) -> inspect.Parameter:
-    """A field as a parameter, its option among those of a title."""
-    default = option.default if option.default_factory is MISSING else option.default_factory()
-    default = inspect.Parameter.empty if default is MISSING else default
-    (info,) = kind.__metadata__
-    titled = copy(info)
-    titled.rich_help_panel = info.rich_help_panel or title
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind.__origin__, titled]
+def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+    """The fields of a group as parameters with options under its title; those of a group inside it in its place."""
+    kinds = get_type_hints(group, include_extras=True)
+    for option in fields(group):
+        kind = kinds[option.name]
+        if is_dataclass(kind):
+            yield from parameters_of(kind)
+            continue
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        default = inspect.Parameter.empty if default is MISSING else default
+        (info,) = kind.__metadata__
+        titled = copy(info)
+        titled.rich_help_panel = info.rich_help_panel or group.TITLE
+        yield inspect.Parameter(
+            option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind.__origin__, titled]
+        )
+
+
+def group_from(group: Any, values: dict[str, Any]) -> Any:
+    """A group, and the groups inside it, with values that are taken out of `values`."""
+    kinds = get_type_hints(group)
+    return group(
+        **{
+            option.name: group_from(kinds[option.name], values)
+            if is_dataclass(kinds[option.name])
+            else values.pop(option.name)
+            for option in fields(group)
+        }
     )

@@ -33,7 +33,7 @@ def build_llm(
     """The model and its drafter, loaded; a bar is shown where that takes long."""
     with LoadingBar(console) as bar:
         return LLM(
-            options.spec,
+            options.loading.spec(options.model),
             options.draft,
             speculation=options.speculation(),
             verification=options.verification,
@@ -41,7 +41,7 @@ def build_llm(
             max_num_seqs=max_num_seqs,
             chunk_tokens=chunk_tokens,
             prefix_cache=options.prefix_cache,
-            threads=options.threads,
+            threads=options.loading.threads,
             generation_config=options.generation_config,
             progress=bar,
         )

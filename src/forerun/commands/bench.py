@@ -7,7 +7,7 @@ what is run and how figures are formed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
@@ -23,17 +23,11 @@ from forerun.options import (
     OUTPUT,
     REQUIRED_DRAFT,
     AdapterOption,
-    DeviceOption,
-    DtypeOption,
-    KernelsOption,
+    LoadingOptions,
     ModelOption,
-    OneGemmOption,
     OutputOptions,
-    QuantizeOption,
-    ThreadsOption,
     TreeOption,
     adapted,
-    model_spec,
     with_options,
 )
 from forerun.shape import StaticTree
@@ -78,12 +72,7 @@ class BenchOptions:
     seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
     state: Annotated[Path | None, typer.Option(help="Where finished runs are kept; default: the cache folder.")] = None
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished runs and start over.")] = False
-    dtype: DtypeOption = "auto"
-    quantize: QuantizeOption = None
-    kernels: KernelsOption = "auto"
-    threads: ThreadsOption = None
-    device: DeviceOption = "cpu"
-    one_gemm: OneGemmOption = False
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
     adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
@@ -135,7 +124,7 @@ def bench(
         target, draft = options.model, options.draft
         if options.widen:
             target, draft = widened_pair(target, draft, bar)
-        models = Models(model_spec(options, target), draft, options.threads)
+        models = Models(options.loading.spec(target), draft, options.loading.threads)
         report = measure(models, passages, selection, options.state, options.fresh, bar)
     if not result.as_json:
         Console(highlight=False).print(bench_card(report))

@@ -6,7 +6,7 @@ what is run and concluded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -18,17 +18,11 @@ from forerun.config import DEFAULT_DEPTH, Speculation
 from forerun.options import (
     REQUIRED_DRAFT,
     AdapterOption,
-    DeviceOption,
-    DtypeOption,
-    KernelsOption,
+    LoadingOptions,
     MaxModelLenOption,
     ModelOption,
-    OneGemmOption,
     OutputOptions,
-    QuantizeOption,
-    ThreadsOption,
     adapted,
-    model_spec,
     with_options,
 )
 from forerun.streams import show_note
@@ -55,13 +49,8 @@ class ProveOptions:
     num_texts: Annotated[int, typer.Option(min=100, help="Texts drawn in each test of the law.")] = 1500
     thorough: Annotated[bool, typer.Option("--thorough", help="About ten times the work.")] = False
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same report.")] = 0
-    dtype: DtypeOption = "auto"
-    quantize: QuantizeOption = None
-    kernels: KernelsOption = "auto"
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
     max_model_len: MaxModelLenOption = None
-    threads: ThreadsOption = None
-    device: DeviceOption = "cpu"
-    one_gemm: OneGemmOption = False
     adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
@@ -99,12 +88,12 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
     errors = Console(stderr=True)
     with LoadingBar(errors) as bar:
         llm = LLM(
-            model_spec(options, options.model),
+            options.loading.spec(options.model),
             options.draft,
             speculation=largest_shape(workload),
             max_model_len=options.max_model_len,
             max_num_seqs=2 * max(workload.batches),
-            threads=options.threads,
+            threads=options.loading.threads,
             progress=bar,
         )
         check_lengths(llm.requests.prompt_tokens, prompts)

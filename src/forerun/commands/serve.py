@@ -11,7 +11,7 @@ import typer
 from forerun.commands.interrupt import importing
 from forerun.config import AUTO
 from forerun.errors import InvalidRequest
-from forerun.options import ModelOptions, complete_from, with_options
+from forerun.options import ModelOptions, auto_or_whole, complete_from, with_options
 from forerun.serve.packages import require_packages
 from forerun.serve.settings import ServeSettings
 from forerun.streams import show_note, unfailing_stderr
@@ -21,13 +21,6 @@ forerun serve --model stdlib --draft model:stdlib-draft
 forerun serve --model Qwen/Qwen2.5-0.5B-Instruct --draft ngram --port 8080 --max-num-seqs 32
 forerun serve --model ./target --draft model:./draft --host 0.0.0.0 --api-keys keys.txt --tls-key k.pem --tls-cert c.pem
 """
-
-
-def chunk_text(text: str) -> str:
-    """What --chunk-tokens takes: auto, or a whole number from 1 on."""
-    if text != AUTO and not (text.isdecimal() and int(text)):
-        raise typer.BadParameter(f"{text!r} is neither auto nor a whole number from 1 on.")
-    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +47,7 @@ class ServeOptions:
         str,
         typer.Option(
             help="Most prompt tokens of one pass; auto: as many as leave short prompts a short wait.",
-            parser=chunk_text,
+            parser=auto_or_whole(1),
         ),
     ] = AUTO
     max_queue: Annotated[

@@ -12,7 +12,7 @@ from forerun.commands.destination import Destination, Result
 from forerun.commands.generate import PromptArgument, read_prompt
 from forerun.commands.interrupt import importing
 from forerun.config import DEFAULT_DEPTH
-from forerun.options import MODEL, OUTPUT, AnswerOptions, ModelOptions, OutputOptions, depth_text, with_options
+from forerun.options import MODEL, OUTPUT, AnswerOptions, ModelOptions, OutputOptions, auto_or_whole, with_options
 
 Width = Annotated[
     int, typer.Option(min=1, help="Drafted tokens per place; above 1 the draft is a tree.", rich_help_panel=MODEL)
@@ -38,7 +38,7 @@ class TraceModelOptions(ModelOptions):
     """Those of any model; every round is drafted unless told otherwise, as that is what a trace shows."""
 
     depth: Annotated[
-        str, typer.Option(help="Tokens drafted per round; auto: as many as pay, and why.", parser=depth_text)
+        str, typer.Option(help="Tokens drafted per round; auto: as many as pay, and why.", parser=auto_or_whole(0))
     ] = str(DEFAULT_DEPTH)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -18,15 +18,10 @@ from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
 from forerun.errors import InvalidRequest
 from forerun.options import (
-    DeviceOption,
-    DtypeOption,
-    KernelsOption,
+    LoadingOptions,
     ModelOption,
     OutputOptions,
-    QuantizeOption,
-    ThreadsOption,
     complete_from,
-    model_spec,
     with_options,
 )
 from forerun.streams import show_note
@@ -93,12 +88,7 @@ class TargetOptions:
     force: Annotated[bool, typer.Option("--force", help="Overwrite what the folder holds, and start over.")] = False
     cache: Annotated[Path | None, typer.Option(help="Keep the target's states here, for further trainings.")] = None
     chat: Annotated[bool, typer.Option("--chat", help="Every prompt is a message, for the chat template.")] = False
-    dtype: DtypeOption = "auto"
-    quantize: QuantizeOption = None
-    kernels: KernelsOption = "auto"
-    threads: ThreadsOption = None
-    device: DeviceOption = "cpu"
-    one_gemm: ClassVar[bool] = False
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +226,8 @@ def train(
         raise InvalidRequest("data", "there is none: give a file with --data.")
     said = {each.name: getattr(student, each.name) for each in fields(student)}
     sizes = StudentSizes(**{**said, "taps": layers_of(student.taps)})
-    spec = model_spec(options, options.model)
-    task = TrainTask(
-        kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, options.threads
-    )
+    spec, threads = options.loading.spec(options.model), options.loading.threads
+    task = TrainTask(kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, threads)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     with LoadingBar(errors, LINES_S) as bar, told_on(errors):
         try:

@@ -7,7 +7,7 @@ plain decoding. `forerun.tune` decides what is measured.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -21,15 +21,9 @@ from forerun.models.bundled import TARGET
 from forerun.options import (
     DRAFTERS,
     MODEL,
-    DeviceOption,
-    DtypeOption,
-    KernelsOption,
+    LoadingOptions,
     ModelOption,
-    OneGemmOption,
     OutputOptions,
-    QuantizeOption,
-    ThreadsOption,
-    model_spec,
     with_options,
 )
 from forerun.tune.settings import TuneSettings
@@ -70,12 +64,7 @@ class TuneOptions:
         bool, typer.Option("--html", help="Stop where the page would have no charts, for want of matplotlib.")
     ] = False
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is measured, and start over.")] = False
-    dtype: DtypeOption = "auto"
-    quantize: QuantizeOption = None
-    kernels: KernelsOption = "auto"
-    threads: ThreadsOption = None
-    device: DeviceOption = "cpu"
-    one_gemm: OneGemmOption = False
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
 
     def settings(self) -> TuneSettings:
         """The cells."""
@@ -139,9 +128,8 @@ def tune(
     candidates_of(names, 2)  # refused before anything is read
     prompts = read_tune_prompts(options.prompts, options.replay)
     require_folder(options.out)
-    subject = Subject(
-        model_spec(options, options.model), names, Template(template_values, options.chat), options.threads
-    )
+    loading, template = options.loading, Template(template_values, options.chat)
+    subject = Subject(loading.spec(options.model), names, template, loading.threads)
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
         report = run(subject, prompts, settings, options.out, options.fresh, bar)
     written = write_files(report, options.out)
