@@ -12,7 +12,7 @@ from forerun.control.forecast import PAYS, Forecast, forecast, told
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Budget
 from forerun.economy import Acceptance, likeness
-from forerun.models.experts import expected_distinct
+from forerun.models.config import expected_distinct
 
 WORLDS = {
     "pays": World([0.8], [0.002], lambda n: 0.1 + 0.001 * n),

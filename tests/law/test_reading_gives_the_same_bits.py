@@ -10,9 +10,8 @@ from torch import Tensor
 
 from forerun.cache.blocks import OutOfBlocks
 from forerun.models.backends.torch_cpu.backend import TorchBackend
-from forerun.models.config import ModelConfig, read_config
+from forerun.models.config import ExpertsConfig, ModelConfig, read_config
 from forerun.models.decoder import Decoder
-from forerun.models.experts import ExpertsConfig
 from forerun.models.families import BY_NUMBER
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner

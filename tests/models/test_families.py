@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forerun.config import KernelChoice
-from forerun.models.config import ModelConfig, RopeConfig, read_config
-from forerun.models.experts import Clamp
+from forerun.models.config import Clamp, ModelConfig, RopeConfig, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from kit.compiled import require_compiler

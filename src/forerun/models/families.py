@@ -71,11 +71,11 @@ class Family:
     """
 
     name: str
-    qkv_bias: bool | str
-    out_bias: bool | str
-    mlp_bias: bool | str
-    qk_norm: bool
-    windows: Windows
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    windows: Windows = Windows.NONE
     head_dim: int | None = None
     window: int | None = None
     biased: bool = False
@@ -87,126 +87,84 @@ class Family:
     with_experts: str | None = None  # the architecture that is the same but for experts
 
 
-LLAMA = Family(
-    name="llama",
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    qk_norm=False,
-    windows=Windows.NONE,
-    with_experts="MixtralForCausalLM",
-)
-MISTRAL = Family(
-    name="mistral",
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    windows=Windows.ALL,
-    window=4096,
-    with_experts="MixtralForCausalLM",
-)
-QWEN2 = Family(
-    name="qwen2",
-    qkv_bias=True,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    windows=Windows.LISTED,
-    window=4096,
-)
-QWEN3 = Family(
-    name="qwen3",
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    mlp_bias=False,
-    qk_norm=True,
-    windows=Windows.LISTED,
-    head_dim=128,
-    window=4096,
-    with_experts="Qwen3MoeForCausalLM",
-)
-MIMO = replace(QWEN2, name="mimo")
-
 STACKED = ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj")
 BY_NUMBER = ExpertNames(
-    "mlp.gate",
-    ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-    "mlp.experts.{}.down_proj",
-    stacked=STACKED,
+    "mlp.gate", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), "mlp.experts.{}.down_proj", stacked=STACKED
 )
-MIXTRAL = Family(
-    name="mixtral",
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    windows=Windows.ALL,
-    norm_eps=1e-5,
-    theta=1e6,
-    sparse=Sparse(
-        ExpertNames(
-            "block_sparse_moe.gate",
-            ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-            "block_sparse_moe.experts.{}.w2",
-            stacked=STACKED,
-        ),
-        intermediate="intermediate_size",
-        normalised=True,
-    ),
-)
-QWEN2_MOE = Family(
-    name="qwen2_moe",
-    qkv_bias="qkv_bias",
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    windows=Windows.BELOW,
-    window=4096,
-    biased=True,
-    sparse=Sparse(BY_NUMBER, shared="shared_expert_intermediate_size"),
-)
-QWEN3_MOE = Family(
-    name="qwen3_moe",
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    mlp_bias=False,
-    qk_norm=True,
-    windows=Windows.ASKED,
-    window=4096,
-    sparse=Sparse(BY_NUMBER),
-)
-GPT_OSS = Family(
-    name="gpt_oss",
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    mlp_bias=False,
-    qk_norm=False,
-    windows=Windows.EVERY_OTHER,
-    head_dim=64,
-    window=128,
-    biased=True,
-    norm_eps=1e-5,
-    theta=150_000.0,
-    rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
-    sinks=True,
-    sparse=Sparse(
-        ExpertNames("mlp.router", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj", transposed=True),
-        intermediate="intermediate_size",
-        normalised=True,
-        bias=True,
-        clamped=True,
-    ),
-)
+QWEN2 = Family("qwen2", qkv_bias=True, windows=Windows.LISTED, window=4096)
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": MISTRAL,
+    "LlamaForCausalLM": Family(
+        "llama",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        with_experts="MixtralForCausalLM",
+    ),
+    "MistralForCausalLM": Family("mistral", windows=Windows.ALL, window=4096, with_experts="MixtralForCausalLM"),
     "Qwen2ForCausalLM": QWEN2,
-    "Qwen3ForCausalLM": QWEN3,
-    "MiMoForCausalLM": MIMO,
-    "MixtralForCausalLM": MIXTRAL,
-    "Qwen2MoeForCausalLM": QWEN2_MOE,
-    "Qwen3MoeForCausalLM": QWEN3_MOE,
-    "GptOssForCausalLM": GPT_OSS,
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        windows=Windows.LISTED,
+        head_dim=128,
+        window=4096,
+        with_experts="Qwen3MoeForCausalLM",
+    ),
+    "MiMoForCausalLM": replace(QWEN2, name="mimo"),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        windows=Windows.ALL,
+        norm_eps=1e-5,
+        theta=1e6,
+        sparse=Sparse(
+            ExpertNames(
+                "block_sparse_moe.gate",
+                ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+                "block_sparse_moe.experts.{}.w2",
+                stacked=STACKED,
+            ),
+            intermediate="intermediate_size",
+            normalised=True,
+        ),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        qkv_bias="qkv_bias",
+        windows=Windows.BELOW,
+        window=4096,
+        biased=True,
+        sparse=Sparse(BY_NUMBER, shared="shared_expert_intermediate_size"),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        windows=Windows.ASKED,
+        window=4096,
+        sparse=Sparse(BY_NUMBER),
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        windows=Windows.EVERY_OTHER,
+        head_dim=64,
+        window=128,
+        biased=True,
+        norm_eps=1e-5,
+        theta=150_000.0,
+        rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+        sinks=True,
+        sparse=Sparse(
+            ExpertNames("mlp.router", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj", transposed=True),
+            intermediate="intermediate_size",
+            normalised=True,
+            bias=True,
+            clamped=True,
+        ),
+    ),
 }

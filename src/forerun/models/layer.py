@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.models.experts import Clamp
+from forerun.models.config import Clamp
 
 WeightMatrix = Float[Tensor, "outputs inputs"]
 Bias = Float[Tensor, " outputs"]

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float
-from forerun.models.config import ModelConfig
-from forerun.models.experts import Clamp
+from forerun.models.config import Clamp, ModelConfig
 from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
 from forerun.models.projections import Fetch, GatedTable, LayerTable, Projection
 

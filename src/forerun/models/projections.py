@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.models.config import ModelConfig
-from forerun.models.experts import ExpertsConfig
+from forerun.models.config import ExpertsConfig, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 Fetch = Callable[[str, tuple[int, ...]], Tensor]  # a layer's tensor by its name inside the layer
